@@ -1,0 +1,42 @@
+"""Marid: a lazy tensor engine for PyTorch.
+
+Importing it gives PyTorch the device ``remote_accelerator``: operations on it are recorded, and run as one program when
+a value is read.
+"""
+
+from __future__ import annotations
+
+from marid import errors
+from marid.frontend import device as _device
+
+_device.register()
+
+from marid.api import epoch, graph, materialize, reset_stats, stats  # noqa: E402  (the device comes first)
+from marid.frontend.capture import capture  # noqa: E402
+from marid.frontend.materialize import no_sync  # noqa: E402
+from marid.frontend.tensor import LazyTensor  # noqa: E402
+from marid.frontend.tuples import LazyTuple  # noqa: E402
+from marid.graph.computation import ComputationGraph  # noqa: E402
+from marid.report.stats import Stats  # noqa: E402
+from marid.semantics.metadata import SemanticMetadata  # noqa: E402
+from marid.settings import Settings, settings  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ComputationGraph",
+    "LazyTensor",
+    "LazyTuple",
+    "SemanticMetadata",
+    "Settings",
+    "Stats",
+    "capture",
+    "epoch",
+    "errors",
+    "graph",
+    "materialize",
+    "no_sync",
+    "reset_stats",
+    "settings",
+    "stats",
+]

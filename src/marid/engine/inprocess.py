@@ -1,0 +1,121 @@
+"""The default engine: programs run in this process, on CPU tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from marid.graph.twister import Twisters
+from marid.errors import MaterializationError
+from marid.execute.cache import ProgramCache
+from marid.execute.flat import Interrupted
+from marid.graph.node import Draw, Node
+from marid.graph.program import Task, bind
+from marid.report.stats import counters
+from marid.semantics.scopes import current_site
+
+__all__ = ["InProcessEngine", "concretely"]
+
+# Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction.
+_ABOVE_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+for _key in ("ADInplaceOrView", "AutocastCPU", "AutocastPrivateUse1", "AutogradOther", "AutogradPrivateUse1"):
+    _ABOVE_KERNELS = _ABOVE_KERNELS | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+
+
+@contextlib.contextmanager
+def concretely() -> Iterator[None]:
+    """Inside, ATen calls go straight to the CPU kernels: no autograd, autocast, tensor subclass or mode sees them."""
+    with (
+        torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS),
+        torch._C._DisableTorchDispatch(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
+
+
+class InProcessEngine:
+    """Runs programs on the calling thread, one at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.programs = ProgramCache()
+        self._twisters = Twisters()
+
+    def run(self, nodes: list[Node]) -> None:
+        with self.lock:
+            # Another thread may have run some of them while this one waited for the lock.
+            nodes = [node for node in nodes if node.args is not None]
+            if nodes:
+                self._run(bind(nodes))
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        with concretely():
+            return _copy(tensor)
+
+    def download(self, buffer: torch.Tensor) -> torch.Tensor:
+        with concretely():
+            return _copy(buffer)
+
+    def generator(self, draw: Draw) -> torch.Generator:
+        return self._twisters.at(draw)
+
+    def _run(self, task: Task) -> None:
+        program = self.programs.find(task)
+        try:
+            with concretely():
+                results = program.run(task.inputs, task.params, self._twisters.at)
+        except Interrupted as stop:
+            self._twisters.forget()
+            _salvage(task, stop)
+            if isinstance(stop.error, Exception):
+                raise _explain(task.nodes[stop.index], stop.error) from stop.error
+            raise stop.error from None
+        for value, tensor in zip(task.outputs, results, strict=True):
+            value.concrete = tensor
+        for node in task.nodes:
+            _finish(node)
+        counters.ops_executed += len(task.nodes)
+        counters.epoch += 1
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    # Strides are part of the value, overlapping ones (expand) included; conjugate and negative bits are resolved.
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
+    tensor = tensor.resolve_conj().resolve_neg()
+    if torch._C._TensorBase.is_contiguous(tensor):
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() == 0 or span == tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    block = tensor.as_strided((span,), (1,)).clone()
+    return block.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _finish(node: Node) -> None:
+    node.args = node.kwargs = node.after = node.overwrites = None
+
+
+def _salvage(task: Task, stop: Interrupted) -> None:
+    """Keep what ran before a failure, so that nothing runs twice and nothing is lost."""
+    for value, slot in task.slots.items():
+        if value.concrete is None and slot in stop.tensors:
+            value.concrete = stop.tensors[slot]
+    for index, node in enumerate(task.nodes[: stop.index + 1]):
+        mutates = node.op is not None and node.op.mutates
+        if index < stop.index or (stop.finished and mutates):
+            _finish(node)
+    counters.ops_executed += stop.index
+
+
+def _explain(node: Node, error: Exception) -> MaterializationError:
+    written = f"written at {node.site}" if node.site is not None else "written at an unknown line"
+    where = f" in module {node.scope.module_path!r}" if node.scope is not None and node.scope.module_path else ""
+    return MaterializationError(
+        f"{node.op.name if node.op else 'an operation'} failed when it ran: {error}\n"
+        f"  {written}{where}\n"
+        f"  read at {current_site()}"
+    )

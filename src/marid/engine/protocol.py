@@ -1,0 +1,40 @@
+"""What runs programs: in this process, or elsewhere."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from marid.graph.node import Draw, Node
+
+__all__ = ["Engine"]
+
+
+class Engine(Protocol):
+    """Executes what a tape has recorded for one or more devices.
+
+    A buffer (``Value.concrete``) is the engine's own: a recorder stores it and hands it back, and looks inside only
+    through ``download``.
+    """
+
+    def run(self, nodes: list[Node]) -> None:
+        """Run pending nodes, given in program order and closed under the hazard rule (``Tape.cut``).
+
+        Afterwards each has run and every value of theirs that outlives the run has its buffer. Raises
+        ``MaterializationError`` when an operation fails: what ran before it keeps its results, it and what follows
+        stay pending.
+        """
+        ...
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A buffer with the values, strides and dtype of a CPU tensor; a snapshot, never an alias."""
+        ...
+
+    def download(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor with the values and strides of ``buffer``; a snapshot, never an alias."""
+        ...
+
+    def generator(self, draw: Draw) -> torch.Generator:
+        """A CPU generator positioned at ``draw``."""
+        ...

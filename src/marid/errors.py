@@ -1,0 +1,49 @@
+"""The exceptions Marid raises of its own accord.
+
+Errors that eager PyTorch would raise (shapes, dtypes, indices) keep PyTorch's own types and messages;
+these classes are for what only a lazy device can get wrong.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "LazyTensorError",
+    "MaterializationError",
+    "SyncForbiddenError",
+    "UnsupportedOperationError",
+    "WireError",
+    "WorkerLostError",
+]
+
+
+class LazyTensorError(RuntimeError):
+    """Base of every error that is Marid's own. A ``RuntimeError``, so that code written for PyTorch catches it."""
+
+
+class MaterializationError(LazyTensorError):
+    """A recorded operation failed when it ran.
+
+    Raised where the value was read; the message names the line where the operation was written, and ``__cause__`` is
+    the error of the operation itself.
+    """
+
+
+class UnsupportedOperationError(LazyTensorError, NotImplementedError):
+    """The device cannot represent what was asked for (a sparse layout, for example)."""
+
+
+class SyncForbiddenError(LazyTensorError):
+    """A value was read inside ``marid.no_sync()``."""
+
+
+class WorkerLostError(LazyTensorError):
+    """A remote worker is gone and what it held cannot be recovered."""
+
+
+class AuthenticationError(LazyTensorError):
+    """A worker and a client do not accept each other's keys."""
+
+
+class WireError(LazyTensorError):
+    """A message from the other side is malformed or speaks another version."""

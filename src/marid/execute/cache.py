@@ -1,0 +1,42 @@
+"""Programs that were built before, found again by their whole structure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from marid.execute.flat import FlatProgram
+from marid.graph.program import Task
+from marid.report.stats import counters
+from marid.settings import settings
+
+__all__ = ["ProgramCache"]
+
+
+class ProgramCache:
+    """Least-recently-used map from a program's key to the program; equality of keys is full, never by digest.
+
+    Not thread-safe: the engine calls it under its lock.
+    """
+
+    def __init__(self) -> None:
+        self._programs: OrderedDict[tuple[object, ...], FlatProgram] = OrderedDict()
+
+    def find(self, task: Task) -> FlatProgram:
+        """The program of ``task``, built now if it is new."""
+        found = self._programs.get(task.key)
+        if found is not None:
+            self._programs.move_to_end(task.key)
+            counters.programs_reused += 1
+            return found
+        built = FlatProgram(task.build())
+        counters.programs_built += 1
+        self._programs[task.key] = built
+        while len(self._programs) > settings.cache_programs:
+            self._programs.popitem(last=False)
+        return built
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def clear(self) -> None:
+        self._programs.clear()

@@ -1,0 +1,151 @@
+"""``torch.autocast("remote_accelerator")``: which operators run in lower precision, with CPU autocast's lists.
+
+Sources: ``aten/src/ATen/autocast_mode.cpp`` (the CPU lists) and ``autocast_mode.h`` (the CUDA lists, used by
+``marid run --as-cuda``) of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from marid.frontend import handles
+
+__all__ = ["register", "use_cuda_lists"]
+
+_CPU_LOWER = """
+    conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm addmm addbmm linear
+    _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input prelu scaled_dot_product_attention _native_multi_head_attention
+""".split()
+_CPU_FULL = """
+    avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int prod.dim_Dimname quantile quantile.scalar
+    nanquantile nanquantile.scalar stft stft.center cdist grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d
+    trace view_as_complex cholesky cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d
+    max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+    replication_pad3d mse_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss poisson_nll_loss
+    smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
+    multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div multilabel_margin_loss binary_cross_entropy_with_logits
+    fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn
+    fft_hfft fft_ihfft linalg_cond linalg_cond.p_str linalg_matrix_rank linalg_matrix_rank.tol_tensor
+    linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.atol_rtol_float linalg_solve linalg_cholesky linalg_svdvals
+    linalg_eigvals linalg_eigvalsh linalg_inv linalg_householder_product linalg_tensorinv linalg_tensorsolve
+    fake_quantize_per_tensor_affine geqrf _lu_with_info qr svd triangular_solve fractional_max_pool2d
+    fractional_max_pool3d adaptive_max_pool3d multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex linalg_svd
+    linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex
+""".split()
+_CPU_PROMOTE = "stack cat index_copy index_copy.dimname".split()
+
+_CUDA_LOWER = """
+    _convolution.deprecated _convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc
+    conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm
+    mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()
+_CUDA_FULL = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+    multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+""".split()
+_CUDA_FULL_UNLESS_DTYPE = """
+    prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname cumprod
+    cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum
+    sum.dim_IntList sum.dim_DimnameList
+""".split()
+_CUDA_PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()
+
+_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_libraries: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Register CPU autocast's lists for the device."""
+    _register({"lower": _CPU_LOWER, "full": _CPU_FULL, "promote": _CPU_PROMOTE})
+
+
+def use_cuda_lists() -> None:
+    """Replace the lists by CUDA autocast's, for scripts written for GPUs."""
+    for library in _libraries:
+        library._destroy()
+    _libraries.clear()
+    _register(
+        {
+            "lower": _CUDA_LOWER,
+            "full": _CUDA_FULL,
+            "full unless dtype": _CUDA_FULL_UNLESS_DTYPE,
+            "promote": _CUDA_PROMOTE,
+        }
+    )
+
+
+def _register(lists: dict[str, list[str]]) -> None:
+    fallthrough = torch.library.Library("_", "IMPL")
+    fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    library = torch.library.Library("aten", "IMPL")
+    for policy, names in lists.items():
+        for name in names:
+            base, _, overload = name.partition(".")
+            packet = getattr(torch.ops.aten, base, None)
+            if packet is not None and (overload or "default") in packet.overloads():
+                func = getattr(packet, overload or "default")
+                library.impl(name, _kernel(func, policy), "AutocastPrivateUse1")
+    _libraries.extend([library, fallthrough])
+
+
+def _kernel(func: Any, policy: str) -> Any:
+    def lower_or_full(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        return func(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            if policy == "lower":
+                return lower_or_full(torch.get_autocast_dtype(handles.DEVICE_TYPE), args, kwargs)
+            if policy == "full unless dtype":
+                if kwargs.get("dtype") is None and _first_is_low(args):
+                    kwargs["dtype"] = torch.float32
+                return func(*args, **kwargs)
+            if policy == "full":
+                return lower_or_full(torch.float32, args, kwargs)
+            return lower_or_full(_widest(args), args, kwargs)
+
+    return kernel
+
+
+def _eligible(thing: Any) -> bool:
+    return (
+        isinstance(thing, torch.Tensor)
+        and thing.device.type == handles.DEVICE_TYPE
+        and thing.is_floating_point()
+        and thing.dtype != torch.float64
+    )
+
+
+def _cast(thing: Any, dtype: torch.dtype) -> Any:
+    if _eligible(thing):
+        return thing.to(dtype)
+    if isinstance(thing, (list, tuple)):
+        return type(thing)([_cast(item, dtype) for item in thing])
+    if isinstance(thing, dict):
+        return {name: _cast(item, dtype) for name, item in thing.items()}
+    return thing
+
+
+def _first_is_low(args: Any) -> bool:
+    return bool(args) and _eligible(args[0])
+
+
+def _widest(args: Any) -> torch.dtype:
+    found = torch.get_autocast_dtype(handles.DEVICE_TYPE)
+    for arg in args:
+        for item in arg if isinstance(arg, (list, tuple)) else [arg]:
+            if _eligible(item) and item.dtype == torch.float32:
+                found = torch.float32
+    return found

@@ -1,0 +1,217 @@
+"""The device: registering ``remote_accelerator`` with PyTorch, and its module ``torch.remote_accelerator``."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from marid.frontend import autocast, factories, handles, random, serialize, special, tuples
+from marid.frontend.materialize import run_pending
+from marid.frontend.tensor import LazyTensor
+from marid.report.stats import counters
+from marid.semantics import scopes
+
+__all__ = ["memory_allocated", "peak_memory", "register"]
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, dev_id: int) -> bool:  # noqa: ARG002
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+class _PythonGuard(torch._C._acc.DeviceGuard):
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+_keep_alive: list[Any] = [special]  # importing it is what registers its handlers
+
+
+def register() -> None:
+    """Make the device known to PyTorch; once per process.
+
+    Raises ``RuntimeError`` when another package has already taken PyTorch's one place for a foreign device.
+    """
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", handles.DEVICE_TYPE):
+        raise RuntimeError(
+            f"PyTorch has room for one foreign device, and {taken!r} is registered already; "
+            "import marid in a process without that backend"
+        )
+    torch.utils.rename_privateuse1_backend(handles.DEVICE_TYPE)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch._register_device_module(handles.DEVICE_TYPE, _module())
+    hooks = _Hooks()
+    _keep_alive.append(hooks)
+    torch._C._acc.register_python_privateuseone_hook(hooks)
+    if handles.library is None:
+        guard = _PythonGuard()
+        _keep_alive.append(guard)
+        torch._C._acc.register_python_privateuseone_device_guard(guard)
+    else:
+        handles.library.marid_set_device_count(handles.device_count)
+    factories.register()
+    autocast.register()
+    serialize.install()
+    tuples.install()
+    scopes.install_hooks()
+    _allow_foreach()
+
+
+def _allow_foreach() -> None:
+    # Optimizers group parameters into foreach operators by exact tensor type.
+    from torch.utils import _foreach_utils
+
+    supported: list[Any] = _foreach_utils._foreach_supported_types
+    if LazyTensor not in supported:
+        supported.append(LazyTensor)
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes of the memory that living values of a device (default: the current one) hold now."""
+    return _bytes_of([_index(device)])
+
+
+def peak_memory() -> int:
+    """The largest ``memory_allocated`` of all devices together seen at a run so far, in bytes."""
+    counters.peak_memory = max(counters.peak_memory, _bytes_of(range(handles.device_count)))
+    return counters.peak_memory
+
+
+def _bytes_of(devices: Any) -> int:
+    seen: dict[int, int] = {}
+    for index in devices:
+        for value in handles.tape(index).resident_values():
+            assert value.concrete is not None
+            storage = value.concrete.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return handles.current_device()
+    if isinstance(device, int):
+        index = device
+    else:
+        given = torch.device(device).index
+        index = handles.current_device() if given is None else given
+    if not 0 <= index < handles.device_count:
+        raise RuntimeError(
+            f"{handles.DEVICE_TYPE}:{index} does not exist: {handles.device_count} device(s) are available"
+        )
+    return index
+
+
+def synchronize(device: Any = None) -> None:
+    """Run everything recorded on a device (default: the current one) that somebody still holds."""
+    tape = handles.tape(_index(device))
+    run_pending(tape, tape.pending())
+
+
+def _module() -> types.ModuleType:
+    module = types.ModuleType(f"torch.{handles.DEVICE_TYPE}", "The lazy device of marid.")
+
+    def set_device(device: Any) -> None:
+        """Make a device current for this thread."""
+        index = _index(device)
+        if handles.library is not None:
+            handles.library.marid_set_current_device(index)
+
+    @contextlib.contextmanager
+    def device(device: Any) -> Iterator[None]:
+        """Make a device current inside."""
+        before = handles.current_device()
+        set_device(device)
+        try:
+            yield
+        finally:
+            set_device(before)
+
+    def manual_seed(seed: int) -> None:
+        """Seed the current device's generator."""
+        random.default_generator(handles.current_device()).manual_seed(int(seed))
+
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        """The position of a device's generator: a CPU ``uint8`` tensor of 24 bytes."""
+        return random.default_generator(_index(device)).get_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+        """Go back to a position from ``get_rng_state``."""
+        random.default_generator(_index(device)).set_state(new_state)
+
+    def reset_peak_memory_stats(device: Any = None) -> None:  # noqa: ARG001
+        """Forget the peak."""
+        counters.peak_memory = 0
+
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        """``allocated_bytes.all.current`` and ``allocated_bytes.all.peak``."""
+        return {
+            "allocated_bytes.all.current": memory_allocated(device),
+            "allocated_bytes.all.peak": peak_memory(),
+        }
+
+    def current_stream(device: Any = None) -> torch.Stream:
+        """The current stream of a device; every stream of a device runs in program order."""
+        return torch.accelerator.current_stream(torch.device(handles.DEVICE_TYPE, _index(device)))
+
+    names = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "device_count": lambda: handles.device_count,
+        "current_device": handles.current_device,
+        "set_device": set_device,
+        "device": device,
+        "synchronize": synchronize,
+        "_is_in_bad_fork": lambda: False,
+        "manual_seed": manual_seed,
+        "manual_seed_all": random.seed_all,
+        "seed": lambda: manual_seed(torch.Generator().seed()),
+        "seed_all": lambda: random.seed_all(torch.Generator().seed()),
+        "initial_seed": lambda: random.default_generator(handles.current_device()).initial_seed(),
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "get_rng_state_all": lambda: [get_rng_state(i) for i in range(handles.device_count)],
+        "set_rng_state_all": lambda states: [set_rng_state(s, i) for i, s in enumerate(states)] and None,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "memory_allocated": memory_allocated,
+        "memory_reserved": memory_allocated,
+        "max_memory_allocated": lambda device=None: peak_memory(),  # noqa: ARG005
+        "max_memory_reserved": lambda device=None: peak_memory(),  # noqa: ARG005
+        "reset_peak_memory_stats": reset_peak_memory_stats,
+        "memory_stats": memory_stats,
+        "empty_cache": lambda: None,
+        "get_device_name": lambda device=None: f"marid in-process engine ({_index(device)})",
+        "get_device_properties": lambda device=None: types.SimpleNamespace(
+            name=f"marid in-process engine ({_index(device)})", index=_index(device)
+        ),
+        "is_bf16_supported": lambda: True,
+        "Stream": _on_device(torch.Stream),
+        "Event": _on_device(torch.Event),
+        "current_stream": current_stream,
+        "default_stream": current_stream,
+        "stream": contextlib.nullcontext,
+    }
+    for name, value in names.items():
+        setattr(module, name, value)
+    return module
+
+
+def _on_device(kind: Any) -> Any:
+    def make(device: Any = None, **kwargs: Any) -> Any:
+        return kind(torch.device(handles.DEVICE_TYPE, _index(device)), **kwargs)
+
+    make.__name__ = kind.__name__
+    return make

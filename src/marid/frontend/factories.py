@@ -1,0 +1,103 @@
+"""Operators without a tensor argument, registered on the device one by one: each records a single node.
+
+A blanket fallback for the device would be shorter, but it breaks ``torch.tensor(data, device=...)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from marid.errors import UnsupportedOperationError
+from marid.frontend import handles
+from marid.frontend.eager import unsupported
+from marid.frontend.record import recorder_of
+
+__all__ = ["register"]
+
+_FACTORIES = """
+    empty.memory_format empty_strided
+    zeros ones full scalar_tensor eye eye.m
+    arange arange.start arange.start_step range range.step
+    linspace linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor
+    logspace logspace.Tensor_Tensor logspace.Tensor_Scalar logspace.Scalar_Tensor
+    rand rand.generator randn randn.generator
+    randint randint.generator randint.low randint.low_generator randperm randperm.generator
+    tril_indices triu_indices _efficientzerotensor
+    hann_window hann_window.periodic hamming_window hamming_window.periodic hamming_window.periodic_alpha
+    hamming_window.periodic_alpha_beta blackman_window blackman_window.periodic bartlett_window
+    bartlett_window.periodic kaiser_window kaiser_window.periodic kaiser_window.beta
+""".split()
+
+_library: torch.library.Library | None = None
+
+
+def register() -> None:
+    """Give every factory its device kernel."""
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    for name in _FACTORIES:
+        base, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, base, None)
+        if packet is not None and (overload or "default") in packet.overloads():
+            _library.impl(name, _kernel(getattr(packet, overload or "default")), "PrivateUse1")
+    for name in ("_copy_from", "_copy_from_and_resize", "copy_", "_local_scalar_dense", "set_.source_Storage"):
+        _library.impl(name, _without_handle(name), "PrivateUse1")
+
+
+def _kernel(func: Any) -> Any:
+    if func is torch.ops.aten._efficientzerotensor.default:
+        func = torch.ops.aten.zeros.default
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        layout = kwargs.get("layout")
+        if layout is not None and layout is not torch.strided:
+            raise unsupported(func._schema.name, f"layout {layout} was asked for")
+        if kwargs.get("pin_memory"):
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        if "dtype" not in kwargs and func in _TYPED:
+            kwargs["dtype"] = torch.get_default_dtype()
+        check_index(kwargs.get("device"))
+        with torch._C._AutoDispatchBelowAutograd():
+            recorder = recorder_of(func)
+            if recorder.handler is not None:
+                return recorder.handler(recorder, args, kwargs)
+            return recorder.record(args, kwargs)
+
+    return kernel
+
+
+_TYPED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.rand.default,
+    torch.ops.aten.rand.generator,
+    torch.ops.aten.randn.default,
+    torch.ops.aten.randn.generator,
+    torch.ops.aten.eye.default,
+    torch.ops.aten.eye.m,
+}
+
+
+def check_index(device: Any) -> None:
+    """Raise PyTorch's kind of error for a device index that does not exist."""
+    if device is not None:
+        index = torch.device(device).index
+        if index is not None and index >= handles.device_count:
+            raise RuntimeError(
+                f"{handles.DEVICE_TYPE} error: invalid device ordinal: {handles.DEVICE_TYPE}:{index} does not exist, "
+                f"{handles.device_count} device(s) are available (MARID_DEVICES sets how many)"
+            )
+
+
+def _without_handle(name: str) -> Any:
+    def kernel(*_args: Any, **_kwargs: Any) -> Any:
+        raise UnsupportedOperationError(
+            f"aten::{name} reached a {handles.DEVICE_TYPE} tensor that is no LazyTensor; make tensors through torch's "
+            "own functions with device='remote_accelerator'"
+        )
+
+    return kernel

@@ -1,0 +1,165 @@
+"""Handles: making the tensor objects that users hold, without data, at the lowest cost PyTorch allows.
+
+Specs are interned here, and each keeps a *pattern*: a data-less device tensor of its geometry from which new handles
+are copied (about two thirds of the cost of ``_make_wrapper_subclass``). Patterns need the C++ library; without it,
+handles are made the slow way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from marid.frontend import native
+from marid.graph.node import Node, Spec, Storage, Value
+from marid.graph.tape import Tape
+from marid.semantics.scopes import current_site, state
+from marid.settings import settings
+
+if TYPE_CHECKING:
+    from marid.frontend.tensor import LazyTensor
+
+__all__ = [
+    "DEVICE_TYPE",
+    "bind_handle_class",
+    "current_device",
+    "device_count",
+    "is_lazy",
+    "library",
+    "new_handle",
+    "source",
+    "spec",
+    "spec_of",
+    "storage_of",
+    "tape",
+    "wrap",
+]
+
+DEVICE_TYPE = "remote_accelerator"
+
+library: ctypes.CDLL | None = native.load()
+device_count = settings.devices if library is not None else 1
+_tapes = [Tape(index) for index in range(device_count)]
+_handle_class: Any = None
+_specs: weakref.WeakValueDictionary[tuple[Any, ...], Spec] = weakref.WeakValueDictionary()
+_specs_lock = threading.Lock()
+_make_subclass = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
+_make_wrapper = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def bind_handle_class(cls: type) -> None:
+    """Name the tensor class that handles are made of; called once, where it is defined."""
+    global _handle_class
+    _handle_class = cls
+
+
+def current_device() -> int:
+    """The index of the current device of this thread."""
+    return library.marid_current_device() if library is not None else 0
+
+
+def is_lazy(thing: Any) -> bool:
+    """Whether ``thing`` is a lazy tensor."""
+    return type(thing) is _handle_class
+
+
+def tape(index: int) -> Tape:
+    """The tape of device ``index``."""
+    return _tapes[index]
+
+
+def spec(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    device: int,
+    conj: bool = False,
+    neg: bool = False,
+) -> Spec:
+    """The interned spec."""
+    key = (shape, stride, offset, dtype, device, conj, neg)
+    found = _specs.get(key)
+    if found is None:
+        with _specs_lock:
+            found = _specs.get(key)
+            if found is None:
+                found = Spec(*key)
+                found.pattern = _pattern(found)
+                _specs[key] = found
+    return found
+
+
+def spec_of(tensor: torch.Tensor, device: int) -> Spec:
+    """The spec of a strided tensor, as it would be on lazy device ``device``."""
+    return spec(
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        device,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _pattern(of: Spec) -> torch.Tensor | None:
+    if library is None:
+        return None
+    pattern = torch._C._acc.create_empty_tensor((0,), of.dtype)
+    rank = len(of.shape)
+    array = ctypes.c_int64 * max(rank, 1)
+    library.marid_set_geometry(pattern._cdata, of.device, rank, array(*of.shape), array(*of.stride), of.offset)
+    if of.conj:
+        torch._C._set_conj(pattern, True)
+    if of.neg:
+        torch._C._set_neg(pattern, True)
+    return pattern
+
+
+def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
+    """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``."""
+    if of.pattern is not None:
+        handle = _make_subclass(_handle_class, of.pattern)
+    else:
+        handle = _make_wrapper(
+            _handle_class,
+            of.shape,
+            of.stride,
+            of.offset,
+            None,
+            of.dtype,
+            torch.strided,
+            torch.device(DEVICE_TYPE, of.device),
+        )
+    handle._value = value
+    handle._storage = storage
+    return handle
+
+
+def wrap(value: Value, of: Spec, storage: Storage | None = None) -> LazyTensor:
+    """A tensor for ``value``, made anywhere."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return new_handle(value, of, storage)
+
+
+def source(buffer: torch.Tensor, of: Spec, root: Value | None = None) -> Node:
+    """A value that already is concrete."""
+    on = _tapes[of.device]
+    node = Node(next(on.sequence), None, None, None, of, root, current_site(), state.scope)
+    node.concrete = buffer
+    on.note_resident([node])
+    return node
+
+
+def storage_of(handle: LazyTensor) -> Storage:
+    """The storage record of a tensor, made when a view, a write or an alias first needs it."""
+    found = handle._storage
+    if found is None:
+        # Reads before this moment were not noted, so any of them may still be pending.
+        found = handle._storage = Storage(next(_tapes[handle._value.spec.device].sequence))
+    return found

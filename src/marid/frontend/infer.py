@@ -1,0 +1,269 @@
+"""What an operation returns, found without running it on the user's data.
+
+For every new combination of operator, input specs and constants the operator runs twice: on meta tensors, and (where it
+is cheap) on small or shrunk CPU tensors of the same geometry filled with ones. The meta run predicts; the *probe* keeps
+it honest: it corrects strides where a meta kernel differs from the CPU kernel, and it raises what eager PyTorch raises.
+The answer is a ``Rule``, cached by the caller.
+
+When the two disagree on anything but strides, or nothing can be predicted, the rule says ``eager``: the operation then
+runs on its real inputs. So a wrong meta kernel costs time and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._meta_registrations  # Python meta kernels  # noqa: F401
+
+from marid.engine.inprocess import concretely
+from marid.frontend import handles
+from marid.graph.node import Node, Output, Spec, Value, root_of
+
+__all__ = ["OutSpec", "Request", "Rule", "infer"]
+
+_PROBE_ELEMENTS = 1 << 14
+_SHRUNK_SIZE = 5
+
+
+@dataclass(slots=True)
+class OutSpec:
+    """One returned tensor: where it is in the return value, its spec, and the argument it is a view of, if any.
+
+    ``view_of`` and ``same_as`` count the tensor arguments of the call, in order; ``same_as`` means that the argument
+    itself is returned.
+    """
+
+    path: tuple[int, ...]
+    spec: Spec | None
+    view_of: int | None = None
+    same_as: int | None = None
+
+
+@dataclass(slots=True)
+class Rule:
+    """What to record for an operation. ``eager`` is the reason why it must run at once, or None.
+
+    ``returns`` is the shape of the return value: an ``OutSpec``, None, or a (nested) tuple or list of these.
+    ``resized`` are tensor arguments whose geometry changes, with their new specs.
+    """
+
+    eager: str | None = None
+    returns: Any = None
+    outs: list[OutSpec] = field(default_factory=list)
+    resized: list[tuple[int, Spec]] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Request:
+    """An operation to infer: ``args``/``kwargs`` hold values in place of tensors; ``tensors`` lists those in order.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Value]
+    device: int
+    random: bool
+    view: bool
+    mutates: bool
+
+
+def infer(request: Request) -> Rule:
+    """The rule of a request. Raises what eager PyTorch raises for it."""
+    try:
+        predicted, meta_args = _run(request, "meta", None)
+    except NotImplementedError:
+        return Rule(eager="it has no meta kernel")
+    except Exception as error:  # Whatever it is, eager PyTorch decides: the probe raises its own error or disproves it.
+        return _disputed(request, error)
+    rule = _rule_of(request, predicted, meta_args)
+    if rule.eager is None and not request.random:
+        _verify(request, rule)
+    return rule
+
+
+def _disputed(request: Request, error: Exception) -> Rule:
+    if request.random:
+        raise error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _run(request, "cpu", 1)
+    except Exception as eager_error:
+        raise eager_error from None
+    return Rule(eager="its meta kernel refuses what the CPU kernel accepts")
+
+
+def _verify(request: Request, rule: Rule) -> None:
+    """Correct the strides of ``rule`` by a probe, or mark it eager when a probe contradicts it."""
+    elements = sum(value.spec.numel for value in request.tensors if value.spec is not None)
+    elements += sum(out.spec.numel for out in rule.outs if out.spec is not None)
+    shrink = elements > _PROBE_ELEMENTS
+    if shrink and (request.view or not _shrinkable(request)):
+        return
+    for fill in (1, 0):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                probed, cpu_args = _run(request, "cpu", fill, shrink)
+        except torch.linalg.LinAlgError:
+            return  # about the values, which are made up
+        except Exception:  # Made-up values can be at fault; only the real ones tell.
+            continue
+        if not shrink:
+            _adopt(rule, _rule_of(request, probed, cpu_args))
+        return
+    rule.eager = "a trial run of it failed"
+
+
+def _adopt(rule: Rule, seen: Rule) -> None:
+    mine = [out.spec for out in rule.outs] + [spec for _, spec in rule.resized]
+    theirs = [out.spec for out in seen.outs] + [spec for _, spec in seen.resized]
+    same = len(mine) == len(theirs) and all(
+        a is b or (a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+    if not same:
+        rule.eager = "its meta kernel and its CPU kernel disagree"
+        return
+    rule.returns, rule.outs, rule.resized = seen.returns, seen.outs, seen.resized
+
+
+def _shrinkable(request: Request) -> bool:
+    """Whether the operation means the same on smaller tensors: it has no size among its arguments."""
+
+    def free(arg: Any) -> bool:
+        if type(arg) is tuple or type(arg) is list:
+            return all(type(item) is Node or type(item) is Output or item is None for item in arg)
+        return True
+
+    return all(free(arg) for arg in request.args) and all(free(arg) for arg in request.kwargs.values())
+
+
+# --- running on stand-ins ------------------------------------------------------------------------------------------
+
+
+def _run(request: Request, device: str, fill: int | None, shrink: bool = False) -> tuple[Any, list[torch.Tensor]]:
+    """Run on stand-ins; the return value and the stand-ins of ``request.tensors``."""
+    stand_in = _StandIns(device, fill, shrink)
+    with concretely():
+        made: list[torch.Tensor] = []
+
+        def place(arg: Any) -> Any:
+            kind = type(arg)
+            if kind is Node or kind is Output:
+                tensor = stand_in.of(arg)
+                made.append(tensor)
+                return tensor
+            if kind is tuple or kind is list:
+                return [place(item) for item in arg]
+            return arg
+
+        args = [place(arg) for arg in request.args]
+        kwargs = {name: place(arg) for name, arg in request.kwargs.items()}
+        names = {argument.name for argument in request.func._schema.arguments}
+        if not made and "device" in names:
+            kwargs["device"] = torch.device(device)
+        if "generator" in names:
+            kwargs["generator"] = None
+        returned = request.func(*args, **kwargs)
+    return returned, made
+
+
+class _StandIns:
+    """Tensors of the asked geometry; values that share memory get stand-ins that share it too."""
+
+    def __init__(self, device: str, fill: int | None, shrink: bool) -> None:
+        self.device = device
+        self.fill = fill
+        self.shrink = shrink
+        self.blocks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.sizes: dict[int, int] = {}
+
+    def of(self, value: Value) -> torch.Tensor:
+        spec = value.spec
+        assert spec is not None
+        shape, stride, offset = spec.shape, spec.stride, spec.offset
+        if self.shrink:
+            shape = tuple(self._small(size) for size in shape)
+            stride, offset = _dense_like(shape, stride), 0
+        span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
+        if 0 in shape:
+            span = offset
+        key = (id(root_of(value)), spec.dtype)
+        block = self.blocks.get(key)
+        if block is None or block.numel() < span:
+            block = torch.empty(span, dtype=spec.dtype, device=self.device)
+            if self.fill is not None:
+                # Integers index and divide; zero indexes anything that is not empty, so it is tried first for them.
+                integral = not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool)
+                block.fill_(1 - self.fill if integral else self.fill)
+            self.blocks[key] = block
+        tensor = block.as_strided(shape, stride, offset)
+        if spec.conj:
+            torch._C._set_conj(tensor, True)
+        if spec.neg:
+            torch._C._set_neg(tensor, True)
+        return tensor
+
+    def _small(self, size: int) -> int:
+        if size <= _SHRUNK_SIZE:
+            return size
+        # Equal sizes stay equal and different ones different.
+        return self.sizes.setdefault(size, _SHRUNK_SIZE + 1 + len(self.sizes))
+
+
+def _dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Dense strides in the memory order of ``stride``; dimensions of stride 0 stay expanded."""
+    result, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        if stride[dim] != 0:
+            result[dim] = step
+            step *= max(shape[dim], 1)
+    return tuple(result)
+
+
+# --- from results to rules -----------------------------------------------------------------------------------------
+
+
+def _rule_of(request: Request, returned: Any, tensors: list[torch.Tensor]) -> Rule:
+    rule = Rule()
+    by_identity = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+    fresh_bytes = 0
+
+    def describe(item: Any, path: tuple[int, ...]) -> Any:
+        nonlocal fresh_bytes
+        if isinstance(item, torch.Tensor):
+            if item.layout is not torch.strided or item.is_quantized:
+                rule.eager = "unsupported layout"
+                return None
+            spec = handles.spec_of(item, request.device)
+            same_as = by_identity.get(id(item)) if request.mutates else None
+            out = OutSpec(path, spec, same_as=same_as)
+            if same_as is None:
+                if request.view:
+                    out.view_of = 0  # every view operator views its first argument
+                else:
+                    fresh_bytes += spec.nbytes
+            rule.outs.append(out)
+            return out
+        if item is None:
+            return None
+        if isinstance(item, (tuple, list)):
+            return [describe(part, (*path, index)) for index, part in enumerate(item)]
+        rule.eager = "it returns a value"
+        return None
+
+    rule.returns = describe(returned, ())
+    if request.mutates:
+        for index, (value, tensor) in enumerate(zip(request.tensors, tensors, strict=True)):
+            spec = handles.spec_of(tensor, request.device)
+            if spec is not value.spec:
+                rule.resized.append((index, spec))
+    rule.nbytes = fresh_bytes
+    return rule
+

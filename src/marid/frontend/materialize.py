@@ -1,0 +1,135 @@
+"""Making values concrete: every path from a recorded value to a real one goes through here."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from marid.engine.inprocess import InProcessEngine
+from marid.engine.protocol import Engine
+from marid.errors import SyncForbiddenError
+from marid.frontend import handles
+from marid.graph.node import Node, Value, input_values, last_write
+from marid.graph.tape import Tape
+from marid.report.stats import counters
+from marid.semantics.scopes import capture_site
+from marid.settings import settings
+
+__all__ = ["concrete", "engine", "materialize", "no_sync", "overflow", "pending_nodes", "run_pending"]
+
+engine: Engine = InProcessEngine()
+
+
+class _Forbidden(threading.local):
+    depth = 0
+
+
+_forbidden = _Forbidden()
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    """Inside, a read that would have to run something raises ``SyncForbiddenError`` naming its line instead."""
+    _forbidden.depth += 1
+    try:
+        yield
+    finally:
+        _forbidden.depth -= 1
+
+
+def pending_nodes(tensor: Any) -> list[Node]:
+    """The nodes that must run before ``tensor`` has its value: what makes it, and the newest write to its memory."""
+    found: list[Node] = []
+    value = tensor._value
+    if value.concrete is None:
+        found.append(value.node)
+    write = last_write(tensor._storage)
+    if write is not None:
+        found.append(write)
+    return found
+
+
+def materialize(tensors: Iterable[Any], reason: str) -> None:
+    """Run what ``tensors`` need, in one program for each device. Raises ``SyncForbiddenError`` under ``no_sync``."""
+    asked: dict[int, list[Node]] = {}
+    for tensor in tensors:
+        nodes = pending_nodes(tensor)
+        if nodes:
+            asked.setdefault(tensor._value.spec.device, []).extend(nodes)
+    if not asked:
+        return
+    site = capture_site(sys._getframe(1))
+    cuts = [(handles.tape(device), handles.tape(device).cut(nodes)) for device, nodes in asked.items()]
+    if _forbidden.depth and not all(_is_host_arithmetic(nodes) for _, nodes in cuts):
+        raise SyncForbiddenError(
+            f"{reason} at {site} needs {sum(len(nodes) for _, nodes in cuts)} recorded operation(s) to run, inside "
+            "marid.no_sync(); read the value after the block, or keep it on the device"
+        )
+    asked.clear()
+    started = time.perf_counter()
+    quiet = all(_is_host_arithmetic(nodes) for _, nodes in cuts)
+    while cuts:
+        tape, nodes = cuts.pop()
+        run_pending(tape, nodes)
+    if not quiet:
+        counters.count_sync(site, reason, time.perf_counter() - started)
+
+
+def concrete(tensor: Any, reason: str) -> torch.Tensor:
+    """The engine's buffer behind ``tensor``, after running what it needs."""
+    materialize((tensor,), reason)
+    return tensor._value.concrete
+
+
+def run_pending(tape: Tape, nodes: list[Node]) -> None:
+    """Run a cut and keep the books."""
+    engine.run(nodes)
+    tape.note_resident([node for node in nodes if node.concrete is not None])
+    for node in nodes:
+        for ref in node.outs or ():
+            out = ref()
+            if out is not None and out.concrete is not None:
+                tape.note_resident([out])
+    tape.nbytes = 0 if not tape.entries else tape.nbytes
+
+
+def overflow(tape: Tape) -> None:
+    """The tape looks too long or too large: count exactly, and run all of it when it is."""
+    nbytes = tape.measure()
+    alive = len(tape.entries)
+    tape.check_at = max(1024, 2 * alive)
+    if alive >= settings.max_pending_nodes or nbytes > settings.max_pending_bytes:
+        counters.automatic_cuts += 1
+        run_pending(tape, tape.pending())
+        tape.measure()
+        tape.check_at = 1024
+    tape.check_at = min(tape.check_at, settings.max_pending_nodes + 1)
+
+
+_HOST_NODES = 16
+
+
+def _is_host_arithmetic(nodes: list[Node]) -> bool:
+    """Whether a cut is a few operations on single numbers that came from the host (a step counter, say).
+
+    Such a value is known without waiting for the device, so reading it is no sync.
+    """
+    if len(nodes) > _HOST_NODES:
+        return False
+    return all(_is_scalar_work(node) for node in nodes)
+
+
+def _is_scalar_work(node: Node) -> bool:
+    if node.outs is not None or (node.spec is not None and node.spec.numel > 1):
+        return False
+    return all(value.spec is not None and value.spec.numel <= 1 and _is_from_host(value) for value in input_values(node))
+
+
+def _is_from_host(value: Value) -> bool:
+    return value.concrete is None or value.node.op is None or value.node.op.factory

@@ -1,0 +1,100 @@
+"""PyTorch storage objects for lazy tensors: identity and size for whoever compares them, never data.
+
+``tensor.untyped_storage()`` gives one ``torch.UntypedStorage`` for all aliases, with a unique made-up address, so that
+code which finds tied weights or overlapping tensors by address works. ``set_`` maps such an object back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from marid.engine.inprocess import concretely
+from marid.frontend import handles
+from marid.frontend.materialize import engine
+from marid.graph.node import Storage, root_of
+
+__all__ = ["storage_behind", "untyped_storage"]
+
+# Far above what a process can map, so that a made-up address is never a real one.
+_addresses = itertools.count(1 << 56, 1 << 40)
+_by_identity: dict[int, tuple[weakref.ref[Storage], Any]] = {}
+
+
+def untyped_storage(tensor: Any) -> torch.UntypedStorage:
+    """The storage object of a lazy tensor; ``nbytes()`` is the size of the memory it lies in."""
+    storage = handles.storage_of(tensor)
+    if storage.handle is None:
+        root = root_of(tensor._value)
+        made = torch._C._construct_storage_from_data_pointer(
+            next(_addresses), torch.device(handles.DEVICE_TYPE, tensor._value.spec.device), _extent(root)
+        )
+        storage.handle = made
+        identity = made._cdata
+        _by_identity[identity] = (weakref.ref(storage, lambda _: _by_identity.pop(identity, None)), weakref.ref(root))
+    return storage.handle
+
+
+def _extent(value: Any) -> int:
+    if value.concrete is not None:
+        return value.concrete.untyped_storage().nbytes()
+    spec = value.spec
+    if spec is None:
+        return 0
+    if 0 in spec.shape:
+        return 0
+    last = spec.offset + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+    return (last + 1) * spec.dtype.itemsize
+
+
+def storage_behind(storage: torch.UntypedStorage, dtype: torch.dtype, device: int) -> Any:
+    """A flat lazy tensor over all of ``storage``; raises ``RuntimeError`` for a storage of another device."""
+    entry = _by_identity.get(storage._cdata)
+    shared = entry[0]() if entry is not None else None
+    root = entry[1]() if entry is not None else None
+    if shared is None or root is None:
+        if storage.device.type != "cpu":
+            raise RuntimeError(f"set_() got a storage on {storage.device} that belongs to no living tensor")
+        with concretely():
+            buffer = torch.empty(0, dtype=dtype).set_(storage)
+        spec = handles.spec_of(buffer, device)
+        return handles.wrap(handles.source(engine.upload(buffer), spec), spec)
+    whole = handles.wrap(root, root.spec, shared)
+    flat = torch.ops.aten.as_strided.default(whole, (storage.nbytes() // root.spec.dtype.itemsize,), (1,), 0)
+    return flat if dtype == root.spec.dtype else torch.ops.aten.view.dtype(flat, dtype)
+
+
+_kept: dict[int, Any] = {}
+
+
+def keep_with(storage: torch.UntypedStorage, base: Any) -> torch.UntypedStorage:
+    """Keep ``base`` alive as long as ``storage``, the only way to it (while a file is loaded)."""
+    base._storage.handle = None  # the storage must not be kept by what it keeps
+    identity = storage._cdata
+    _kept[identity] = base
+    weakref.finalize(storage, _kept.pop, identity, None)
+    return storage
+
+
+def copy_with_aliases(tensor: Any, memo: dict[Any, Any]) -> Any:
+    """A copy with the same strides; tensors that share memory get copies that share memory, by ``memo``."""
+    if tensor._storage is None:
+        return _restrided(tensor.detach().clone(), tensor)
+    key = ("marid storage", id(tensor._storage))
+    if key not in memo:
+        flat = storage_behind(untyped_storage(tensor), root_of(tensor._value).spec.dtype, tensor.device.index)
+        memo[key] = (flat.clone(), tensor._storage)
+    block = memo[key][0]
+    if block.dtype != tensor.dtype:
+        block = block.view(tensor.dtype)
+    return block.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _restrided(copied: Any, like: Any) -> Any:
+    if copied.stride() == like.stride():
+        return copied
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.copy_(copied)

@@ -1,0 +1,161 @@
+// The C++ half of the device: guard, generator and one tensor helper.
+//
+// PyTorch asks a device guard for the current device, for streams and for events.
+// The Python guard that PyTorch offers (torch._C._acc) knows one device only and ends
+// the process when a Python exception passes through backward; this guard does neither.
+// Compiled once per PyTorch version on first import (see native.py) and loaded with ctypes.
+#include <ATen/core/GeneratorForPrivateuseone.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+
+namespace {
+
+constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
+std::atomic<int> device_count{1};
+thread_local c10::DeviceIndex current_device = 0;
+thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
+std::atomic<c10::StreamId> next_stream{1};
+
+// A device runs its programs in order, so every stream is ordered after every other
+// and an event has happened once it is recorded.
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  c10::Device getDevice() const override { return {kType, current_device}; }
+  c10::Device exchangeDevice(c10::Device d) const override {
+    c10::Device old = getDevice();
+    setDevice(d);
+    return old;
+  }
+  void setDevice(c10::Device d) const override {
+    TORCH_CHECK(d.index() < device_count.load(), "remote_accelerator:", int(d.index()),
+                " does not exist: ", device_count.load(), " device(s) are available");
+    if (d.index() >= 0) current_device = d.index();
+  }
+  void uncheckedSetDevice(c10::Device d) const noexcept override {
+    if (d.index() >= 0) current_device = d.index();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return static_cast<c10::DeviceIndex>(device_count.load());
+  }
+  c10::Device concrete(c10::Device d) const {
+    return {kType, d.index() < 0 ? current_device : d.index()};
+  }
+  c10::Stream getStream(c10::Device d) const override {
+    c10::Device on = concrete(d);
+    auto found = current_streams.find(on.index());
+    return c10::Stream(c10::Stream::UNSAFE, on, found == current_streams.end() ? 0 : found->second);
+  }
+  c10::Stream getDefaultStream(c10::Device d) const override {
+    return c10::Stream(c10::Stream::DEFAULT, concrete(d));
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override {
+    return getNewStream(d, 0);
+  }
+  c10::Stream getNewStream(c10::Device d, int) const override {
+    return c10::Stream(c10::Stream::UNSAFE, concrete(d), next_stream++);
+  }
+  c10::Stream exchangeStream(c10::Stream s) const override {
+    c10::Stream old = getStream(s.device());
+    current_streams[s.device_index()] = s.id();
+    return old;
+  }
+  void* getStreamNativeHandle(const c10::Stream) const override { return nullptr; }
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new char;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<char*>(event);
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
+};
+
+Guard guard;
+c10::impl::DeviceGuardImplRegistrar registrar(kType, &guard);
+
+// A position in the Mersenne Twister stream of `seed`; frontend/random.py gives it meaning.
+struct Position {
+  uint64_t seed = c10::default_rng_seed_val;
+  uint64_t offset = 0;
+  int64_t spare = -1;
+};
+
+struct PositionGenerator final : c10::GeneratorImpl {
+  Position position;
+  explicit PositionGenerator(c10::DeviceIndex index)
+      : GeneratorImpl(c10::Device(kType, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  void set_current_seed(uint64_t seed) override { position = {seed, 0, -1}; }
+  void set_offset(uint64_t offset) override { position.offset = offset; position.spare = -1; }
+  uint64_t get_offset() const override { return position.offset; }
+  uint64_t current_seed() const override { return position.seed; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return position.seed;
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == sizeof(Position) && state.device().is_cpu() && state.is_contiguous(),
+                "a remote_accelerator generator state is a CPU tensor of ", sizeof(Position),
+                " bytes, but got ", state.numel(), " elements");
+    std::memcpy(&position, state.data(), sizeof(Position));
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto* copy = new Position(position);
+    c10::DataPtr data(copy, copy, [](void* p) { delete static_cast<Position*>(p); },
+                      c10::Device(c10::DeviceType::CPU));
+    c10::Storage storage(c10::Storage::use_byte_size_t(), sizeof(Position), std::move(data));
+    auto impl = c10::make_intrusive<c10::TensorImpl>(
+        std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<uint8_t>());
+    impl->set_sizes_contiguous({static_cast<int64_t>(sizeof(Position))});
+    return impl;
+  }
+  GeneratorImpl* clone_impl() const override {
+    auto* copy = new PositionGenerator(device().index());
+    copy->position = position;
+    return copy;
+  }
+};
+
+// The device of a TensorImpl is protected; PyTorch's Python helper only makes index 0.
+struct DeviceSetter : c10::TensorImpl {
+  static void set(c10::TensorImpl* impl, c10::Device device) {
+    (impl->*(&DeviceSetter::device_opt_)) = device;
+  }
+};
+
+at::Generator make_generator(c10::DeviceIndex index) {
+  return at::make_generator<PositionGenerator>(index < 0 ? current_device : index);
+}
+// What REGISTER_GENERATOR_PRIVATEUSE1 does, without its warning at every import.
+const bool generator_registered = (at::GetGeneratorPrivate() = make_generator, true);
+
+}  // namespace
+
+extern "C" {
+
+void marid_set_device_count(int n) { device_count = n; }
+int marid_current_device() { return current_device; }
+void marid_set_current_device(int index) { current_device = static_cast<c10::DeviceIndex>(index); }
+
+// `tensor` is a TensorImpl* (torch.Tensor._cdata) that nobody else uses yet; sizes and
+// strides are int64[rank]. Makes it the data-less pattern from which lazy tensors are copied.
+void marid_set_geometry(void* tensor, int device, int rank, const int64_t* sizes, const int64_t* strides,
+                        int64_t offset) {
+  auto* impl = static_cast<c10::TensorImpl*>(tensor);
+  c10::Device on(kType, static_cast<c10::DeviceIndex>(device));
+  DeviceSetter::set(impl, on);
+  impl->set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, on)));
+  impl->set_sizes_and_strides(c10::IntArrayRef(sizes, rank), c10::IntArrayRef(strides, rank), offset);
+}
+
+}  // extern "C"

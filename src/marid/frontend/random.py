@@ -1,0 +1,258 @@
+"""Random numbers: each device's generator is a position in the stream of a CPU generator with the same seed.
+
+A random node takes its numbers' position at capture and moves the generator on, so what it yields depends neither on
+when it runs nor on what else does, and equals what eager CPU PyTorch yields after the same ``manual_seed``. How many
+words an operation takes is known for the operations in ``_TAKES`` (``tests/test_random.py`` measures each against the
+CPU generator); any other one runs at once, and its use is measured.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from marid.graph.twister import PAIR_WORDS
+from marid.frontend import handles
+from marid.graph.node import Draw, Spec
+
+__all__ = ["Generator", "default_generator", "draw", "generator_of", "measure", "seed_all"]
+
+_STATE = struct.Struct("=QQq")
+
+
+class Generator:
+    """A position in a random stream: of a device by default, or behind a ``torch.Generator`` of the user."""
+
+    def __init__(self, device: int, seed: int) -> None:
+        self.device = device
+        self.seed, self.offset, self.spare = seed, 0, -1
+
+    def manual_seed(self, seed: int) -> Generator:
+        """Restart at the beginning of the stream of ``seed`` (any integer, taken modulo 2**64)."""
+        self.seed, self.offset, self.spare = seed % (1 << 64), 0, -1
+        return self
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_state(self) -> torch.Tensor:
+        """The position as a CPU ``uint8`` tensor of 24 bytes: seed, words used, spare."""
+        return torch.frombuffer(bytearray(_STATE.pack(self.seed, self.offset, self.spare)), dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go to a position from ``get_state``. Raises ``RuntimeError`` for anything else."""
+        raw = bytes(state.cpu().tolist())
+        if state.dtype != torch.uint8 or len(raw) != _STATE.size:
+            raise RuntimeError(
+                f"a {handles.DEVICE_TYPE} generator state is a uint8 tensor of {_STATE.size} bytes, but got "
+                f"{state.dtype} with {state.numel()} elements; take it from get_rng_state() of the same device"
+            )
+        self.seed, self.offset, self.spare = _STATE.unpack(raw)
+
+    def advance(self, words: int, spare: int) -> Draw:
+        """Take ``words`` words, leaving ``spare``."""
+        end = self.offset + words
+        taken = Draw(self.seed, self.offset, self.spare, end, spare)
+        self.offset, self.spare = end, spare
+        return taken
+
+
+_defaults = [Generator(index, torch.initial_seed()) for index in range(handles.device_count)]
+
+
+def default_generator(device: int) -> Generator:
+    """The generator of a device."""
+    return _defaults[device]
+
+
+def seed_all(seed: int) -> None:
+    """What ``torch.manual_seed`` does to the lazy devices."""
+    for generator in _defaults:
+        generator.manual_seed(seed)
+
+
+class generator_of:
+    """Context manager: the generator an operation draws from; a ``torch.Generator`` is moved on at the end."""
+
+    def __init__(self, given: torch.Generator | None, device: int) -> None:
+        if given is not None and given.device.type != handles.DEVICE_TYPE:
+            raise RuntimeError(
+                f"Expected a '{handles.DEVICE_TYPE}' device type for generator but found '{given.device.type}'"
+            )
+        self._given = given
+        self._generator = _defaults[device] if given is None else Generator(device, 0)
+
+    def __enter__(self) -> Generator:
+        if self._given is not None:
+            self._generator.set_state(self._given.get_state())
+        return self._generator
+
+    def __exit__(self, *_: object) -> None:
+        if self._given is not None:
+            self._given.set_state(self._generator.get_state())
+
+
+# --- how many words an operation takes -----------------------------------------------------------------------------
+
+Takes = Callable[[Generator, Spec, tuple[Any, ...], dict[str, Any]], Draw | None]
+
+
+def draw(name: str, generator: Generator, of: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
+    """Take the numbers that operator ``name`` (``aten::randn``) needs to fill ``of``; None when that is not known."""
+    takes = _TAKES.get(name)
+    return None if takes is None else takes(generator, of, args, kwargs)
+
+
+def _words(of: Spec) -> int:
+    """Words for one number of the dtype."""
+    return 2 if of.dtype in (torch.float64, torch.complex128) else 1
+
+
+def _uniform(generator: Generator, of: Spec, *_: Any) -> Draw:
+    parts = 2 if of.dtype.is_complex else 1
+    return generator.advance(of.numel * parts * _words(of), generator.spare)
+
+
+def _normal(generator: Generator, of: Spec, *_: Any) -> Draw:
+    count = of.numel * (2 if of.dtype.is_complex else 1)
+    if count >= 16 and _is_contiguous(of):
+        # Blocks of 16; a partial last block redraws the last 16.
+        return generator.advance((count + (16 if count % 16 else 0)) * _words(of), generator.spare)
+    return _pairs(generator, count)
+
+
+def _fresh_normal(generator: Generator, of: Spec, *_: Any) -> Draw:
+    count = of.numel * (2 if of.dtype.is_complex else 1)
+    if count >= 16:
+        return generator.advance((count + (16 if count % 16 else 0)) * _words(of), generator.spare)
+    return _pairs(generator, count)
+
+
+def _pairs(generator: Generator, count: int) -> Draw:
+    fresh = count - (1 if generator.spare >= 0 and count else 0)
+    pairs = (fresh + 1) // 2
+    words = pairs * PAIR_WORDS
+    if fresh % 2:
+        spare = generator.offset + words - PAIR_WORDS
+    else:
+        spare = -1 if count else generator.spare
+    return generator.advance(words, spare)
+
+
+def _doubles(generator: Generator, of: Spec, *_: Any) -> Draw:
+    return generator.advance(2 * of.numel, generator.spare)
+
+
+def _log_normal(generator: Generator, of: Spec, *_: Any) -> Draw:
+    return _pairs(generator, of.numel)
+
+
+_SIZES = (tuple, list)
+
+
+def _integers(generator: Generator, of: Spec, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Draw | None:
+    bounds = [arg for arg in args if type(arg) is int]
+    if not bounds:  # random_(): the whole range of the dtype
+        words = 2 if of.dtype in (torch.int64, torch.float64, torch.uint64) else 1
+    else:
+        low, high = (0, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
+        words = 2 if high - low >= 1 << 32 else 1
+    return generator.advance(words * of.numel, generator.spare)
+
+
+def _bernoulli_tensor(generator: Generator, of: Spec, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Draw:
+    probability = args[1].spec if len(args) > 1 and hasattr(args[1], "spec") else args[0].spec
+    return generator.advance(of.numel * _words(probability), generator.spare)
+
+
+def _one_word(generator: Generator, of: Spec, *_: Any) -> Draw:
+    # MKL kernels take one word as the seed of a stream of their own.
+    return generator.advance(1 if of.numel else 0, generator.spare)
+
+
+def _randperm(generator: Generator, of: Spec, *_: Any) -> Draw:
+    return generator.advance(max(of.numel - 1, 0), generator.spare)
+
+
+_TAKES: dict[str, Takes] = {
+    "aten::uniform_": _uniform,
+    "aten::rand": _uniform,
+    "aten::rand_like": _uniform,
+    "aten::normal_": _normal,
+    "aten::randn": _fresh_normal,
+    "aten::randn_like": _normal,
+    "aten::randint": _integers,
+    "aten::randint_like": _integers,
+    "aten::random_": _integers,
+    "aten::cauchy_": _doubles,
+    "aten::geometric_": _doubles,
+    "aten::log_normal_": _log_normal,
+    "aten::randperm": _randperm,
+}
+
+
+def _is_contiguous(of: Spec) -> bool:
+    step = 1
+    for size, stride in zip(reversed(of.shape), reversed(of.stride), strict=True):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+# --- operations whose use is only known afterwards -----------------------------------------------------------------
+
+
+def measure(generator: Generator, before: torch.Tensor, after: torch.Generator) -> Draw:
+    """Move ``generator`` to where ``after`` is, a CPU generator that started in state ``before``."""
+    reached = after.get_state()
+    walker = torch.Generator()
+    walker.set_state(before)
+    words = (_left(before) - _left(reached)) % _TWIST
+    _skip(walker, words)
+    while not torch.equal(_twister(walker.get_state()), _twister(reached)):
+        _skip(walker, _TWIST)
+        words += _TWIST
+    spare = generator.spare
+    if not torch.equal(_spare_of(before), _spare_of(reached)):
+        spare = _find_spare(generator, before, words, reached)
+    return generator.advance(words, spare)
+
+
+_TWIST = 624
+_TWISTER_BYTES = 8 + 4 + 4 + 8 + 8 * _TWIST  # seed, left, seeded, next, state: at::CPUGeneratorImplStateLegacy
+
+
+def _left(state: torch.Tensor) -> int:
+    return int(state[8:12].view(torch.int32).item())
+
+
+def _twister(state: torch.Tensor) -> torch.Tensor:
+    return state[8:_TWISTER_BYTES]
+
+
+def _spare_of(state: torch.Tensor) -> torch.Tensor:
+    return state[_TWISTER_BYTES:]
+
+
+def _skip(generator: torch.Generator, words: int) -> None:
+    if words:
+        torch.empty(words, dtype=torch.uint8).random_(generator=generator)
+
+
+def _find_spare(generator: Generator, before: torch.Tensor, words: int, reached: torch.Tensor) -> int:
+    empty = torch.Generator().get_state()
+    if torch.equal(_spare_of(empty)[24:28], _spare_of(reached)[24:28]):
+        return -1
+    for back in range(PAIR_WORDS, words + 1):
+        trial = torch.Generator()
+        trial.set_state(torch.cat([before[:_TWISTER_BYTES], _spare_of(empty)]))
+        _skip(trial, words - back)
+        torch.empty(1, dtype=torch.float64).normal_(generator=trial)
+        if torch.equal(_spare_of(trial.get_state()), _spare_of(reached)):
+            return generator.offset + words - back
+    raise AssertionError("the generator holds a spare normal number that no drawn pair explains")

@@ -1,0 +1,472 @@
+"""Recording: what ``LazyTensor.__torch_dispatch__`` does with an operation.
+
+Every operator overload gets a ``Recorder`` when it is first seen. A recorder looks up the rule for the input specs and
+constants, appends a node to the tape, and returns handles for the results. Operators that cannot be recorded run at
+once on their real inputs (``eager.py``); operators that need special care have handlers in ``special.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _current_graph_task_id as current_graph_task
+
+from marid.frontend import handles, infer, random
+from marid.frontend.handles import new_handle, storage_of
+from marid.frontend.materialize import overflow
+from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
+from marid.graph.tape import Tape
+from marid.semantics.scopes import capture_site, state
+from marid.settings import settings
+
+__all__ = ["Call", "Recorder", "dispatch", "recorder_of", "special"]
+
+logger = logging.getLogger("marid")
+
+_RULES_PER_OPERATOR = 8192
+
+# Operators that write arguments which their schema does not mark as written, by argument name.
+_UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
+# Operators whose result lies in the memory of its first argument although the schema does not say so.
+_UNMARKED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
+
+Handler = Callable[["Recorder", tuple[Any, ...], dict[str, Any]], Any]
+_handlers: dict[Any, Handler] = {}
+
+
+def special(*funcs: Any) -> Callable[[Handler], Handler]:
+    """Decorator: ``handler(recorder, args, kwargs)`` takes over these operators."""
+
+    def register(handler: Handler) -> Handler:
+        for func in funcs:
+            if func in _handlers:
+                raise ValueError(f"{func} has a handler already")
+            _handlers[func] = handler
+        return handler
+
+    return register
+
+
+class Call:
+    """One call of an operator, flattened: ``key`` finds its rule; ``values`` stand in ``args``/``kwargs`` for tensors.
+
+    ``tensors`` are the lazy tensors in order of appearance (CPU scalars lifted), ``writes`` those of them written.
+    """
+
+    __slots__ = ("args", "device", "key", "kwargs", "tensors", "writes")
+
+    def __init__(self) -> None:
+        self.key: list[Any] = []
+        self.tensors: list[Any] = []
+        self.writes: list[int] = []
+        self.device = -1
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+
+class Recorder:
+    """How one operator overload is recorded."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func = func
+        name = schema.name
+        unmarked = _UNMARKED_WRITES.get(name, ())
+        self.written = [
+            bool((a.alias_info is not None and a.alias_info.is_write) or a.name in unmarked) for a in schema.arguments
+        ]
+        self.position = {a.name: index for index, a in enumerate(schema.arguments)}
+        mutates = any(self.written)
+        view = name in _UNMARKED_VIEWS or any(
+            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+        )
+        self.op = Operation(func, mutates, view and not mutates)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.dynamic = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+        self.rules: dict[tuple[Any, ...], infer.Rule] = {}
+        self.handler = _handlers.get(func)
+        self.indexes = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"}
+        single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+        self.simple = single and not mutates and not self.random and not self.dynamic and self.handler is None
+        self.exact_floats = self.random or not any("Tensor" in str(a.type) for a in schema.arguments)
+
+    # --- flattening ---
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Read the arguments. Raises torch's device error for tensors of other devices."""
+        call = Call()
+        foreign: list[torch.Tensor] = []
+        self._find_device(args, kwargs, call)
+        plain = tuple([self._take(call, arg, index, foreign) for index, arg in enumerate(args)])
+        named: dict[str, Any] = {}
+        for name, arg in kwargs.items():
+            if name == "device" or name == "pin_memory" or (name == "layout" and arg is torch.strided):
+                continue
+            call.key.append(name)
+            named[name] = self._take(call, arg, self.position.get(name, -1), foreign)
+        call.args, call.kwargs = plain, named
+        if self.op.mutates and len(call.tensors) > 1:
+            # Whether a result lies in an input decides which errors PyTorch raises.
+            roots = [id(root_of(t._value)) for t in call.tensors]
+            call.key.append(tuple([roots.index(root) for root in roots]))
+        return call
+
+    def _find_device(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
+        cls = handles._handle_class
+        for arg in (*args, *kwargs.values()):
+            if type(arg) is cls:
+                call.device = arg._value.spec.device
+                return
+            if isinstance(arg, (list, tuple)):
+                for item in arg:
+                    if type(item) is cls:
+                        call.device = item._value.spec.device
+                        return
+        device = kwargs.get("device")
+        call.device = _index_of(device)
+
+    def _take(self, call: Call, arg: Any, position: int, foreign: list[torch.Tensor]) -> Any:
+        kind = type(arg)
+        key = call.key
+        if kind is handles._handle_class:
+            return self._take_tensor(call, arg, position)
+        if kind is float:
+            key.append(arg if self.exact_floats else _bucket(arg))
+            key.append(kind)
+            return arg
+        if kind is int or kind is bool:
+            key.append(arg)
+            key.append(kind)
+            return arg
+        if kind is list or kind is tuple or isinstance(arg, (list, tuple)):
+            key.append(len(arg))
+            key.append(tuple)
+            return tuple([self._take_exact(call, item, position, foreign) for item in arg])
+        if isinstance(arg, torch.Tensor):
+            return self._take_tensor(call, self._lift(call, arg, position), position)
+        if isinstance(arg, torch.Generator):
+            return arg
+        if isinstance(arg, complex):
+            key.append(complex)
+            return arg
+        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._take(call, arg.node.guard_int("", 0) if isinstance(arg, torch.SymInt) else arg, position, foreign)
+        key.append(arg)
+        return arg
+
+    def _take_exact(self, call: Call, arg: Any, position: int, foreign: list[torch.Tensor]) -> Any:
+        if type(arg) is float:
+            call.key.append(arg)
+            call.key.append(float)
+            return arg
+        return self._take(call, arg, position, foreign)
+
+    def _take_tensor(self, call: Call, tensor: Any, position: int) -> Value:
+        value = tensor._value
+        if value.spec.device != call.device:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{handles.DEVICE_TYPE}:{call.device} and {handles.DEVICE_TYPE}:{value.spec.device}!"
+            )
+        if position >= 0 and self.written[position]:
+            call.writes.append(len(call.tensors))
+        call.key.append(value.spec)
+        call.tensors.append(tensor)
+        return value
+
+    def _lift(self, call: Call, tensor: torch.Tensor, position: int) -> Any:
+        from marid.frontend.capture import lift, lifts_everything
+
+        written = position >= 0 and self.written[position]
+        on_cpu = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        index = self.op.name in self.indexes and position == 1
+        if on_cpu and not written and (tensor.dim() == 0 or index or lifts_everything()):
+            return lift(tensor, call.device)
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{handles.DEVICE_TYPE}:{call.device} and {tensor.device}!"
+            f" (in {self.op.name} at {capture_site(sys._getframe(1))}; move it with .to('{handles.DEVICE_TYPE}') or "
+            "marid.LazyTensor.lift)"
+        )
+
+    # --- recording ---
+
+    def rule_of(self, call: Call) -> infer.Rule:
+        """The cached rule of a call, inferred when it is new."""
+        key = tuple(call.key)
+        rule = self.rules.get(key)
+        if rule is None:
+            rule = infer.infer(
+                infer.Request(
+                    self.func,
+                    call.args,
+                    {k: v for k, v in call.kwargs.items() if k != "generator"},
+                    [t._value for t in call.tensors],
+                    call.device,
+                    self.random,
+                    self.op.view,
+                    self.op.mutates,
+                )
+            )
+            if len(self.rules) >= _RULES_PER_OPERATOR:
+                self.rules.clear()
+            self.rules[key] = rule
+        return rule
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call, whatever its form; the return value for the user."""
+        if self.dynamic:
+            return _eagerly(self, args, kwargs, None)
+        call = self.flatten(args, kwargs)
+        rule = self.rule_of(call)
+        if rule.eager is not None:
+            return _eagerly(self, args, kwargs, rule.eager)
+        if self.random:
+            drawn = self._draw(call, rule)
+            if drawn is None:
+                return _eagerly(self, args, kwargs, None)
+        return self._append(call, rule)
+
+    def _draw(self, call: Call, rule: infer.Rule) -> Any:
+        of = rule.outs[0].spec
+        assert of is not None
+        with random.generator_of(call.kwargs.get("generator"), call.device) as generator:
+            drawn = random.draw(self.op.name, generator, of, call.args, call.kwargs)
+        if drawn is not None:
+            call.kwargs["generator"] = drawn
+        return drawn
+
+    def _append(self, call: Call, rule: infer.Rule) -> Any:
+        tape = handles.tape(call.device)
+        tensors = call.tensors
+        for index, _ in rule.resized:
+            _unshare(tensors[index], call)
+        node = Node(
+            next(tape.sequence),
+            self.op,
+            call.args,
+            tuple(call.kwargs.items()) if call.kwargs else None,
+            None,
+            None,
+            capture_site(sys._getframe(1)) if settings.source_lines else None,
+            state.scope if current_graph_task() < 0 else state.scope.backward,
+        )
+        _order(node, tensors, call.writes)
+        outs: list[weakref.ref[Output]] = []
+        returned = _results(node, rule.returns, tensors, outs)
+        if not (len(rule.outs) == 1 and rule.outs[0].path == () and rule.outs[0].same_as is None):
+            node.outs = outs
+        for index, spec in rule.resized:
+            _set_geometry(tensors[index], spec)
+        tape.append(node, rule.nbytes)
+        if settings.log_intercepts:
+            logger.info("recorded %s at %s", self.op.name, node.site)
+        if len(tape.entries) > tape.check_at or tape.nbytes > settings.max_pending_bytes:
+            overflow(tape)
+        return returned
+
+
+def _bucket(number: float) -> str:
+    """The metadata of a result may depend on the sign and range of a number, never on the number."""
+    if 0.0 <= number <= 1.0:
+        return "unit"
+    return "negative" if number < 0 else "large" if number > 1 else "nan"
+
+
+def _index_of(device: Any) -> int:
+    if device is None:
+        return handles.current_device()
+    device = torch.device(device)
+    return handles.current_device() if device.index is None else device.index
+
+
+def _order(node: Node, tensors: list[Any], writes: list[int]) -> None:
+    """Note what the node must see and, for what it writes, who may still have to read."""
+    after: list[Node] = []
+    for tensor in tensors:
+        storage = tensor._storage
+        if storage is not None:
+            write = last_write(storage)
+            if write is not None:
+                after.append(write)
+    overwrites: list[Value] = []
+    for index in writes:
+        storage = storage_of(tensors[index])
+        write = storage.last_write
+        if storage.last_read > (write.seq if write is not None else 0):
+            overwrites.append(root_of(tensors[index]._value))
+        storage.last_write = node
+    for tensor in tensors:
+        if tensor._storage is not None:
+            tensor._storage.last_read = node.seq
+    if writes:
+        for index in writes:
+            tensors[index]._storage.last_read = 0
+    node.after = tuple(after) if after else None
+    node.overwrites = tuple(overwrites) if overwrites else None
+
+
+def _results(node: Node, described: Any, tensors: list[Any], outs: list[weakref.ref[Output]]) -> Any:
+    """Handles in the shape of the return value; fills ``outs`` for nodes with several results."""
+    if described is None:
+        return None
+    if type(described) is list:
+        return [_results(node, part, tensors, outs) for part in described]
+    if described.same_as is not None:
+        return tensors[described.same_as]
+    spec = described.spec
+    root: Value | None = None
+    storage: Storage | None = None
+    if described.view_of is not None:
+        base = tensors[described.view_of]
+        root, storage = root_of(base._value), storage_of(base)
+    if described.path == ():
+        node.spec, node.root = spec, root
+        return new_handle(node, spec, storage)
+    out = Output(node, described.path, spec, root)
+    outs.append(weakref.ref(out))
+    return new_handle(out, spec, storage)
+
+
+def _unshare(tensor: Any, call: Call) -> None:
+    """Give ``tensor`` a value of its own before an operation changes its geometry; other aliases keep theirs."""
+    old = tensor._value
+    own = recorder_of(torch.ops.aten.alias.default).record((tensor,), {})._value
+    tensor._value = own
+    call.args = tuple([own if arg is old else arg for arg in call.args])
+    call.kwargs = {name: own if arg is old else arg for name, arg in call.kwargs.items()}
+
+
+def _set_geometry(tensor: Any, spec: Spec) -> None:
+    """Let the handle and its value show a new geometry."""
+    tensor._value.spec = spec
+    retarget(tensor, tensor._value, tensor._storage)
+
+
+def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:
+    """Make ``tensor`` a handle of another value: what ``.data =`` and ``set_`` do."""
+    assert value.spec is not None
+    with torch._C._AutoDispatchBelowAutograd():
+        torch._C.TensorBase.data.__set__(tensor, new_handle(value, value.spec, storage))  # pyright: ignore
+    tensor._value = value
+    tensor._storage = storage
+
+
+# --- the dispatch entry --------------------------------------------------------------------------------------------
+
+_recorders: dict[Any, Recorder] = {}
+
+
+def recorder_of(func: Any) -> Recorder:
+    """The recorder of an operator overload."""
+    found = _recorders.get(func)
+    if found is None:
+        found = _recorders[func] = Recorder(func)
+    return found
+
+
+def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """``__torch_dispatch__``: record one operation.
+
+    The first half is the common case written out: an operator without writes that returns one tensor, called with
+    tensors and numbers by position, whose rule is known. Everything else goes through ``Recorder.record``.
+    """
+    recorder = _recorders.get(func)
+    if recorder is None:
+        recorder = recorder_of(func)
+    if not kwargs and recorder.simple:
+        key: list[Any] = []
+        put = key.append
+        values: list[Any] = []
+        storages: list[Storage] | None = None
+        first = None
+        for arg in args:
+            kind = type(arg)
+            if kind is cls:
+                value = arg._value
+                values.append(value)
+                put(value.spec)
+                if first is None:
+                    first = arg
+                storage = arg._storage
+                if storage is not None:
+                    if storages is None:
+                        storages = [storage]
+                    else:
+                        storages.append(storage)
+            elif kind is int or kind is bool:
+                values.append(arg)
+                put(arg)
+                put(kind)
+            elif kind is float:
+                values.append(arg)
+                put(("unit" if 0.0 <= arg <= 1.0 else _bucket(arg)) if not recorder.exact_floats else arg)
+                put(kind)
+            elif kind is list:
+                put(len(arg))
+                put(tuple)
+                for item in arg:
+                    if type(item) is not int:
+                        break
+                    put(item)
+                    put(int)
+                else:
+                    values.append(tuple(arg))
+                    continue
+                break
+            elif arg is None:
+                values.append(None)
+                put(None)
+            else:
+                break
+        else:
+            rule = recorder.rules.get(tuple(key))
+            if rule is not None and rule.eager is None and first is not None:
+                out = rule.outs[0]
+                spec: Any = out.spec
+                tape: Tape = handles._tapes[spec.device]
+                node = Node(
+                    next(tape.sequence),
+                    recorder.op,
+                    tuple(values),
+                    None,
+                    spec,
+                    None,
+                    capture_site(sys._getframe(1)) if settings.source_lines else None,
+                    state.scope if current_graph_task() < 0 else state.scope.backward,
+                )
+                if storages is not None:
+                    seq = node.seq
+                    for storage in storages:
+                        storage.last_read = seq
+                        if storage.last_write is not None:
+                            write = last_write(storage)
+                            if write is not None:
+                                node.after = (write,) if node.after is None else (*node.after, write)
+                shared = None
+                if out.view_of is not None:
+                    node.root = root_of(first._value)
+                    shared = storage_of(first)
+                tape.entries.append(weakref.ref(node))
+                tape.recorded += 1
+                tape.nbytes += rule.nbytes
+                handle = new_handle(node, spec, shared)
+                if settings.log_intercepts:
+                    logger.info("recorded %s at %s", recorder.op.name, node.site)
+                if len(tape.entries) > tape.check_at or tape.nbytes > settings.max_pending_bytes:
+                    overflow(tape)
+                return handle
+    if recorder.handler is not None:
+        return recorder.handler(recorder, args, kwargs or {})
+    return recorder.record(args, kwargs or {})
+
+
+def _eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> Any:
+    from marid.frontend.eager import run_eagerly
+
+    return run_eagerly(recorder, args, kwargs, reason)

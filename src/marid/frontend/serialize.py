@@ -1,0 +1,84 @@
+"""``pickle`` and ``torch.save``: lazy tensors are written like tensors of any device, with their storages shared.
+
+The file is an ordinary PyTorch file whose storages have the location ``remote_accelerator:i``: ``weights_only=True``
+and ``map_location`` work, and aliases in it stay aliases.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from marid.errors import UnsupportedOperationError
+from marid.frontend import handles, memory
+from marid.frontend.materialize import concrete, engine
+
+__all__ = ["install", "reduce"]
+
+_LOCATION = "_marid_location"
+
+
+def reduce(tensor: Any) -> Any:
+    """The pickle reduction of a lazy tensor."""
+    buffer = concrete(tensor, "pickle").resolve_conj().resolve_neg()
+    storage = buffer.untyped_storage()
+    setattr(storage, _LOCATION, str(tensor.device))
+    typed = torch.TypedStorage(wrap_storage=storage, dtype=buffer.dtype, _internal=True)
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    arguments = (typed, buffer.storage_offset(), tuple(buffer.shape), buffer.stride(), tensor.requires_grad, hooks)
+    if not isinstance(tensor, torch.nn.Parameter):
+        if tensor.__dict__:
+            rebuild = (torch._utils._rebuild_tensor_v2, torch.Tensor, arguments, dict(tensor.__dict__))
+            return torch._tensor._rebuild_from_type_v2, rebuild
+        return torch._utils._rebuild_tensor_v2, arguments
+    data = _Reduced(torch._utils._rebuild_tensor_v2, (*arguments[:4], False, hooks))
+    state = {name: value for name, value in tensor.__dict__.items() if name != "_is_param"}
+    if state:
+        return torch._utils._rebuild_parameter_with_state, (data, tensor.requires_grad, hooks, state)
+    return torch._utils._rebuild_parameter, (data, tensor.requires_grad, hooks)
+
+
+class _Reduced:
+    """An object that pickles as a call."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self._reduction = (function, arguments)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return self._reduction
+
+
+def _location_of(storage: Any) -> str | None:
+    return getattr(storage, _LOCATION, None)
+
+
+def _restore(storage: Any, location: str) -> Any:
+    if not location.startswith(handles.DEVICE_TYPE):
+        return None
+    if getattr(storage, "_torch_load_uninitialized", False):
+        raise UnsupportedOperationError(
+            "a file in PyTorch's legacy format cannot be loaded onto remote_accelerator directly; "
+            "load it with map_location='cpu' and move the result"
+        )
+    index = torch.device(location).index
+    index = handles.current_device() if index is None else index
+    if index >= handles.device_count:
+        raise RuntimeError(
+            f"Attempting to deserialize object on {handles.DEVICE_TYPE} device {index} but "
+            f"torch.{handles.DEVICE_TYPE}.device_count() is {handles.device_count}. Please use torch.load with "
+            "map_location to map your storages to an existing device."
+        )
+    buffer = engine.upload(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+    spec = handles.spec_of(buffer, index)
+    base = handles.wrap(handles.source(buffer, spec), spec)
+    made = memory.untyped_storage(base)
+    return memory.keep_with(made, base)
+
+
+def install() -> None:
+    """Teach ``torch.save`` and ``torch.load`` the location ``remote_accelerator``."""
+    torch.serialization.register_package(5, _location_of, _restore)
+
+

@@ -1,0 +1,291 @@
+"""Operators that are more (or less) than a node: reads, copies across devices, aliases, geometry changes, factories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from marid.engine.inprocess import concretely
+from marid.frontend import handles
+from marid.frontend.eager import run_eagerly, unsupported
+from marid.frontend.materialize import concrete, engine, materialize
+from marid.frontend.memory import storage_behind
+from marid.frontend.record import Recorder, recorder_of, retarget, special
+
+aten = torch.ops.aten
+
+# --- reads ---------------------------------------------------------------------------------------------------------
+
+
+@special(aten._local_scalar_dense.default)
+def _item(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    with concretely():
+        return aten._local_scalar_dense.default(concrete(args[0], "item()"))
+
+
+@special(aten.is_pinned.default)
+def _is_pinned(*_: Any) -> bool:
+    return False
+
+
+@special(aten.is_same_size.default)
+def _is_same_size(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    return args[0].shape == args[1].shape
+
+
+# --- copies --------------------------------------------------------------------------------------------------------
+
+
+@special(aten._to_copy.default)
+def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    layout = kwargs.get("layout")
+    if layout is not None and layout is not torch.strided:
+        raise unsupported("aten::_to_copy", f"layout {layout} was asked for")
+    device = kwargs.get("device")
+    rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout")}
+    tensor = args[0]
+    if device is not None and torch.device(device).type != handles.DEVICE_TYPE:
+        target = torch.device(device)
+        if target.type == "meta":
+            return aten._to_copy.default(_meta(tensor), **rest, device="meta")
+        with concretely():
+            return aten._to_copy.default(concrete(tensor, f".to('{target}')"), **rest, device=target)
+    index = tensor._value.spec.device if device is None else _index(device)
+    if index == tensor._value.spec.device:
+        return recorder.record(args, rest)
+    with concretely():
+        buffer = aten._to_copy.default(concrete(tensor, f".to('{handles.DEVICE_TYPE}:{index}')"), **rest)
+    return _handle_for(buffer, index)
+
+
+@special(aten.copy_.default, aten._copy_from.default, aten._copy_from_and_resize.default)
+def _copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if recorder.func is not aten.copy_.default:
+        target, source = source, target
+    if not handles.is_lazy(target):
+        with concretely():
+            target.copy_(concrete(source, "copy_ to the CPU"))
+        return target
+    index = target._value.spec.device
+    if handles.is_lazy(source) and source._value.spec.device != index:
+        source = _handle_for(engine.download(concrete(source, "copy_ to another device")), index)
+    elif not handles.is_lazy(source):
+        if source.device.type != "cpu":
+            raise RuntimeError(f"copy_ from {source.device} to {handles.DEVICE_TYPE} is not possible; use .cpu() first")
+        if source.layout is not torch.strided:
+            raise unsupported("aten::copy_", f"its source has layout {source.layout}")
+        if _fills_fresh_memory(target, source):
+            spec = target._value.spec
+            with concretely():
+                buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+                buffer.copy_(source)
+            target._value = handles.source(buffer, spec)
+            return target
+        source = _handle_for(engine.upload(source), index)
+    return recorder_of(aten.copy_.default).record((target, source), {})
+
+
+def _fills_fresh_memory(target: Any, source: torch.Tensor) -> bool:
+    """Whether ``target`` is a new empty tensor that nobody else has seen: then the copy is simply its value."""
+    node = target._value.node
+    return (
+        target._storage is None
+        and node.args is not None
+        and node.op is not None
+        and node.op.name in ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
+        and target.shape == source.shape
+        and not target._value.spec.conj
+        and not target._value.spec.neg
+    )
+
+
+def _handle_for(buffer: torch.Tensor, index: int) -> Any:
+    spec = handles.spec_of(buffer, index)
+    return handles.wrap(handles.source(buffer, spec), spec)
+
+
+def _meta(tensor: Any) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _index(device: Any) -> int:
+    index = torch.device(device).index
+    return handles.current_device() if index is None else index
+
+
+# --- aliases and geometry ------------------------------------------------------------------------------------------
+
+
+@special(aten.detach.default, aten.lift_fresh.default, aten.lift.default)
+def _same_value(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    # A second handle on the same value: no operation at all.
+    tensor = args[0]
+    return handles.new_handle(tensor._value, tensor._value.spec, handles.storage_of(tensor))
+
+
+def _in_place_view(functional: Any) -> Any:
+    def handler(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        view = recorder_of(functional).record(args, kwargs)
+        retarget(tensor, view._value, view._storage)
+        return tensor
+
+    return handler
+
+
+for _written, _functional in (
+    (aten.t_.default, aten.t.default),
+    (aten.transpose_.default, aten.transpose.int),
+    (aten.swapaxes_.default, aten.transpose.int),
+    (aten.swapdims_.default, aten.transpose.int),
+    (aten.squeeze_.default, aten.squeeze.default),
+    (aten.squeeze_.dim, aten.squeeze.dim),
+    (aten.squeeze_.dims, aten.squeeze.dims),
+    (aten.unsqueeze_.default, aten.unsqueeze.default),
+    (aten.as_strided_.default, aten.as_strided.default),
+):
+    special(_written)(_in_place_view(_functional))
+
+
+@special(aten.detach_.default)
+def _detach_in_place(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+@special(
+    aten.set_.source_Tensor,
+    aten.set_.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor_storage_offset,
+)
+def _set(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    source = args[1] if len(args) > 1 else kwargs.get("source")
+    device = tensor._value.spec.device
+    if source is None:
+        spec = handles.spec((0,), (1,), 0, tensor.dtype, device)
+        retarget(tensor, handles.source(torch.empty(0, dtype=tensor.dtype), spec), None)
+        return tensor
+    names = ("storage_offset", "size", "stride")
+    geometry = {name: kwargs[name] for name in names if name in kwargs}
+    geometry.update(zip(names, args[2:], strict=False))
+    if isinstance(source, torch.UntypedStorage):
+        base = storage_behind(source, tensor.dtype, device)
+        size = geometry.get("size", (base.numel(),))
+        stride = geometry.get("stride") or _contiguous(size)
+        base = aten.as_strided.default(base, size, stride, geometry.get("storage_offset", 0))
+    elif not handles.is_lazy(source):
+        raise RuntimeError(
+            f"set_() expects a tensor on {handles.DEVICE_TYPE}, but got one on {source.device}; move it first"
+        )
+    else:
+        if source.dtype != tensor.dtype:
+            raise RuntimeError(
+                f"Could not set tensor of type {source.dtype} to a tensor of type {tensor.dtype}"
+            )
+        base = source
+        if geometry:
+            size = geometry.get("size", source.shape)
+            stride = geometry.get("stride") or _contiguous(size)
+            base = aten.as_strided.default(source, size, stride, geometry.get("storage_offset", 0))
+    retarget(tensor, base._value, handles.storage_of(base))
+    return tensor
+
+
+def _contiguous(size: Any) -> tuple[int, ...]:
+    stride, step = [], 1
+    for length in reversed(size):
+        stride.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(stride))
+
+
+@special(aten.resize_as_.default)
+def _resize_as(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return recorder_of(aten.resize_.default).record((args[0], list(args[1].shape)), kwargs)
+
+
+@special(aten.record_stream.default)
+def _record_stream(*_: Any) -> None:
+    return None
+
+
+@special(aten._pin_memory.default)
+def _pin_memory(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    raise RuntimeError(f"cannot pin '{handles.DEVICE_TYPE}' tensors: only dense CPU tensors can be pinned")
+
+
+@special(aten.equal.default)
+def _equal(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    materialize([arg for arg in args if handles.is_lazy(arg)], "equal()")
+    if not all(handles.is_lazy(arg) for arg in args):
+        raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices!")
+    with concretely():
+        return aten.equal.default(args[0]._value.concrete, args[1]._value.concrete)
+
+
+# --- factories from a lazy tensor, for another device ----------------------------------------------------------------
+
+
+def _like_elsewhere(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    layout = kwargs.get("layout")
+    if layout is not None and layout is not torch.strided:
+        raise unsupported(recorder.op.name, f"layout {layout} was asked for")
+    device = kwargs.get("device")
+    if device is not None:
+        target = torch.device(device)
+        if target.type != handles.DEVICE_TYPE:
+            stand_in = _meta(args[0])
+            return recorder.func(stand_in, *args[1:], **kwargs)
+        index = _index(device)
+        if index != args[0]._value.spec.device:
+            spec = args[0]._value.spec
+            args = (_empty_at(spec, index), *args[1:])
+    return recorder.record(args, kwargs)
+
+
+def _empty_at(spec: Any, index: int) -> Any:
+    return recorder_of(aten.empty_strided.default).record(
+        (spec.shape, spec.stride), {"dtype": spec.dtype, "device": torch.device(handles.DEVICE_TYPE, index)}
+    )
+
+
+for _name in (
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
+    "new_empty new_empty_strided new_full new_zeros new_ones"
+).split():
+    for _overload in getattr(aten, _name).overloads():
+        if "out" not in _overload and "generator" not in _overload:
+            special(getattr(getattr(aten, _name), _overload))(_like_elsewhere)
+
+# --- random factories: the overload with a generator is the general one ------------------------------------------------
+
+
+def _with_generator(general: Any) -> Any:
+    def handler(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return recorder_of(general).record(args, {**kwargs, "generator": None})
+
+    return handler
+
+
+for _name, _plain, _general in (
+    ("rand", "default", "generator"),
+    ("randn", "default", "generator"),
+    ("randint", "default", "generator"),
+    ("randint", "low", "low_generator"),
+    ("randperm", "default", "generator"),
+):
+    special(getattr(getattr(aten, _name), _plain))(_with_generator(getattr(getattr(aten, _name), _general)))
+
+
+@special(aten.to_sparse.default, aten.to_sparse.sparse_dim, aten._to_sparse.default, aten._to_sparse.sparse_dim)
+@special(aten._to_sparse_csr.default, aten._to_sparse_csc.default, aten._to_sparse_bsr.default)
+@special(aten._to_sparse_bsc.default, aten.to_mkldnn.default, aten.quantize_per_tensor.default)
+def _other_layout(recorder: Recorder, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    raise unsupported(recorder.op.name, "its result has a layout other than torch.strided")
+
+
+__all__ = ["run_eagerly"]

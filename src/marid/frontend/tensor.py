@@ -1,0 +1,235 @@
+"""``LazyTensor``: the tensor a user holds; a handle on a value to come."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch._C import _disabled_torch_function_impl
+
+from marid.frontend import capture, handles, memory, record, serialize
+from marid.frontend.materialize import concrete, engine, materialize, pending_nodes
+from marid.graph.node import Node, Output, Storage, Value, last_write
+from marid.semantics.metadata import SemanticMetadata, metadata_of
+from marid.settings import settings
+
+if TYPE_CHECKING:
+    from types import TracebackType  # noqa: F401
+
+__all__ = ["LazyTensor"]
+
+_SOURCE_NAME = "aten::alias"
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor on ``remote_accelerator``: a promise that is kept when its value is read.
+
+    Behaves like any ``torch.Tensor``; shape, dtype, strides and autograd are exact at once, and only reading a value
+    (``item``, ``bool``, ``tolist``, ``numpy``, ``cpu``, control flow) runs what it depends on.
+    """
+
+    __slots__ = ("_storage", "_value")
+
+    _value: Value
+    _storage: Storage | None
+
+    __torch_function__ = _disabled_torch_function_impl
+    __torch_dispatch__ = classmethod(record.dispatch)  # pyright: ignore[reportAssignmentType]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> LazyTensor:
+        raise TypeError(
+            "LazyTensor is not constructed directly; make a tensor on the device "
+            f"(torch.zeros(2, device='{handles.DEVICE_TYPE}')) or use LazyTensor.lift(cpu_tensor)"
+        )
+
+    # --- what it stands for ---
+
+    @property
+    def id(self) -> str:
+        """An identifier, unique in this process, of the operation that makes this value."""
+        node = self._value.node
+        return f"lt_{self.device.index}_{node.seq}"
+
+    @property
+    def operation(self) -> str:
+        """The operation that made or last wrote this value, as ``aten::name``."""
+        op = self._operation_node().op
+        return op.name if op is not None else _SOURCE_NAME
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The operation's arguments; empty once it has run. Tensors among them are for reading, not for writing to."""
+        args = self._operation_node().args or ()
+        return [_for_user(arg) for arg in args]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The operation's keyword arguments; empty once it has run."""
+        return {name: _for_user(arg) for name, arg in self._operation_node().kwargs or ()}
+
+    @property
+    def metadata(self) -> SemanticMetadata:
+        """Module path, phase, source line and geometry of the operation."""
+        assert self._value.spec is not None
+        return metadata_of(self._operation_node(), self._value.spec)
+
+    @property
+    def materialized(self) -> bool:
+        """Whether the value exists: nothing has to run for a read."""
+        return not pending_nodes(self)
+
+    def is_materialized(self) -> bool:
+        """Same as ``materialized``."""
+        return self.materialized
+
+    @property
+    def concrete_value(self) -> torch.Tensor | None:
+        """A CPU copy of the value if it exists, else None. Runs nothing."""
+        return engine.download(concrete(self, "concrete_value")) if self.materialized else None
+
+    def materialize(self) -> torch.Tensor:
+        """Run what this value needs; a CPU copy of it, without gradient."""
+        return engine.download(concrete(self, "materialize()"))
+
+    def __await__(self) -> Generator[None, None, LazyTensor]:
+        materialize((self,), "await")
+        return self
+        yield
+
+    @staticmethod
+    def lift(tensor: torch.Tensor) -> LazyTensor:
+        """A lazy tensor with the value of a CPU tensor; a lazy one is returned as it is. No gradient flows back."""
+        return tensor if isinstance(tensor, LazyTensor) else capture.lift(tensor)
+
+    def _operation_node(self) -> Node:
+        write = last_write(self._storage)
+        if write is not None and self._value in write.args[:1]:  # pyright: ignore[reportOptionalSubscript]
+            return write
+        return self._value.node
+
+    # --- printing ---
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if settings.print_materialize:
+            values = torch._tensor_str._tensor_str(self.materialize(), 0)
+            return f"LazyTensor({values}, device='{self.device}')"
+        grad = ""
+        if self.grad_fn is not None:
+            grad = f", grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            grad = ", requires_grad=True"
+        state = "materialized" if self.materialized else "lazy"
+        return (
+            f"LazyTensor(op={self.operation}, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
+            f"{grad}, {state})"
+        )
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    # --- values for Python and numpy ---
+
+    def tolist(self) -> Any:
+        """The values as nested lists of Python numbers."""
+        return concrete(self, "tolist()").tolist()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """A copy of the values as an array. Raises ``RuntimeError`` if gradients are recorded, unless ``force``."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
+        return engine.download(concrete(self, "numpy()")).numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("a lazy tensor's values must be copied to become an array; do not ask for copy=False")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError(f"a {handles.DEVICE_TYPE} tensor has no memory to share; use tensor.cpu()")
+
+    # --- memory and identity ---
+
+    @property
+    def data(self) -> LazyTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The same value without its history; assigning makes this tensor a handle of the other's memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, LazyTensor):
+            raise RuntimeError(
+                "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible tensor "
+                f"type: a {self.device.type} tensor cannot take the data of a {other.device.type} tensor; "
+                f"move it first with .to('{self.device}')"
+            )
+        storage = handles.storage_of(other)
+        record.retarget(self, other._value, storage)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage, for its identity and size; it holds no data in this process."""
+        return memory.untyped_storage(self)
+
+    def _typed_storage(self) -> torch.TypedStorage:
+        return torch.TypedStorage(wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True)
+
+    def storage(self) -> torch.TypedStorage:
+        """The typed storage (deprecated in PyTorch)."""
+        return self._typed_storage()
+
+    def data_ptr(self) -> int:
+        """A made-up address: equal for the same place in the same memory, never readable."""
+        if self.numel() == 0:
+            return 0
+        return self.untyped_storage().data_ptr() + self.storage_offset() * self.element_size()
+
+    def is_shared(self) -> bool:
+        """False: device memory is not in shared memory."""
+        return False
+
+    def share_memory_(self) -> LazyTensor:
+        """Nothing to do, as for other devices."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment.  If you were attempting to deepcopy a module, this may be because of a torch.nn.utils."
+                "weight_norm usage, see https://github.com/pytorch/pytorch/pull/103001"
+            )
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            made = memory.copy_with_aliases(self, memo)
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        elif self.requires_grad:
+            made.requires_grad_()
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return serialize.reduce(self)
+
+
+def _for_user(arg: Any) -> Any:
+    if isinstance(arg, (Node, Output)):
+        assert arg.spec is not None
+        return handles.wrap(arg, arg.spec)
+    if isinstance(arg, tuple):
+        return [_for_user(item) for item in arg]
+    return arg
+
+
+handles.bind_handle_class(LazyTensor)

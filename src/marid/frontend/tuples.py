@@ -1,0 +1,97 @@
+"""``LazyTuple``: what operations with several results return, a real tuple that can be materialised."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from marid.frontend.materialize import materialize
+from marid.frontend.tensor import LazyTensor
+
+__all__ = ["LazyTuple", "install"]
+
+
+class LazyTuple(tuple):
+    """A tuple of lazy tensors. Reading one element runs, and moves, that element only.
+
+    Results that PyTorch returns under names (``values``, ``indices``) have them here too.
+    """
+
+    _names: tuple[str, ...]
+
+    def __new__(cls, items: Iterable[Any], names: tuple[str, ...] = ()) -> LazyTuple:
+        self = super().__new__(cls, items)
+        self._names = names
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in self._names:
+            return self[self._names.index(name)]
+        raise AttributeError(f"'LazyTuple' object has no attribute {name!r}")
+
+    def __reduce__(self) -> Any:
+        return LazyTuple, (tuple(self), self._names)
+
+    def materialize(self) -> tuple[torch.Tensor, ...]:
+        """Run everything in one program; CPU copies of the elements."""
+        materialize([item for item in self if isinstance(item, LazyTensor)], "materialize()")
+        return tuple(item.materialize() if isinstance(item, LazyTensor) else item for item in self)
+
+
+_METHODS = (
+    "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind topk sort msort kthvalue mode median "
+    "nanmedian max min aminmax cummax cummin frexp unsafe_split unsafe_chunk"
+).split()
+# Only functions that return several results whatever their arguments: the others stay PyTorch's own objects.
+_FUNCTIONS = ("chunk", "tensor_split", "unbind", "topk", "sort", "kthvalue")
+
+
+def _tupled(result: Any) -> Any:
+    if isinstance(result, (tuple, list)) and not isinstance(result, LazyTuple):
+        if len(result) and all(type(item) is LazyTensor for item in result):
+            names = tuple(n for n in dir(result) if n in _FIELDS) if type(result).__module__ == "torch.return_types" else ()
+            ordered = sorted(names, key=lambda n: [item is getattr(result, n) for item in result].index(True))
+            return LazyTuple(result, tuple(ordered))
+    return result
+
+
+_FIELDS = {"values", "indices", "min", "max", "mantissa", "exponent"}
+
+
+def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return _tupled(function(*args, **kwargs))
+
+    return wrapper
+
+
+def install() -> None:
+    """Let methods of lazy tensors and the functions of the same names return ``LazyTuple``."""
+    for name in _METHODS:
+        method = getattr(torch.Tensor, name, None)
+        if method is not None:
+            setattr(LazyTensor, name, _wrap(method))
+    for name in _FUNCTIONS:
+        function = getattr(torch, name, None)
+        if function is not None:
+            setattr(torch, name, _lazy_aware(function))
+    _pytree.register_pytree_node(
+        LazyTuple,
+        lambda t: (list(t), t._names),
+        lambda items, names: LazyTuple(items, names),
+        serialized_type_name="marid.LazyTuple",
+    )
+
+
+def _lazy_aware(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return _tupled(result) if args and type(args[0]) is LazyTensor else result
+
+    return wrapper

@@ -1,0 +1,221 @@
+"""The data of a recorded program: specs, operations, nodes and their outputs.
+
+A *value* is what an operation produced: a ``Node`` is the value of its only output, an ``Output`` is one of several.
+Before it runs a value knows where it comes from; after it ran it holds a concrete tensor and forgets the rest, so a
+chain of history is freed as it is executed.
+
+References point one way only: from a value to what it needs. A node never holds its outputs or its readers strongly,
+so a value that nobody holds is freed at once, together with what only it needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Iterator
+
+    import torch
+
+__all__ = ["Draw", "Node", "Operation", "Output", "Spec", "Storage", "Value", "input_values", "last_write", "root_of", "values_in"]
+
+
+class Spec:
+    """Geometry and type of a tensor; interned by the recorder, so equal specs are one object.
+
+    ``shape``, ``stride`` (in elements), ``offset`` (in elements), ``dtype``, ``device`` (index) and the lazy
+    conjugate and negative bits of complex views. ``pattern`` belongs to the recorder.
+    """
+
+    __slots__ = ("__weakref__", "conj", "device", "dtype", "nbytes", "neg", "numel", "offset", "pattern", "shape", "stride")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        device: int,
+        conj: bool = False,
+        neg: bool = False,
+    ) -> None:
+        self.shape = shape
+        self.stride = stride
+        self.offset = offset
+        self.dtype = dtype
+        self.device = device
+        self.conj = conj
+        self.neg = neg
+        numel = 1
+        for size in shape:
+            numel *= size
+        self.numel = numel
+        self.nbytes = numel * dtype.itemsize
+        self.pattern: Any = None
+
+    def __repr__(self) -> str:
+        return f"Spec({list(self.shape)}, stride={list(self.stride)}, offset={self.offset}, {self.dtype})"
+
+
+class Operation:
+    """One ATen (or custom) operator overload, as every node of it shares it."""
+
+    __slots__ = ("call", "factory", "func", "mutates", "name", "view")
+
+    def __init__(self, func: torch._ops.OpOverload, mutates: bool, view: bool) -> None:
+        self.func = func
+        self.call = func._op
+        namespace, _, rest = func._schema.name.partition("::")
+        self.name = f"{namespace}::{rest}"
+        self.mutates = mutates
+        self.view = view
+        self.factory = not any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+
+    def __repr__(self) -> str:
+        return str(self.func)
+
+
+class Draw:
+    """Where in a random stream a node's numbers start and end: fixed at capture, replayable at any time.
+
+    ``offset`` and ``end`` count 32-bit words of the stream of ``seed``; ``spare`` and ``end_spare`` are the word at
+    which a normal pair was drawn whose second half is still to be used, or -1.
+    """
+
+    __slots__ = ("end", "end_spare", "offset", "seed", "spare")
+
+    def __init__(self, seed: int, offset: int, spare: int, end: int, end_spare: int) -> None:
+        self.seed = seed
+        self.offset = offset
+        self.spare = spare
+        self.end = end
+        self.end_spare = end_spare
+
+    def __repr__(self) -> str:
+        return f"Draw(seed={self.seed}, offset={self.offset}, end={self.end})"
+
+
+class Node:
+    """One recorded operation, and the value of its output where it has exactly one.
+
+    ``args``/``kwargs`` are what the operator is called with, with values in place of tensors and tuples in place of
+    lists; ``kwargs`` is a tuple of pairs. ``after`` are writes this node must see. ``overwrites`` are roots of storages
+    this node writes and that earlier nodes may still have to read. A node that has run has ``args is None``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "after",
+        "args",
+        "concrete",
+        "kwargs",
+        "op",
+        "outs",
+        "overwrites",
+        "root",
+        "scope",
+        "seq",
+        "site",
+        "spec",
+    )
+
+    def __init__(
+        self,
+        seq: int,
+        op: Operation | None,
+        args: tuple[Any, ...] | None,
+        kwargs: tuple[tuple[str, Any], ...] | None,
+        spec: Spec | None,
+        root: Value | None,
+        site: Any,
+        scope: Any,
+    ) -> None:
+        self.seq = seq
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.spec = spec
+        self.root = root
+        self.site = site
+        self.scope = scope
+        self.after: tuple[Node, ...] | None = None
+        self.overwrites: tuple[Value, ...] | None = None
+        self.outs: list[weakref.ref[Output]] | None = None
+        self.concrete: torch.Tensor | None = None
+
+    @property
+    def node(self) -> Node:
+        return self
+
+    def __repr__(self) -> str:
+        state = "done" if self.args is None else "pending"
+        return f"Node({self.seq}, {self.op.name if self.op else 'source'}, {state})"
+
+
+class Output:
+    """One of several results of ``node``; ``path`` indexes the operator's return value, outermost first."""
+
+    __slots__ = ("__weakref__", "concrete", "node", "path", "root", "spec")
+
+    def __init__(self, node: Node, path: tuple[int, ...], spec: Spec, root: Value | None) -> None:
+        self.node = node
+        self.path = path
+        self.spec = spec
+        self.root = root
+        self.concrete: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Output({self.node!r}, {self.path})"
+
+
+Value = Node | Output
+
+
+class Storage:
+    """What a base and its views share while recording. Held by tensors, never by values.
+
+    ``last_write`` is the newest recorded write, ``last_read`` the sequence number of the newest recorded reader.
+    ``handle`` belongs to the recorder.
+    """
+
+    __slots__ = ("__weakref__", "handle", "last_read", "last_write")
+
+    def __init__(self, last_read: int) -> None:
+        self.last_write: Node | None = None
+        self.last_read = last_read
+        self.handle: Any = None
+
+
+def root_of(value: Value) -> Value:
+    """The value whose operation made the memory that ``value`` lies in."""
+    return value.root or value
+
+
+def last_write(storage: Storage | None) -> Node | None:
+    """The pending write that a reader of ``storage`` must see, if any."""
+    if storage is None or storage.last_write is None:
+        return None
+    if storage.last_write.args is None:
+        storage.last_write = None
+    return storage.last_write
+
+
+def input_values(node: Node) -> Iterator[Value]:
+    """The values ``node`` is called with, in argument order; none once it has run."""
+    if node.args is not None:
+        yield from values_in(node.args)
+        for _, arg in node.kwargs or ():
+            yield from values_in((arg,))
+
+
+def values_in(args: tuple[Any, ...]) -> Iterator[Value]:
+    """The values among arguments. Arguments nest one deep at most: a tensor, or a list of tensors."""
+    for arg in args:
+        kind = type(arg)
+        if kind is Node or kind is Output:
+            yield arg
+        elif kind is tuple:
+            for item in arg:
+                if type(item) is Node or type(item) is Output:
+                    yield item

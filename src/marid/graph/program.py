@@ -1,0 +1,261 @@
+"""A program: a cut made canonical, so that the same work recorded again is recognised and not rebuilt.
+
+Grammar of a program::
+
+    program     ::= instruction*                        in program order
+    instruction ::= operation argument* (name argument)* result*
+    argument    ::= slot | parameter | constant | list
+    list        ::= argument*                           tensors and Nones; lists of numbers are one parameter
+    result      ::= path slot escapes
+
+Slots number the tensors: inputs (concrete before the run) and results, in order of first appearance. Numbers, lists of
+numbers and random positions are parameters: they are passed to each run by position, one for every place where one
+occurs, so a new learning rate is not a new program and equal values are never confused. What decides which kernel runs
+(booleans, dtypes, strings) is a constant and part of the key.
+
+The key is the whole structure, not a digest of it: two programs are the same only when every element is equal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from marid.graph.node import Draw, Node, Operation, Output, Value
+
+__all__ = ["Constant", "Instruction", "ListOf", "Param", "Program", "Result", "Slot", "Task", "bind"]
+
+# Markers between the elements of a key. Slots are non-negative, so no marker is mistaken for one.
+_PARAM, _LIST, _KEYWORDS, _INPUT, _ESCAPES = -1, -2, -3, -4, -5
+
+_LIFTED = (int, float, complex, Draw)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor: an input or the result of an earlier instruction."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A number, a list of numbers or a random position, given anew at each run."""
+
+    index: int
+    draw: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value that is part of the program."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A list with tensors (or None) in it."""
+
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result that is used: where it is in the operator's return value, and whether it outlives the program."""
+
+    path: tuple[int, ...]
+    slot: int
+    escapes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    op: Operation
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Canonical straight-line work, free of tensor identities."""
+
+    key: tuple[Any, ...]
+    instructions: tuple[Instruction, ...]
+    input_slots: tuple[int, ...]
+    slot_count: int
+
+    @property
+    def output_slots(self) -> tuple[int, ...]:
+        return tuple(r.slot for i in self.instructions for r in i.results if r.escapes)
+
+
+class Task:
+    """A cut bound to its program: what to run, on what, and where the results go.
+
+    ``nodes`` in program order; ``inputs`` are concrete tensors, ``params`` the lifted numbers; ``slots`` maps every
+    value of the cut to its slot; ``outputs`` are the values that outlive the run, in the program's output order.
+    """
+
+    __slots__ = ("escaping", "input_slots", "inputs", "key", "nodes", "outputs", "params", "results", "slots")
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.key: tuple[Any, ...] = ()
+        self.inputs: list[torch.Tensor] = []
+        self.input_slots: list[int] = []
+        self.params: list[Any] = []
+        self.slots: dict[Value, int] = {}
+        self.results: list[list[Output] | None] = []
+        self.outputs: list[Value] = []
+        self.escaping: set[int] = set()
+
+    def build(self) -> Program:
+        """Make the program of this task; done once per key."""
+        counter = _Counter()
+        instructions = []
+        for node, outs in zip(self.nodes, self.results, strict=True):
+            assert node.op is not None and node.args is not None
+            args = tuple(self._argument(a, counter) for a in node.args)
+            kwargs = tuple((name, self._argument(a, counter)) for name, a in node.kwargs or ())
+            if outs is None:
+                slot = self.slots[node]
+                results: tuple[Result, ...] = (Result((), slot, slot in self.escaping),)
+            else:
+                results = tuple(Result(o.path, self.slots[o], self.slots[o] in self.escaping) for o in outs)
+            instructions.append(Instruction(node.op, args, kwargs, results))
+        return Program(self.key, tuple(instructions), tuple(self.input_slots), len(self.slots))
+
+    def _argument(self, arg: Any, counter: _Counter) -> Any:
+        kind = type(arg)
+        if kind is Node or kind is Output:
+            return Slot(self.slots[arg])
+        if kind in _LIFTED:
+            return Param(counter.take(), kind is Draw)
+        if kind is tuple:
+            if _is_numbers(arg):
+                return Param(counter.take(), False)
+            return ListOf(tuple(self._argument(a, counter) for a in arg))
+        return Constant(arg)
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def take(self) -> int:
+        self.value += 1
+        return self.value - 1
+
+
+def _is_numbers(items: Sequence[Any]) -> bool:
+    for item in items:
+        kind = type(item)
+        if kind is not int and kind is not float and kind is not bool:
+            return False
+    return True
+
+
+def bind(nodes: list[Node]) -> Task:
+    """Number the tensors of a cut, compute its key, and find which results outlive it.
+
+    A result outlives the run when something outside of the cut refers to it: a tensor of the user, autograd, or a
+    pending node that was not chosen. That is exactly what CPython's reference count says beyond the references that
+    the cut itself holds; an unknown extra reference only keeps a result that could have been dropped.
+    """
+    task = Task(nodes)
+    slots, params, inputs, input_slots = task.slots, task.params, task.inputs, task.input_slots
+    key: list[Any] = []
+    put = key.append
+    inner: dict[int, int] = {}  # references held by the cut, by id; the nodes are alive, so ids are unique
+    count = inner.get
+
+    def visit(arg: Any) -> None:
+        kind = type(arg)
+        if kind is Node or kind is Output:
+            slot = slots.get(arg)
+            if slot is None:
+                slots[arg] = slot = len(slots)
+                inputs.append(arg.concrete)
+                input_slots.append(slot)
+                put(_INPUT)
+            else:
+                inner[id(arg)] = count(id(arg), 0) + 1
+            put(slot)
+        elif kind is float or kind is int or kind is complex or kind is Draw:
+            params.append(arg)
+            put(_PARAM)
+        elif kind is tuple:
+            if _is_numbers(arg):
+                params.append(arg)
+                put(_PARAM)
+            else:
+                put(_LIST)
+                put(len(arg))
+                for item in arg:
+                    visit(item)
+        else:
+            put(kind)
+            put(arg)
+
+    for node in nodes:
+        put(node.op)
+        for arg in node.args:  # type: ignore[union-attr]
+            visit(arg)
+        if node.kwargs is not None:
+            put(_KEYWORDS)
+            for name, arg in node.kwargs:
+                put(name)
+                visit(arg)
+        if node.after is not None:
+            for write in node.after:
+                inner[id(write)] = count(id(write), 0) + 1
+        if node.root is not None:
+            inner[id(node.root)] = count(id(node.root), 0) + 1
+        for root in node.overwrites or ():
+            inner[id(root)] = count(id(root), 0) + 1
+        if node.outs is None:
+            slots[node] = len(slots)
+            task.results.append(None)
+        else:
+            outs = [out for ref in node.outs if (out := ref()) is not None]
+            for out in outs:
+                slots[out] = len(slots)
+                if out.root is not None:
+                    inner[id(out.root)] = count(id(out.root), 0) + 1
+            task.results.append(outs)
+    _find_escaping(task, inner, key)
+    task.key = tuple(key)
+    return task
+
+
+def _find_escaping(task: Task, inner: dict[int, int], key: list[Any]) -> None:
+    # Indexed loops: zip and enumerate would hold references of their own.
+    references = sys.getrefcount
+    slots, nodes, results = task.slots, task.nodes, task.results
+    held = 4  # the list, task.slots, the loop variable, the argument of getrefcount
+    for i in range(len(nodes)):
+        outs = results[i]
+        if outs is None:
+            node = nodes[i]
+            if references(node) - held > inner.get(id(node), 0):
+                slot = slots[node]
+                key.append(_ESCAPES)
+                key.append(slot)
+                task.escaping.add(slot)
+                task.outputs.append(node)
+        else:
+            for j in range(len(outs)):
+                out = outs[j]
+                slot = slots[out]
+                key.append(out.path)
+                key.append(slot)
+                if references(out) - held > inner.get(id(out), 0):
+                    key.append(_ESCAPES)
+                    task.escaping.add(slot)
+                    task.outputs.append(out)

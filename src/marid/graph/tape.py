@@ -1,0 +1,119 @@
+"""The tape: a device's pending nodes in program order, and the cut that chooses which of them must run.
+
+The tape holds its nodes weakly: what the user dropped is gone without a sweep. Entries of dead and executed nodes are
+removed when they outnumber the rest, so the cost stays constant per recorded node.
+
+The hazard rule. A cut contains, for every asked value:
+
+* the node that makes it, the writes it must see, and the same for their inputs (read after write);
+* for every write in the cut, each live pending node recorded before it that reads the storage (write after read).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+from marid.graph.node import Node, Spec, Value, input_values, root_of
+
+__all__ = ["Tape"]
+
+
+class Tape:
+    """Pending nodes of one device.
+
+    ``nbytes`` is an upper bound of the bytes that pending nodes will allocate; ``measure`` makes it exact.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.sequence = itertools.count(1)
+        self.entries: list[weakref.ref[Node]] = []
+        self.resident: list[weakref.ref[Value]] = []
+        self.nbytes = 0
+        self.recorded = 0
+        self.check_at = 1024
+        self._resident_limit = 4096
+
+    def append(self, node: Node, nbytes: int) -> None:
+        """Add a node that allocates ``nbytes`` when it runs."""
+        self.entries.append(weakref.ref(node))
+        self.nbytes += nbytes
+        self.recorded += 1
+
+    def pending(self) -> list[Node]:
+        """Live nodes that have not run, in program order. Compacts the tape."""
+        alive = [node for entry in self.entries if (node := entry()) is not None and node.args is not None]
+        alive.sort(key=_sequence_of)
+        self.entries = [weakref.ref(node) for node in alive]
+        return alive
+
+    def measure(self) -> int:
+        """Recompute and return ``nbytes`` over live pending nodes only."""
+        self.nbytes = sum(_allocates(node) for node in self.pending())
+        return self.nbytes
+
+    def cut(self, asked: list[Node]) -> list[Node]:
+        """The nodes that must run so that every node of ``asked`` has run, in program order; O(nodes)."""
+        chosen: set[Node] = set()
+        writes: list[Node] = []
+        _close(asked, chosen, writes)
+        if writes:
+            others = [node for node in self.pending() if node not in chosen]
+            while writes and others:
+                overwritten: dict[Value, int] = {}
+                for write in writes:
+                    for root in write.overwrites or ():
+                        overwritten[root] = max(overwritten.get(root, 0), write.seq)
+                writes = []
+                overtaken = [
+                    node
+                    for node in others
+                    if node not in chosen
+                    and any(node.seq < overwritten.get(root_of(value), 0) for value in input_values(node))
+                ]
+                _close(overtaken, chosen, writes)
+        return sorted(chosen, key=_sequence_of)
+
+    def note_resident(self, values: list[Value]) -> None:
+        """Remember values that now hold memory."""
+        self.resident.extend([weakref.ref(value) for value in values])
+        if len(self.resident) > self._resident_limit:
+            self._resident_limit = max(4096, 2 * len(self.resident_values()))
+
+    def resident_values(self) -> list[Value]:
+        """Values that hold memory on the device, views included."""
+        alive = [value for entry in self.resident if (value := entry()) is not None and value.concrete is not None]
+        self.resident = [weakref.ref(value) for value in alive]
+        return alive
+
+
+def _close(asked: list[Node], chosen: set[Node], writes: list[Node]) -> None:
+    """Add to ``chosen`` all of ``asked`` and what they need; list the nodes added that overwrite storages."""
+    stack = list(asked)
+    while stack:
+        node = stack.pop()
+        if node.args is None or node in chosen:
+            continue
+        chosen.add(node)
+        for value in input_values(node):
+            if value.concrete is None:
+                stack.append(value.node)
+        if node.after is not None:
+            stack.extend(node.after)
+        if node.overwrites is not None:
+            writes.append(node)
+
+
+def _sequence_of(node: Node) -> int:
+    return node.seq
+
+
+def _allocates(node: Node) -> int:
+    if node.op is None or node.op.view:
+        return 0
+    specs: list[Spec | None] = [node.spec] if node.root is None else []
+    for out in node.outs or ():
+        value = out()
+        specs.append(value.spec if value is not None and value.root is None else None)
+    return sum(spec.nbytes for spec in specs if spec is not None)

@@ -1,0 +1,96 @@
+"""Counters of what the device did, and why: kept by the recorder and the engine, read by ``marid.stats()``."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from marid.semantics.scopes import Site
+
+__all__ = ["Counters", "Stats", "Sync", "counters"]
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Materialisations that one line caused: how often, why, and the seconds its thread waited in all."""
+
+    source: str
+    reason: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of the counters since import or ``marid.reset_stats()``.
+
+    ``ops_captured`` operations recorded; ``ops_executed`` of them run; ``programs_built`` and ``programs_reused``;
+    ``materializations`` times a read had to run something; ``automatic_cuts`` times the tape was run because it grew
+    too large; ``fallbacks`` operator name to count of operations that could not be recorded and ran eagerly;
+    ``dynamic`` the same for operations whose output shape depends on data; ``syncs`` by source line, slowest first;
+    ``pending_nodes`` and ``pending_bytes`` now waiting; ``memory_allocated`` and ``peak_memory`` in bytes;
+    ``epoch`` counts completed runs.
+    """
+
+    ops_captured: int
+    ops_executed: int
+    programs_built: int
+    programs_reused: int
+    materializations: int
+    automatic_cuts: int
+    fallbacks: dict[str, int]
+    dynamic: dict[str, int]
+    syncs: list[Sync]
+    pending_nodes: int
+    pending_bytes: int
+    memory_allocated: int
+    peak_memory: int
+    epoch: int
+
+
+@dataclass
+class Counters:
+    """The live numbers behind ``Stats``."""
+
+    ops_captured_before: int = 0
+    ops_executed: int = 0
+    programs_built: int = 0
+    programs_reused: int = 0
+    materializations: int = 0
+    automatic_cuts: int = 0
+    epoch: int = 0
+    peak_memory: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    dynamic: dict[str, int] = field(default_factory=dict)
+    waits: dict[tuple[Site | None, str], list[float]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count_sync(self, site: Site | None, reason: str, seconds: float) -> None:
+        """One materialisation made a thread wait at ``site``."""
+        with self.lock:
+            self.materializations += 1
+            entry = self.waits.setdefault((site, reason), [0, 0.0])
+            entry[0] += 1
+            entry[1] += seconds
+
+    def count_operator(self, table: dict[str, int], name: str) -> int:
+        """Count ``name`` in ``fallbacks`` or ``dynamic`` and return how often it has occurred."""
+        with self.lock:
+            table[name] = table.get(name, 0) + 1
+            return table[name]
+
+    def syncs(self) -> list[Sync]:
+        """Materialisations by line and reason, slowest first."""
+        found = [
+            Sync(str(site) if site is not None else "<unknown>", reason, int(count), seconds)
+            for (site, reason), (count, seconds) in self.waits.items()
+        ]
+        return sorted(found, key=lambda sync: -sync.seconds)
+
+    def reset(self, ops_captured: int) -> None:
+        """Start again from zero; the epoch goes on."""
+        with self.lock:
+            self.__init__(ops_captured_before=ops_captured, epoch=self.epoch, lock=self.lock)
+
+
+counters = Counters()

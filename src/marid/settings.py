@@ -1,0 +1,66 @@
+"""All settings, read in one place: field ``x`` is the environment variable ``MARID_X``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import platformdirs
+
+__all__ = ["Settings", "settings"]
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"", "0", "false", "no", "off"}
+
+
+@dataclass
+class Settings:
+    """What a user may change; assign to a field of ``marid.settings`` or set the variable before the import."""
+
+    devices: int = 8
+    """How many ``remote_accelerator`` indices exist (1 to 64)."""
+    print_materialize: bool = False
+    """``print(tensor)`` runs the tensor and shows its values."""
+    log_intercepts: bool = False
+    """Log every recorded operation to the logger ``marid``."""
+    max_pending_nodes: int = 20_000
+    """The tape is cut and run when this many live nodes are pending."""
+    max_pending_bytes: int = 1 << 30
+    """The tape is cut and run when pending results would hold this many bytes."""
+    cache_programs: int = 1024
+    """How many programs are kept; the least recently used goes first."""
+    source_lines: bool = True
+    """Stamp every node with the user's source line."""
+    native: bool = True
+    """Build and use the C++ device guard when a compiler is there."""
+    cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))
+    """Where built files are kept."""
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """Read ``MARID_*``. Raises ``ValueError`` naming the variable when a value cannot be understood."""
+        self = cls()
+        for field in fields(cls):
+            text = os.environ.get(f"MARID_{field.name.upper()}")
+            if text is not None:
+                setattr(self, field.name, _parse(f"MARID_{field.name.upper()}", text, type(getattr(self, field.name))))
+        if not 1 <= self.devices <= 64:
+            raise ValueError(f"MARID_DEVICES must be between 1 and 64, but is {self.devices}")
+        return self
+
+
+def _parse(name: str, text: str, kind: type) -> object:
+    if kind is bool:
+        if text.lower() in _TRUE or text.lower() in _FALSE:
+            return text.lower() in _TRUE
+        raise ValueError(f"{name} must be 0 or 1, but is {text!r}")
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name} must be a whole number, but is {text!r}") from None
+    return Path(text)
+
+
+settings = Settings.from_environment()
