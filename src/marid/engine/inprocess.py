@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -111,10 +112,21 @@ def _salvage(task: Task, stop: Interrupted) -> None:
     counters.ops_executed += stop.index
 
 
+@functools.cache
+def _error_class(kind: type[Exception]) -> type[MaterializationError]:
+    """A ``MaterializationError`` that is also the error the operation raised, for whoever catches that."""
+    if issubclass(MaterializationError, kind):
+        return MaterializationError
+    try:
+        return type("MaterializationError", (MaterializationError, kind), {"__module__": MaterializationError.__module__})
+    except TypeError:  # the layouts of the two do not combine (OSError, UnicodeError)
+        return MaterializationError
+
+
 def _explain(node: Node, error: Exception) -> MaterializationError:
     written = f"written at {node.site}" if node.site is not None else "written at an unknown line"
     where = f" in module {node.scope.module_path!r}" if node.scope is not None and node.scope.module_path else ""
-    return MaterializationError(
+    return _error_class(type(error))(
         f"{node.op.name if node.op else 'an operation'} failed when it ran: {error}\n"
         f"  {written}{where}\n"
         f"  read at {current_site()}"

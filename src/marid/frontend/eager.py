@@ -66,7 +66,7 @@ def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
 def unsupported(name: str, why: str) -> UnsupportedOperationError:
     """The error for what the device cannot represent, at the user's line."""
     return UnsupportedOperationError(
-        f"{name} at {capture_site(sys._getframe(1))}: {why}, which {handles.DEVICE_TYPE} does not support; "
+        f"{name} at {capture_site(sys._getframe())}: {why}, which {handles.DEVICE_TYPE} does not support; "
         "move the tensors to the CPU first with .cpu()"
     )
 
@@ -77,7 +77,7 @@ def _note_fallback(name: str, reason: str) -> None:
             "%s runs eagerly: %s. Its inputs are materialised at each call (first at %s).",
             name,
             reason,
-            capture_site(sys._getframe(1)),
+            capture_site(sys._getframe()),
         )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from marid.errors import UnsupportedOperationError
 from marid.frontend import handles
 from marid.frontend.eager import unsupported
 from marid.frontend.record import recorder_of
@@ -42,8 +41,9 @@ def register() -> None:
         packet = getattr(torch.ops.aten, base, None)
         if packet is not None and (overload or "default") in packet.overloads():
             _library.impl(name, _kernel(getattr(packet, overload or "default")), "PrivateUse1")
-    for name in ("_copy_from", "_copy_from_and_resize", "copy_", "_local_scalar_dense", "set_.source_Storage"):
-        _library.impl(name, _without_handle(name), "PrivateUse1")
+    # torch.tensor(data, device=...) calls these with tensor subclasses switched off.
+    for name in ("copy_", "_copy_from", "_to_copy", "_local_scalar_dense"):
+        _library.impl(name, _recording(getattr(torch.ops.aten, name).default), "PrivateUse1")
 
 
 def _kernel(func: Any) -> Any:
@@ -58,8 +58,8 @@ def _kernel(func: Any) -> Any:
             raise RuntimeError("Only dense CPU tensors can be pinned")
         if "dtype" not in kwargs and func in _TYPED:
             kwargs["dtype"] = torch.get_default_dtype()
-        check_index(kwargs.get("device"))
-        with torch._C._AutoDispatchBelowAutograd():
+        handles.check_index(kwargs.get("device"))
+        with handles.below_autograd():
             recorder = recorder_of(func)
             if recorder.handler is not None:
                 return recorder.handler(recorder, args, kwargs)
@@ -82,22 +82,11 @@ _TYPED = {
 }
 
 
-def check_index(device: Any) -> None:
-    """Raise PyTorch's kind of error for a device index that does not exist."""
-    if device is not None:
-        index = torch.device(device).index
-        if index is not None and index >= handles.device_count:
-            raise RuntimeError(
-                f"{handles.DEVICE_TYPE} error: invalid device ordinal: {handles.DEVICE_TYPE}:{index} does not exist, "
-                f"{handles.device_count} device(s) are available (MARID_DEVICES sets how many)"
-            )
-
-
-def _without_handle(name: str) -> Any:
-    def kernel(*_args: Any, **_kwargs: Any) -> Any:
-        raise UnsupportedOperationError(
-            f"aten::{name} reached a {handles.DEVICE_TYPE} tensor that is no LazyTensor; make tensors through torch's "
-            "own functions with device='remote_accelerator'"
-        )
+def _recording(func: Any) -> Any:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        recorder = recorder_of(func)
+        with handles.below_autograd():
+            assert recorder.handler is not None
+            return recorder.handler(recorder, args, kwargs)
 
     return kernel

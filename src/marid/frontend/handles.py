@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEVICE_TYPE",
+    "below_autograd",
     "bind_handle_class",
+    "check_index",
     "current_device",
     "device_count",
     "is_lazy",
@@ -60,6 +62,17 @@ def bind_handle_class(cls: type) -> None:
 def current_device() -> int:
     """The index of the current device of this thread."""
     return library.marid_current_device() if library is not None else 0
+
+
+def check_index(device: Any) -> None:
+    """Raise PyTorch's kind of error for a device index that does not exist."""
+    if device is not None:
+        index = torch.device(device).index
+        if index is not None and index >= device_count:
+            raise RuntimeError(
+                f"{DEVICE_TYPE} error: invalid device ordinal: {DEVICE_TYPE}:{index} does not exist, "
+                f"{device_count} device(s) are available (MARID_DEVICES sets how many)"
+            )
 
 
 def is_lazy(thing: Any) -> bool:
@@ -121,6 +134,17 @@ def _pattern(of: Spec) -> torch.Tensor | None:
     return pattern
 
 
+# A handle copied from a pattern must not share the pattern's version counter: nothing that tracks views may see it.
+_BELOW_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse1) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.ADInplaceOrView
+)
+
+
+def below_autograd() -> Any:
+    """A context manager: inside, operations on the device are recorded without autograd seeing them."""
+    return torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD)
+
+
 def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
     """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``."""
     if of.pattern is not None:
@@ -143,7 +167,7 @@ def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
 
 def wrap(value: Value, of: Spec, storage: Storage | None = None) -> LazyTensor:
     """A tensor for ``value``, made anywhere."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return new_handle(value, of, storage)
 
 

@@ -60,6 +60,8 @@ class Rule:
 @dataclass(slots=True)
 class Request:
     """An operation to infer: ``args``/``kwargs`` hold values in place of tensors; ``tensors`` lists those in order.
+
+    ``probes`` says whether a trial run is harmless.
     """
 
     func: Any
@@ -67,7 +69,7 @@ class Request:
     kwargs: dict[str, Any]
     tensors: list[Value]
     device: int
-    random: bool
+    probes: bool
     view: bool
     mutates: bool
 
@@ -81,13 +83,13 @@ def infer(request: Request) -> Rule:
     except Exception as error:  # Whatever it is, eager PyTorch decides: the probe raises its own error or disproves it.
         return _disputed(request, error)
     rule = _rule_of(request, predicted, meta_args)
-    if rule.eager is None and not request.random:
+    if rule.eager is None and request.probes:
         _verify(request, rule)
     return rule
 
 
 def _disputed(request: Request, error: Exception) -> Rule:
-    if request.random:
+    if not request.probes:
         raise error
     try:
         with warnings.catch_warnings():
@@ -169,7 +171,7 @@ def _run(request: Request, device: str, fill: int | None, shrink: bool = False) 
         if not made and "device" in names:
             kwargs["device"] = torch.device(device)
         if "generator" in names:
-            kwargs["generator"] = None
+            kwargs["generator"] = torch.Generator() if device == "cpu" else None  # the user's must not move
         returned = request.func(*args, **kwargs)
     return returned, made
 

@@ -64,7 +64,7 @@ def materialize(tensors: Iterable[Any], reason: str) -> None:
             asked.setdefault(tensor._value.spec.device, []).extend(nodes)
     if not asked:
         return
-    site = capture_site(sys._getframe(1))
+    site = capture_site(sys._getframe())
     cuts = [(handles.tape(device), handles.tape(device).cut(nodes)) for device, nodes in asked.items()]
     if _forbidden.depth and not all(_is_host_arithmetic(nodes) for _, nodes in cuts):
         raise SyncForbiddenError(

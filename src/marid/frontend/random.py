@@ -8,6 +8,7 @@ CPU generator); any other one runs at once, and its use is measured.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -112,23 +113,29 @@ def _words(of: Spec) -> int:
 
 
 def _uniform(generator: Generator, of: Spec, *_: Any) -> Draw:
-    parts = 2 if of.dtype.is_complex else 1
-    return generator.advance(of.numel * parts * _words(of), generator.spare)
+    return generator.advance(_parts(of) * _words(of), generator.spare)
 
 
 def _normal(generator: Generator, of: Spec, *_: Any) -> Draw:
-    count = of.numel * (2 if of.dtype.is_complex else 1)
-    if count >= 16 and _is_contiguous(of):
-        # Blocks of 16; a partial last block redraws the last 16.
-        return generator.advance((count + (16 if count % 16 else 0)) * _words(of), generator.spare)
-    return _pairs(generator, count)
+    return _filled_normal(generator, of) if _is_contiguous(of) else _pairs(generator, _parts(of))
 
 
 def _fresh_normal(generator: Generator, of: Spec, *_: Any) -> Draw:
-    count = of.numel * (2 if of.dtype.is_complex else 1)
-    if count >= 16:
-        return generator.advance((count + (16 if count % 16 else 0)) * _words(of), generator.spare)
-    return _pairs(generator, count)
+    return _filled_normal(generator, of)
+
+
+def _filled_normal(generator: Generator, of: Spec) -> Draw:
+    """Large contiguous tensors are filled in blocks of 16."""
+    count = _parts(of)
+    if count < 16:
+        return _pairs(generator, count)
+    if of.dtype in (torch.bfloat16, torch.float16):
+        return generator.advance(-(-count // 16) * 16, generator.spare)  # the last block is drawn whole
+    return generator.advance((count + (16 if count % 16 else 0)) * _words(of), generator.spare)  # the last 16 twice
+
+
+def _parts(of: Spec) -> int:
+    return of.numel * (2 if of.dtype.is_complex else 1)
 
 
 def _pairs(generator: Generator, count: int) -> Draw:
@@ -150,9 +157,6 @@ def _log_normal(generator: Generator, of: Spec, *_: Any) -> Draw:
     return _pairs(generator, of.numel)
 
 
-_SIZES = (tuple, list)
-
-
 def _integers(generator: Generator, of: Spec, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Draw | None:
     bounds = [arg for arg in args if type(arg) is int]
     if not bounds:  # random_(): the whole range of the dtype
@@ -163,14 +167,35 @@ def _integers(generator: Generator, of: Spec, args: tuple[Any, ...], _kwargs: di
     return generator.advance(words * of.numel, generator.spare)
 
 
-def _bernoulli_tensor(generator: Generator, of: Spec, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Draw:
-    probability = args[1].spec if len(args) > 1 and hasattr(args[1], "spec") else args[0].spec
-    return generator.advance(of.numel * _words(probability), generator.spare)
+def _bernoulli(generator: Generator, of: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+    if len(args) > 1 and isinstance(args[1], float):
+        return _doubles_or_seed(generator, of)
+    probability = args[1] if len(args) > 1 else kwargs.get("p", args[0])
+    if isinstance(probability, float):
+        return _doubles_or_seed(generator, of)
+    return generator.advance(of.numel * _words(probability.spec), generator.spare)
 
 
-def _one_word(generator: Generator, of: Spec, *_: Any) -> Draw:
-    # MKL kernels take one word as the seed of a stream of their own.
-    return generator.advance(1 if of.numel else 0, generator.spare)
+def _doubles_or_seed(generator: Generator, of: Spec, *_: Any) -> Draw:
+    # Built with MKL, these kernels take one word, as the seed of a stream of MKL's own.
+    words = 2 * of.numel if _draws_doubles() else min(of.numel, 1)
+    return generator.advance(words, generator.spare)
+
+
+@functools.cache
+def _draws_doubles() -> bool:
+    probe = torch.Generator().manual_seed(0)
+    before = probe.get_state()
+    torch.empty(32).exponential_(generator=probe)
+    return measure(Generator(0, 0), before, probe).end == 64
+
+
+def _multinomial(generator: Generator, of: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+    samples = args[1]
+    replacement = args[2] if len(args) > 2 else kwargs.get("replacement", False)
+    if replacement and samples > 1:
+        return generator.advance(2 * of.numel, generator.spare)
+    return _doubles_or_seed(generator, args[0].spec)  # the largest of probabilities over exponential draws
 
 
 def _randperm(generator: Generator, of: Spec, *_: Any) -> Draw:
@@ -191,6 +216,10 @@ _TAKES: dict[str, Takes] = {
     "aten::geometric_": _doubles,
     "aten::log_normal_": _log_normal,
     "aten::randperm": _randperm,
+    "aten::exponential_": _doubles_or_seed,
+    "aten::bernoulli_": _bernoulli,
+    "aten::bernoulli": _bernoulli,
+    "aten::multinomial": _multinomial,
 }
 
 

@@ -87,9 +87,12 @@ class Recorder:
         )
         self.op = Operation(func, mutates, view and not mutates)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.takes_generator = "generator" in self.position
         self.dynamic = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
         self.rules: dict[tuple[Any, ...], infer.Rule] = {}
         self.handler = _handlers.get(func)
+        if self.handler is None and _is_composite(func):
+            self.handler = _decompose
         self.indexes = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"}
         single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
         self.simple = single and not mutates and not self.random and not self.dynamic and self.handler is None
@@ -190,7 +193,7 @@ class Recorder:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{handles.DEVICE_TYPE}:{call.device} and {tensor.device}!"
-            f" (in {self.op.name} at {capture_site(sys._getframe(1))}; move it with .to('{handles.DEVICE_TYPE}') or "
+            f" (in {self.op.name} at {capture_site(sys._getframe())}; move it with .to('{handles.DEVICE_TYPE}') or "
             "marid.LazyTensor.lift)"
         )
 
@@ -208,7 +211,7 @@ class Recorder:
                     {k: v for k, v in call.kwargs.items() if k != "generator"},
                     [t._value for t in call.tensors],
                     call.device,
-                    self.random,
+                    not self.random or self.takes_generator,
                     self.op.view,
                     self.op.mutates,
                 )
@@ -233,6 +236,8 @@ class Recorder:
         return self._append(call, rule)
 
     def _draw(self, call: Call, rule: infer.Rule) -> Any:
+        if not self.takes_generator:
+            return None
         of = rule.outs[0].spec
         assert of is not None
         with random.generator_of(call.kwargs.get("generator"), call.device) as generator:
@@ -253,7 +258,7 @@ class Recorder:
             tuple(call.kwargs.items()) if call.kwargs else None,
             None,
             None,
-            capture_site(sys._getframe(1)) if settings.source_lines else None,
+            capture_site(sys._getframe()) if settings.source_lines else None,
             state.scope if current_graph_task() < 0 else state.scope.backward,
         )
         _order(node, tensors, call.writes)
@@ -269,6 +274,15 @@ class Recorder:
         if len(tape.entries) > tape.check_at or tape.nbytes > settings.max_pending_bytes:
             overflow(tape)
         return returned
+
+
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _decompose(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Autograd takes these apart; they arrive whole when it is off (inference mode).
+    return recorder.func.decompose(*args, **kwargs)
 
 
 def _bucket(number: float) -> str:
@@ -351,7 +365,7 @@ def _set_geometry(tensor: Any, spec: Spec) -> None:
 def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:
     """Make ``tensor`` a handle of another value: what ``.data =`` and ``set_`` do."""
     assert value.spec is not None
-    with torch._C._AutoDispatchBelowAutograd():
+    with handles.below_autograd():
         torch._C.TensorBase.data.__set__(tensor, new_handle(value, value.spec, storage))  # pyright: ignore
     tensor._value = value
     tensor._storage = storage
@@ -437,7 +451,7 @@ def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwar
                     None,
                     spec,
                     None,
-                    capture_site(sys._getframe(1)) if settings.source_lines else None,
+                    capture_site(sys._getframe()) if settings.source_lines else None,
                     state.scope if current_graph_task() < 0 else state.scope.backward,
                 )
                 if storages is not None:

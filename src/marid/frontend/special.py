@@ -10,6 +10,7 @@ from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.eager import run_eagerly, unsupported
 from marid.frontend.materialize import concrete, engine, materialize
+from marid.frontend.handles import check_index
 from marid.frontend.memory import storage_behind
 from marid.frontend.record import Recorder, recorder_of, retarget, special
 
@@ -45,12 +46,19 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     device = kwargs.get("device")
     rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout")}
     tensor = args[0]
+    if not handles.is_lazy(tensor):
+        if tensor.layout is not torch.strided:
+            raise unsupported("aten::_to_copy", f"its input has layout {tensor.layout}")
+        check_index(device)
+        with concretely():
+            return _handle_for(aten._to_copy.default(tensor, **rest), _index(device))
     if device is not None and torch.device(device).type != handles.DEVICE_TYPE:
         target = torch.device(device)
         if target.type == "meta":
             return aten._to_copy.default(_meta(tensor), **rest, device="meta")
         with concretely():
             return aten._to_copy.default(concrete(tensor, f".to('{target}')"), **rest, device=target)
+    check_index(device)
     index = tensor._value.spec.device if device is None else _index(device)
     if index == tensor._value.spec.device:
         return recorder.record(args, rest)
@@ -244,7 +252,24 @@ def _like_elsewhere(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str,
         if index != args[0]._value.spec.device:
             spec = args[0]._value.spec
             args = (_empty_at(spec, index), *args[1:])
+    general = _GENERAL.get(recorder.func)
+    if general is not None:
+        return recorder_of(general).record(args, {**kwargs, "generator": None})
     return recorder.record(args, kwargs)
+
+
+# Random factories are recorded as the overload that takes a generator. PyTorch before 2.13 has none for some.
+_GENERAL = {
+    getattr(getattr(aten, name), plain): getattr(getattr(aten, name), general)
+    for name, plain, general in (
+        ("rand_like", "default", "generator"),
+        ("randn_like", "default", "generator"),
+        ("randint_like", "default", "generator"),
+        ("randint_like", "low_dtype", "low_generator_dtype"),
+        ("randint_like", "Tensor", "Tensor_generator"),
+    )
+    if general in getattr(aten, name).overloads()
+}
 
 
 def _empty_at(spec: Any, index: int) -> Any:
@@ -254,14 +279,14 @@ def _empty_at(spec: Any, index: int) -> Any:
 
 
 for _name in (
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
-    "new_empty new_empty_strided new_full new_zeros new_ones"
+    "empty_like zeros_like ones_like full_like new_empty new_empty_strided new_full new_zeros new_ones "
+    "rand_like randn_like randint_like"
 ).split():
     for _overload in getattr(aten, _name).overloads():
-        if "out" not in _overload and "generator" not in _overload:
+        if "out" not in _overload:
             special(getattr(getattr(aten, _name), _overload))(_like_elsewhere)
 
-# --- random factories: the overload with a generator is the general one ------------------------------------------------
+# --- random numbers --------------------------------------------------------------------------------------------------
 
 
 def _with_generator(general: Any) -> Any:
@@ -279,6 +304,24 @@ for _name, _plain, _general in (
     ("randperm", "default", "generator"),
 ):
     special(getattr(getattr(aten, _name), _plain))(_with_generator(getattr(getattr(aten, _name), _general)))
+
+
+@special(aten.native_dropout.default)
+def _native_dropout(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # What the CPU kernel does, step by step; the operator itself takes no generator.
+    tensor, probability = args[0], args[1]
+    train = args[2] if len(args) > 2 else kwargs.get("train")
+    if tensor.numel() == 0:
+        return tensor, aten.empty_like.default(tensor)
+    if train is False:
+        return aten.clone.default(tensor), aten.ones_like.default(tensor, dtype=torch.bool)
+    keep = 1.0 - probability
+    mask = aten.empty_like.default(tensor, dtype=torch.bool)
+    aten.bernoulli_.float(mask, keep)
+    return aten.mul_.Tensor(aten.mul.Tensor(tensor, mask), 0.0 if keep == 0 else 1.0 / keep), mask
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
 
 
 @special(aten.to_sparse.default, aten.to_sparse.sparse_dim, aten._to_sparse.default, aten._to_sparse.sparse_dim)

@@ -92,6 +92,9 @@ class _State(threading.local):
         self.scope = _OUTSIDE
         self.modules: list[tuple[torch.nn.Module, Scope]] = []
         self.optimizers: list[Scope] = []
+        # Backward must run on the thread that recorded: on autograd's device threads there is no user frame, no
+        # module stack, and interpreter exit can race with them. PyTorch keeps this switch per thread.
+        torch.autograd.set_multithreading_enabled(False)
 
 
 state = _State()

@@ -1,0 +1,37 @@
+"""Shared set-up of the tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import marid
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "fuzz")]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "conformance: takes long; runs only with -m conformance")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "conformance" in (config.option.markexpr or ""):
+        return
+    skip = pytest.mark.skip(reason="takes long; run it with -m conformance")
+    for item in items:
+        if item.get_closest_marker("conformance"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_start() -> Iterator[None]:
+    """Each test starts with seeded generators and counters at zero, and leaves the global defaults as they were."""
+    torch.manual_seed(0)
+    marid.reset_stats()
+    yield
+    torch.set_default_device(None)
+    torch.remote_accelerator.set_device(0)
