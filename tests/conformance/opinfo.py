@@ -6,9 +6,11 @@ bits; for samples that raise, the same type of exception.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,10 @@ SAMPLES = 12
 
 
 class Mismatch(AssertionError):
-    """The device and eager CPU disagree."""
+    """The device and eager CPU disagree; ``close`` when only the values do, and within torch.testing's tolerances."""
+
+    close = False
+    only_values = False
 
 
 def operators() -> list[OpInfo]:
@@ -176,15 +181,26 @@ def compare(expected: Outcome, actual: Outcome) -> None:
             difference = ""
             if a.dtype.is_floating_point or a.dtype.is_complex:
                 difference = f", largest difference {(a - values).abs().nan_to_num(0).max().item():.3g}"
-            raise Mismatch(f"values differ{difference}: {a.flatten()[:4]} became {values.flatten()[:4]}")
+            mismatch = Mismatch(f"values differ{difference}: {a.flatten()[:4]} became {values.flatten()[:4]}")
+            mismatch.only_values = True
+            mismatch.close = _are_close(a, values)
+            raise mismatch
 
 
 # Errors about values cannot come before the values do: the device raises them, with the same type, at the read.
-_VALUE_ERRORS = ("out of bounds", "out of range", "inf, nan or element < 0", "Cholesky", "singular", "could not be completed", "is zero, the inv")
+_VALUE_ERRORS = ("out of bounds", "out of range", "element < 0", "Cholesky", "singular", "could not be completed", "is zero, the inv")
 
 
 def _about_values(error: Exception) -> bool:
     return any(text in str(error) for text in _VALUE_ERRORS)
+
+
+def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        torch.testing.assert_close(a, b, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,10 +232,7 @@ def call(op: Any, sample: SampleInput) -> Any:
 
 def check_forward(op: OpInfo, sample: SampleInput) -> None:
     there = moved(sample, op)
-    expected, actual = outcome_of(lambda: call(op, sample)), outcome_of(lambda: call(op, there))
-    if "empty" in op.name:  # uninitialised memory has no values to compare
-        expected, actual = ((o[0], tree_map(torch.zeros_like, o[1])) if o[0] == "value" else o for o in (expected, actual))
-    compare(expected, actual)
+    compare(outcome_of(lambda: call(op, sample)), outcome_of(lambda: call(op, there)))
 
 
 def check_grad(op: OpInfo, sample: SampleInput) -> None:
@@ -329,6 +342,18 @@ def dtypes_of(op: OpInfo, mode: str) -> list[torch.dtype]:
 def failures(op: OpInfo, mode: str) -> list[str]:
     """Run one mode of one operator; a line for each sample that disagrees."""
     found: list[str] = []
+    allowed = exceptions().get((op.name, mode)) or exceptions().get((op.name, "*")) or ""
+
+    def _collect(found: list[str], label: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except SparseSample:
+            return
+        except Mismatch as error:
+            forgiven = (allowed == "close" and error.close) or (allowed == "values" and error.only_values)
+            if not forgiven and allowed != "skip":
+                found.append(f"{label}: {error}")
+
     if mode == "errors":
         if op.error_inputs_func is None:
             return found
@@ -341,10 +366,10 @@ def failures(op: OpInfo, mode: str) -> list[str]:
     return found
 
 
-def _collect(found: list[str], label: str, check: Callable[[], None]) -> None:
-    try:
-        check()
-    except SparseSample:
-        return
-    except Mismatch as error:
-        found.append(f"{label}: {error}")
+
+@functools.cache
+def exceptions() -> dict[tuple[str, str], str]:
+    """What ``exceptions.txt`` allows: (operator, mode or ``*``) to ``close``, ``values`` or ``skip``."""
+    lines = Path(__file__).with_name("exceptions.txt").read_text().splitlines()
+    rows = [line.split(maxsplit=3) for line in lines if line.strip() and not line.startswith("#")]
+    return {(name, mode): allowance for name, mode, allowance, _reason in rows}

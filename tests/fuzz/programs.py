@@ -96,7 +96,7 @@ class Interpreter:
         found: dict[str, Any] = {}
         for name, tensor in reversed(tensors) if backwards else tensors:
             found[name] = _seen(tensor)
-            if tensor.is_leaf and tensor.grad is not None:
+            if tensor.requires_grad and _autograd_looks(tensor) not in ((True, None), (False, None), _BROKEN):
                 found[f"{name}.grad"] = _seen(tensor.grad)
         return found
 
@@ -121,17 +121,27 @@ def _compiled(statement: str) -> CodeType:
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Everything about a tensor that is known without its values."""
-    grad = tensor.grad if tensor.is_leaf else None
     return (
         tuple(tensor.shape),
         tensor.dtype,
         tensor.stride(),
         tensor.storage_offset(),
         tensor.requires_grad,
-        tensor.is_leaf,
         tensor.is_conj(),
-        None if grad is None else (tuple(grad.shape), grad.dtype, grad.stride(), grad.requires_grad),
+        *_autograd_looks(tensor),
     )
+
+
+_BROKEN = ("RuntimeError", "RuntimeError")
+
+
+def _autograd_looks(tensor: torch.Tensor) -> tuple[Any, Any]:
+    # Looking at a view that was written against autograd's rules raises.
+    try:
+        grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        return tensor.is_leaf, grad if grad is None else _looks(grad)[:-2]
+    except RuntimeError:
+        return _BROKEN
 
 
 def _seen(value: Any) -> Any:
@@ -187,7 +197,7 @@ def check(program: Program, device: str = DEVICE) -> None:
             raise Mismatch(program, what, raising)
 
 
-_LOOKS = ("shape", "dtype", "stride", "storage_offset", "requires_grad", "is_leaf", "is_conj", "grad", "written")
+_LOOKS = ("shape", "dtype", "stride", "storage_offset", "requires_grad", "is_conj", "is_leaf", "grad", "written")
 
 
 def _difference(cpu: Step, device: Step) -> str | None:

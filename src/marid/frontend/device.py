@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from marid.frontend import autocast, factories, handles, random, serialize, special, tuples
+from marid.frontend import autocast, factories, handles, overrides, random, serialize, special, tuples
 from marid.frontend.materialize import run_pending
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
@@ -62,6 +62,7 @@ def register() -> None:
     else:
         handles.library.marid_set_device_count(handles.device_count)
     factories.register()
+    overrides.register()
     autocast.register()
     serialize.install()
     tuples.install()

@@ -26,6 +26,8 @@ __all__ = ["OutSpec", "Request", "Rule", "infer"]
 
 _PROBE_ELEMENTS = 1 << 14
 _SHRUNK_SIZE = 5
+# Operators whose kernels refuse large sizes that their meta kernels accept.
+_LIMITED_IN_SIZE = {torch.ops.aten.multinomial.default, torch.ops.aten.multinomial.out}
 
 
 @dataclass(slots=True)
@@ -61,13 +63,15 @@ class Rule:
 class Request:
     """An operation to infer: ``args``/``kwargs`` hold values in place of tensors; ``tensors`` lists those in order.
 
-    ``probes`` says whether a trial run is harmless.
+    ``same`` gives for each of them the position of the first occurrence of the same tensor object. ``probes`` says
+    whether a trial run is harmless.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensors: list[Value]
+    same: list[int]
     device: int
     probes: bool
     view: bool
@@ -104,7 +108,7 @@ def _verify(request: Request, rule: Rule) -> None:
     """Correct the strides of ``rule`` by a probe, or mark it eager when a probe contradicts it."""
     elements = sum(value.spec.numel for value in request.tensors if value.spec is not None)
     elements += sum(out.spec.numel for out in rule.outs if out.spec is not None)
-    shrink = elements > _PROBE_ELEMENTS
+    shrink = elements > _PROBE_ELEMENTS and request.func not in _LIMITED_IN_SIZE
     if shrink and (request.view or not _shrinkable(request)):
         return
     for fill in (1, 0):
@@ -151,16 +155,16 @@ def _shrinkable(request: Request) -> bool:
 
 def _run(request: Request, device: str, fill: int | None, shrink: bool = False) -> tuple[Any, list[torch.Tensor]]:
     """Run on stand-ins; the return value and the stand-ins of ``request.tensors``."""
-    stand_in = _StandIns(device, fill, shrink)
+    stand_in = _StandIns(request.tensors, device, fill, shrink)
     with concretely():
         made: list[torch.Tensor] = []
 
         def place(arg: Any) -> Any:
             kind = type(arg)
             if kind is Node or kind is Output:
-                tensor = stand_in.of(arg)
-                made.append(tensor)
-                return tensor
+                first = request.same[len(made)]
+                made.append(made[first] if first < len(made) else stand_in.of(arg))
+                return made[-1]
             if kind is tuple or kind is list:
                 return [place(item) for item in arg]
             return arg
@@ -179,38 +183,50 @@ def _run(request: Request, device: str, fill: int | None, shrink: bool = False) 
 class _StandIns:
     """Tensors of the asked geometry; values that share memory get stand-ins that share it too."""
 
-    def __init__(self, device: str, fill: int | None, shrink: bool) -> None:
+    def __init__(self, values: list[Value], device: str, fill: int | None, shrink: bool) -> None:
         self.device = device
         self.fill = fill
         self.shrink = shrink
-        self.blocks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.sizes: dict[int, int] = {}
+        self.blocks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        spans: dict[tuple[int, torch.dtype], int] = {}
+        for value in values:
+            shape, stride, offset = self._geometry(value)
+            span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+            key = self._key(value)
+            spans[key] = max(spans.get(key, 0), offset if 0 in shape else span)
+        for key, span in spans.items():
+            self.blocks[key] = self._block(span, key[1])
 
     def of(self, value: Value) -> torch.Tensor:
         spec = value.spec
         assert spec is not None
-        shape, stride, offset = spec.shape, spec.stride, spec.offset
-        if self.shrink:
-            shape = tuple(self._small(size) for size in shape)
-            stride, offset = _dense_like(shape, stride), 0
-        span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
-        if 0 in shape:
-            span = offset
-        key = (id(root_of(value)), spec.dtype)
-        block = self.blocks.get(key)
-        if block is None or block.numel() < span:
-            block = torch.empty(span, dtype=spec.dtype, device=self.device)
-            if self.fill is not None:
-                # Integers index and divide; zero indexes anything that is not empty, so it is tried first for them.
-                integral = not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool)
-                block.fill_(1 - self.fill if integral else self.fill)
-            self.blocks[key] = block
-        tensor = block.as_strided(shape, stride, offset)
+        tensor = self.blocks[self._key(value)].as_strided(*self._geometry(value))
         if spec.conj:
             torch._C._set_conj(tensor, True)
         if spec.neg:
             torch._C._set_neg(tensor, True)
         return tensor
+
+    def _key(self, value: Value) -> tuple[int, torch.dtype]:
+        assert value.spec is not None
+        return id(root_of(value)), value.spec.dtype
+
+    def _geometry(self, value: Value) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        spec = value.spec
+        assert spec is not None
+        if not self.shrink:
+            return spec.shape, spec.stride, spec.offset
+        shape = tuple(self._small(size) for size in spec.shape)
+        return shape, _dense_like(shape, spec.stride), 0
+
+    def _block(self, span: int, dtype: torch.dtype) -> torch.Tensor:
+        block = torch.empty(span, dtype=dtype, device=self.device)
+        if self.fill is not None:
+            # Integers index and divide; zero indexes anything that is not empty, so it is tried first for them.
+            integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+            block.fill_(1 - self.fill if integral else self.fill)
+        return block
 
     def _small(self, size: int) -> int:
         if size <= _SHRUNK_SIZE:

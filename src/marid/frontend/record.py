@@ -88,7 +88,13 @@ class Recorder:
         self.op = Operation(func, mutates, view and not mutates)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.takes_generator = "generator" in self.position
-        self.dynamic = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+        # An operator that returns nothing and writes nothing is there to check values, and must run.
+        checks = not schema.returns and not mutates
+        self.dynamic = (
+            checks or torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+        )
+        # Operators on lists leave it to their kernels to note that tensors changed.
+        self.bumps = mutates and name.startswith("aten::_foreach_")
         self.rules: dict[tuple[Any, ...], infer.Rule] = {}
         self.handler = _handlers.get(func)
         if self.handler is None and _is_composite(func):
@@ -115,8 +121,8 @@ class Recorder:
         call.args, call.kwargs = plain, named
         if self.op.mutates and len(call.tensors) > 1:
             # Whether a result lies in an input decides which errors PyTorch raises.
-            roots = [id(root_of(t._value)) for t in call.tensors]
-            call.key.append(tuple([roots.index(root) for root in roots]))
+            call.key.append(_first_occurrences([id(root_of(t._value)) for t in call.tensors]))
+            call.key.append(_first_occurrences([id(t) for t in call.tensors]))
         return call
 
     def _find_device(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
@@ -210,6 +216,7 @@ class Recorder:
                     call.args,
                     {k: v for k, v in call.kwargs.items() if k != "generator"},
                     [t._value for t in call.tensors],
+                    list(_first_occurrences([id(t) for t in call.tensors])),
                     call.device,
                     not self.random or self.takes_generator,
                     self.op.view,
@@ -249,8 +256,8 @@ class Recorder:
     def _append(self, call: Call, rule: infer.Rule) -> Any:
         tape = handles.tape(call.device)
         tensors = call.tensors
-        for index, _ in rule.resized:
-            _unshare(tensors[index], call)
+        for tensor in {id(tensors[index]): tensors[index] for index, _ in rule.resized}.values():
+            _unshare(tensor, call)
         node = Node(
             next(tape.sequence),
             self.op,
@@ -268,12 +275,18 @@ class Recorder:
             node.outs = outs
         for index, spec in rule.resized:
             _set_geometry(tensors[index], spec)
+        if self.bumps:
+            torch.autograd.graph.increment_version([tensors[index] for index in call.writes])
         tape.append(node, rule.nbytes)
         if settings.log_intercepts:
             logger.info("recorded %s at %s", self.op.name, node.site)
         if len(tape.entries) > tape.check_at or tape.nbytes > settings.max_pending_bytes:
             overflow(tape)
         return returned
+
+
+def _first_occurrences(ids: list[int]) -> tuple[int, ...]:
+    return tuple([ids.index(one) for one in ids])
 
 
 def _is_composite(func: Any) -> bool:
@@ -352,8 +365,14 @@ def _unshare(tensor: Any, call: Call) -> None:
     old = tensor._value
     own = recorder_of(torch.ops.aten.alias.default).record((tensor,), {})._value
     tensor._value = own
-    call.args = tuple([own if arg is old else arg for arg in call.args])
-    call.kwargs = {name: own if arg is old else arg for name, arg in call.kwargs.items()}
+
+    def swap(arg: Any) -> Any:
+        if type(arg) is tuple:
+            return tuple([own if item is old else item for item in arg])
+        return own if arg is old else arg
+
+    call.args = tuple([swap(arg) for arg in call.args])
+    call.kwargs = {name: swap(arg) for name, arg in call.kwargs.items()}
 
 
 def _set_geometry(tensor: Any, spec: Spec) -> None:
@@ -365,6 +384,10 @@ def _set_geometry(tensor: Any, spec: Spec) -> None:
 def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:
     """Make ``tensor`` a handle of another value: what ``.data =`` and ``set_`` do."""
     assert value.spec is not None
+    if tensor.is_conj() != value.spec.conj:
+        torch._C._set_conj(tensor, value.spec.conj)
+    if tensor.is_neg() != value.spec.neg:
+        torch._C._set_neg(tensor, value.spec.neg)
     with handles.below_autograd():
         torch._C.TensorBase.data.__set__(tensor, new_handle(value, value.spec, storage))  # pyright: ignore
     tensor._value = value

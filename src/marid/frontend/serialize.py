@@ -25,7 +25,7 @@ def reduce(tensor: Any) -> Any:
     buffer = concrete(tensor, "pickle").resolve_conj().resolve_neg()
     storage = buffer.untyped_storage()
     setattr(storage, _LOCATION, str(tensor.device))
-    typed = torch.TypedStorage(wrap_storage=storage, dtype=buffer.dtype, _internal=True)
+    typed = _DeviceStorage(wrap_storage=storage, dtype=buffer.dtype, _internal=True)
     hooks: OrderedDict[int, Any] = OrderedDict()
     arguments = (typed, buffer.storage_offset(), tuple(buffer.shape), buffer.stride(), tensor.requires_grad, hooks)
     if not isinstance(tensor, torch.nn.Parameter):
@@ -48,6 +48,20 @@ class _Reduced:
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return self._reduction
+
+
+class _DeviceStorage(torch.TypedStorage):
+    """A storage that ``torch.save`` writes with its location, and plain ``pickle`` as a call that moves it there."""
+
+    def __reduce__(self) -> Any:
+        untyped = self._untyped_storage
+        plain = torch.TypedStorage(wrap_storage=untyped.clone(), dtype=self.dtype, _internal=True)
+        return _storage_at, (plain, getattr(untyped, _LOCATION))
+
+
+def _storage_at(storage: torch.TypedStorage, location: str) -> torch.TypedStorage:
+    restored = _restore(storage._untyped_storage, location)
+    return torch.TypedStorage(wrap_storage=restored, dtype=storage.dtype, _internal=True)
 
 
 def _location_of(storage: Any) -> str | None:

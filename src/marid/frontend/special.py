@@ -246,8 +246,10 @@ def _like_elsewhere(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str,
     if device is not None:
         target = torch.device(device)
         if target.type != handles.DEVICE_TYPE:
-            stand_in = _meta(args[0])
-            return recorder.func(stand_in, *args[1:], **kwargs)
+            spec = args[0]._value.spec
+            with concretely():
+                stand_in = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=target)
+                return recorder.func(stand_in, *args[1:], **kwargs)
         index = _index(device)
         if index != args[0]._value.spec.device:
             spec = args[0]._value.spec

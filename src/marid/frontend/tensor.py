@@ -159,8 +159,9 @@ class LazyTensor(torch.Tensor):
 
     @property
     def data(self) -> LazyTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The same value without its history; assigning makes this tensor a handle of the other's memory."""
-        return self.detach()
+        """The same value without its history and with a version of its own; assigning makes this tensor a handle of
+        the other's memory."""
+        return handles.wrap(self._value, self._value.spec, handles.storage_of(self))  # pyright: ignore
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
@@ -217,6 +218,15 @@ class LazyTensor(torch.Tensor):
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __copy__(self) -> LazyTensor:
+        made = self.data
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        elif self.requires_grad:
+            made.requires_grad_()
+        made.__dict__.update(self.__dict__)
         return made
 
     def __reduce_ex__(self, _protocol: Any) -> Any:

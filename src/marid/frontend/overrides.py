@@ -1,0 +1,143 @@
+"""Composite operators whose C++ code takes another road for tensor subclasses or foreign devices than on the CPU.
+
+Each is replaced for the device by the steps that the CPU takes, so that results are bitwise equal. They must also be
+taken apart when they arrive whole (in inference mode, when autograd is off).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from marid.engine.inprocess import concretely
+from marid.frontend import handles
+from marid.frontend.record import special
+
+aten = torch.ops.aten
+
+_replacements: dict[Any, Callable[..., Any]] = {}
+_library: torch.library.Library | None = None
+
+
+def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        for func in funcs:
+            _replacements[func] = replacement
+            special(func)(lambda _recorder, args, kwargs: replacement(*args, **kwargs))
+        return replacement
+
+    return register
+
+
+def register() -> None:
+    """Install the replacements above autograd."""
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    for func, replacement in _replacements.items():
+        _library.impl(func, replacement, "AutogradPrivateUse1")
+
+
+# Subclasses always compute the vectors too, by another LAPACK routine, in case somebody differentiates.
+
+
+@_replaces(aten.linalg_svdvals.default)
+def _svdvals(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    vectors = torch.is_grad_enabled() and A.requires_grad
+    return aten._linalg_svd.default(A, False, vectors, driver=driver)[1]
+
+
+@_replaces(aten.linalg_eigvalsh.default)
+def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
+    vectors = torch.is_grad_enabled() and self.requires_grad
+    return aten._linalg_eigh.default(self, UPLO, vectors)[0]
+
+
+# Subclasses are not written to, or are written through C++ storages, which handles do not have.
+
+
+def _out_by_copy(out_of_place: Any) -> Callable[..., Any]:
+    def replacement(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*args, out) if isinstance(t, torch.Tensor)):
+            raise RuntimeError(
+                f"{out_of_place._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support "
+                "automatic differentiation, but one of the arguments requires grad."
+            )
+        result = out_of_place(*args, **kwargs)
+        if not torch.can_cast(result.dtype, out.dtype):
+            raise RuntimeError(
+                f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead"
+            )
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+    return replacement
+
+
+for _written, _plain in (
+    (aten.matmul.out, aten.matmul.default),
+    (aten.linalg_matrix_rank.out, aten.linalg_matrix_rank.default),
+    (aten.linalg_matrix_rank.out_tol_tensor, aten.linalg_matrix_rank.tol_tensor),
+    (aten.linalg_matrix_rank.atol_rtol_tensor_out, aten.linalg_matrix_rank.atol_rtol_tensor),
+    (aten.linalg_matrix_rank.atol_rtol_float_out, aten.linalg_matrix_rank.atol_rtol_float),
+):
+    _replaces(_written)(_out_by_copy(_plain))
+
+
+# Attention: the choice of kernel is made by a C++ stub that foreign devices cannot fill.
+
+
+@_replaces(aten.scaled_dot_product_attention.default)
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    differentiable = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
+    specs = tuple(handles.spec_of(t, 0) for t in tensors)
+    backends = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
+    if not _takes_flash(specs, differentiable, dropout_p, is_causal, scale, enable_gqa, backends):
+        return aten._scaled_dot_product_attention_math.default(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        blocked = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = blocked.masked_fill_(attn_mask.logical_not(), float("-inf"))
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes_flash(
+    specs: tuple[Any, ...],
+    differentiable: tuple[bool, ...],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    _backends: tuple[bool, bool],
+) -> bool:
+    """Whether the CPU takes its flash kernel, asked on empty tensors. Raises what eager attention raises."""
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    with concretely():
+        metas = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
+        mask = metas[3] if len(metas) > 3 else None
+        aten.scaled_dot_product_attention.default(*metas[:3], mask, dropout_p, is_causal, **options)
+        stand_ins = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="cpu") for s in specs]
+        for tensor, grad in zip(stand_ins, differentiable, strict=True):
+            tensor.requires_grad_(grad)
+        mask = stand_ins[3] if len(stand_ins) > 3 else None
+        with torch.set_grad_enabled(any(differentiable)):
+            choice = aten._fused_sdp_choice.default(*stand_ins[:3], mask, dropout_p, is_causal, **options)
+    return choice == int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
