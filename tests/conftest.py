@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 import marid
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "fuzz")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,4 +30,4 @@ def _fresh_start() -> Iterator[None]:
     marid.reset_stats()
     yield
     torch.set_default_device(None)
-    torch.remote_accelerator.set_device(0)
+    torch.remote_accelerator.set_device(0)  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,7 +11,7 @@ import torch
 
 from marid.frontend import handles
 from marid.frontend.eager import unsupported
-from marid.frontend.record import recorder_of
+from marid.frontend.record import Recorder, recorder_of
 
 __all__ = ["register"]
 
@@ -40,7 +40,9 @@ def register() -> None:
         base, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, base, None)
         if packet is not None and (overload or "default") in packet.overloads():
-            _library.impl(name, _kernel(getattr(packet, overload or "default")), "PrivateUse1")
+            _library.impl(name, _kernel(_operator(name)), "PrivateUse1")
+    for name in _partly_composite():
+        _library.impl(name, _recording(_operator(name)), "PrivateUse1")
     # torch.tensor(data, device=...) calls these with tensor subclasses switched off.
     for name in ("copy_", "_copy_from", "_to_copy", "_local_scalar_dense"):
         _library.impl(name, _recording(getattr(torch.ops.aten, name).default), "PrivateUse1")
@@ -61,9 +63,7 @@ def _kernel(func: Any) -> Any:
         handles.check_index(kwargs.get("device"))
         with handles.below_autograd():
             recorder = recorder_of(func)
-            if recorder.handler is not None:
-                return recorder.handler(recorder, args, kwargs)
-            return recorder.record(args, kwargs)
+            return (recorder.handler or Recorder.record)(recorder, args, kwargs)
 
     return kernel
 
@@ -86,7 +86,18 @@ def _recording(func: Any) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         recorder = recorder_of(func)
         with handles.below_autograd():
-            assert recorder.handler is not None
-            return recorder.handler(recorder, args, kwargs)
+            return (recorder.handler or Recorder.record)(recorder, args, kwargs)
 
     return kernel
+
+
+def _partly_composite() -> list[str]:
+    """Operators with a CPU kernel and a decomposition: without a kernel of its own the device would get the latter."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return [name for name in names if has_kernel(name, "CompositeImplicitAutograd") and has_kernel(name, "CPU")]
+
+
+def _operator(name: str) -> Any:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")

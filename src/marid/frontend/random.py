@@ -98,12 +98,16 @@ class generator_of:
 
 # --- how many words an operation takes -----------------------------------------------------------------------------
 
+# Operators by name, or by name and overload where overloads differ.
 Takes = Callable[[Generator, Spec, tuple[Any, ...], dict[str, Any]], Draw | None]
 
 
 def draw(name: str, generator: Generator, of: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
-    """Take the numbers that operator ``name`` (``aten::randn``) needs to fill ``of``; None when that is not known."""
-    takes = _TAKES.get(name)
+    """Take the numbers that an operator (``aten::randn.generator``) needs to fill ``of``; None if that is not known.
+
+    Arguments that equal their default may be missing.
+    """
+    takes = _TAKES.get(name) or _TAKES.get(name.partition(".")[0])
     return None if takes is None else takes(generator, of, args, kwargs)
 
 
@@ -168,11 +172,8 @@ def _integers(generator: Generator, of: Spec, args: tuple[Any, ...], _kwargs: di
 
 
 def _bernoulli(generator: Generator, of: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
-    if len(args) > 1 and isinstance(args[1], float):
-        return _doubles_or_seed(generator, of)
+    # By tensor: a number of the probabilities' dtype each. The tensor is the argument p, or else self.
     probability = args[1] if len(args) > 1 else kwargs.get("p", args[0])
-    if isinstance(probability, float):
-        return _doubles_or_seed(generator, of)
     return generator.advance(of.numel * _words(probability.spec), generator.spare)
 
 
@@ -217,7 +218,9 @@ _TAKES: dict[str, Takes] = {
     "aten::log_normal_": _log_normal,
     "aten::randperm": _randperm,
     "aten::exponential_": _doubles_or_seed,
-    "aten::bernoulli_": _bernoulli,
+    "aten::bernoulli_.Tensor": _bernoulli,
+    "aten::bernoulli_.float": _doubles_or_seed,
+    "aten::bernoulli.p": _doubles_or_seed,
     "aten::bernoulli": _bernoulli,
     "aten::multinomial": _multinomial,
 }

@@ -248,7 +248,7 @@ class Recorder:
         of = rule.outs[0].spec
         assert of is not None
         with random.generator_of(call.kwargs.get("generator"), call.device) as generator:
-            drawn = random.draw(self.op.name, generator, of, call.args, call.kwargs)
+            drawn = random.draw(self.func.name(), generator, of, call.args, call.kwargs)
         if drawn is not None:
             call.kwargs["generator"] = drawn
         return drawn
@@ -290,7 +290,8 @@ def _first_occurrences(ids: list[int]) -> tuple[int, ...]:
 
 
 def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def _decompose(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ def reduce(tensor: Any) -> Any:
     buffer = concrete(tensor, "pickle").resolve_conj().resolve_neg()
     storage = buffer.untyped_storage()
     setattr(storage, _LOCATION, str(tensor.device))
-    typed = _DeviceStorage(wrap_storage=storage, dtype=buffer.dtype, _internal=True)
+    typed = _DeviceStorage(storage, buffer.dtype)
     hooks: OrderedDict[int, Any] = OrderedDict()
     arguments = (typed, buffer.storage_offset(), tuple(buffer.shape), buffer.stride(), tensor.requires_grad, hooks)
     if not isinstance(tensor, torch.nn.Parameter):
@@ -53,6 +53,12 @@ class _Reduced:
 class _DeviceStorage(torch.TypedStorage):
     """A storage that ``torch.save`` writes with its location, and plain ``pickle`` as a call that moves it there."""
 
+    def __new__(cls, *_args: Any) -> Any:
+        return object.__new__(cls)
+
+    def __init__(self, untyped: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        super().__init__(wrap_storage=untyped, dtype=dtype, _internal=True)
+
     def __reduce__(self) -> Any:
         untyped = self._untyped_storage
         plain = torch.TypedStorage(wrap_storage=untyped.clone(), dtype=self.dtype, _internal=True)
@@ -60,7 +66,7 @@ class _DeviceStorage(torch.TypedStorage):
 
 
 def _storage_at(storage: torch.TypedStorage, location: str) -> torch.TypedStorage:
-    restored = _restore(storage._untyped_storage, location)
+    restored = _placed(storage._untyped_storage, location)
     return torch.TypedStorage(wrap_storage=restored, dtype=storage.dtype, _internal=True)
 
 
@@ -76,6 +82,11 @@ def _restore(storage: Any, location: str) -> Any:
             "a file in PyTorch's legacy format cannot be loaded onto remote_accelerator directly; "
             "load it with map_location='cpu' and move the result"
         )
+    return _placed(storage, location)
+
+
+def _placed(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """A device storage with the bytes of a CPU storage."""
     index = torch.device(location).index
     index = handles.current_device() if index is None else index
     if index >= handles.device_count:

@@ -1,0 +1,130 @@
+"""What ``marid run`` prints at the end: what the device did, and which lines of the script waited for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from marid.report.stats import Stats, Sync
+
+__all__ = ["render", "show"]
+
+_LINES = 10
+_WIDTH_OF_FILES = 160
+"""Columns when the summary goes to a file or a pipe, so that paths stay whole."""
+
+
+def show() -> None:
+    """Print the summary of this process to stderr."""
+    from marid.api import stats  # the layer above: this is the only place that asks for a snapshot itself
+
+    with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream is the script's affair
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        console = Console(stderr=True, highlight=False)
+        if not console.is_terminal:
+            console = Console(stderr=True, highlight=False, width=_WIDTH_OF_FILES)
+        console.print(render(stats()))
+
+
+def render(stats: Stats) -> RenderableType:
+    """The summary of a snapshot."""
+    lines = by_line(stats.syncs)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column()
+    rows = {
+        "operations": f"{stats.ops_captured:,} captured, {stats.ops_executed:,} executed",
+        "programs": f"{stats.programs_built:,} built, {stats.programs_reused:,} reused",
+        "fallbacks": _counts(stats.fallbacks),
+        "data-dependent": _counts(stats.dynamic),
+        "automatic cuts": f"{stats.automatic_cuts:,}",
+        "peak memory": f"{_bytes(stats.peak_memory)} on the device{_process_peak()}",
+        "materialisations": f"{stats.materializations:,}, waited {_seconds(sum(line.seconds for line in lines))}",
+    }
+    for name, text in rows.items():
+        facts.add_row(name, Text(text))
+    title = Rule("marid", align="left", style="dim")
+    return Group(title, facts, _waits(lines)) if lines else Group(title, facts)
+
+
+@dataclass
+class Line:
+    """The materialisations of one source line."""
+
+    source: str
+    reasons: list[str] = field(default_factory=list)
+    count: int = 0
+    seconds: float = 0.0
+
+
+def by_line(syncs: Iterable[Sync]) -> list[Line]:
+    """Materialisations by source line, slowest first."""
+    lines: dict[str, Line] = {}
+    for sync in syncs:
+        line = lines.setdefault(sync.source, Line(sync.source))
+        if sync.reason not in line.reasons:
+            line.reasons.append(sync.reason)
+        line.count += sync.count
+        line.seconds += sync.seconds
+    return sorted(lines.values(), key=lambda line: -line.seconds)
+
+
+def _waits(lines: list[Line]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("waited", justify="right")
+    table.add_column("times", justify="right")
+    table.add_column("at", overflow="fold")
+    table.add_column("for", overflow="fold")
+    for line in lines[:_LINES]:
+        row = (_seconds(line.seconds), f"{line.count:,}", _short(line.source), ", ".join(line.reasons))
+        table.add_row(*map(Text, row))
+    rest = lines[_LINES:]
+    if rest:
+        others = f"{len(rest)} other line{'s' if len(rest) > 1 else ''}"
+        row = (_seconds(sum(line.seconds for line in rest)), f"{sum(line.count for line in rest):,}", others)
+        table.add_row(*map(Text, row), style="dim")
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _short(source: str) -> str:
+    """A path below the current folder without that folder."""
+    with contextlib.suppress(OSError):
+        return source.removeprefix(os.getcwd() + os.sep)
+    return source
+
+
+def _counts(table: dict[str, int]) -> str:
+    most_first = sorted(table.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {count:,}" for name, count in most_first) or "none"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _process_peak() -> str:
+    """The process's largest resident memory, where the system tells."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f", {_bytes(peak if sys.platform == 'darwin' else peak * 1024)} resident in the process"

@@ -1,0 +1,102 @@
+"""Running a script on the device as ``python script.py`` would run it."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import io
+import os
+import sys
+import types
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+import torch
+
+from marid.frontend import handles
+from marid.report import summary
+
+__all__ = ["Job"]
+
+_CANNOT_OPEN = 2  # the exit code of python for a script that cannot be read
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script, its arguments, and how to run it."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    as_cuda: bool = False
+    summary: bool = True
+
+    def run(self) -> None:
+        """Run the script as ``__main__`` in this process.
+
+        What the script raises leaves this function for the interpreter to handle, so that exit codes, Ctrl-C and
+        ``atexit`` are Python's own; ``sys.excepthook`` is told to leave out the frames above the script's.
+        """
+        path = os.path.abspath(self.script)
+        source = _read(path)
+        self._prepare_device()
+        if self.summary:
+            # Registered first, so called after every function that the script registers.
+            atexit.register(_summarise, os.getpid())
+        sys.argv[:] = [self.script, *self.arguments]
+        if not sys.flags.safe_path:
+            sys.path[0] = os.path.dirname(os.path.realpath(path))
+        main = _main_module(path)
+        sys.modules["__main__"] = main
+        try:
+            exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+        except BaseException as error:
+            _hide_own_frames(error)
+            raise
+
+    def _prepare_device(self) -> None:
+        # Marid compiles what it records; a second compiler in front of it would only see opaque tensors.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        if self.as_cuda:
+            from marid import as_cuda  # changes PyTorch's modules: only on request
+
+            as_cuda.install()
+        else:
+            torch.set_default_device(handles.DEVICE_TYPE)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with io.open_code(path) as file:
+            return file.read()
+    except OSError as error:
+        print(f"marid: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        sys.exit(_CANNOT_OPEN)
+
+
+def _main_module(path: str) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    main.__dict__.update(__builtins__=builtins, __annotations__={}, __cached__=None)
+    return main
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Make ``sys.excepthook``, whichever the script left there, see the traceback from the script's frame on."""
+    assert error.__traceback__ is not None
+    visible = error.__traceback__.tb_next
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, traceback: Any) -> None:
+        if value is error:
+            traceback = visible
+            value.__traceback__ = visible
+        hook(kind, value, traceback)
+
+    sys.excepthook = show
+
+
+def _summarise(process: int) -> None:
+    if os.getpid() == process:  # not in a fork of the script
+        summary.show()

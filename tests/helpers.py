@@ -1,0 +1,44 @@
+"""What the tests share: running something on both devices and comparing what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["DEVICE", "assert_same", "on_both"]
+
+DEVICE = "remote_accelerator"
+
+
+def assert_same(lazy: Any, expected: Any) -> None:
+    """Bitwise equality of tensors (NaN equals NaN), with shape, dtype, strides and gradient flag; also in containers."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(lazy, torch.Tensor)
+        assert lazy.shape == expected.shape
+        assert lazy.dtype == expected.dtype
+        assert lazy.stride() == expected.stride()
+        assert lazy.requires_grad == expected.requires_grad
+        torch.testing.assert_close(lazy.detach().cpu(), expected.detach(), rtol=0, atol=0, equal_nan=True)
+    elif isinstance(expected, dict):
+        assert lazy.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(lazy[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(lazy) == len(expected)
+        for a, b in zip(lazy, expected, strict=True):
+            assert_same(a, b)
+    else:
+        assert type(lazy) is type(expected)
+        assert lazy == expected or (lazy != lazy and expected != expected)  # NaN
+
+
+def on_both(function: Callable[[str], Any]) -> Any:
+    """Run ``function(device)`` on the CPU and on the lazy device, from the same seed; compare, and return the latter's."""
+    torch.manual_seed(0)
+    expected = function("cpu")
+    torch.manual_seed(0)
+    lazy = function(DEVICE)
+    assert_same(lazy, expected)
+    return lazy
