@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -31,3 +32,9 @@ def _fresh_start() -> Iterator[None]:
     yield
     torch.set_default_device(None)
     torch.remote_accelerator.set_device(0)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture
+def nothing_alive() -> None:
+    """Tensors that failed tests left in their tracebacks are gone as far as they can be: counts start from here."""
+    gc.collect()

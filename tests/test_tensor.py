@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, assert_same, on_both
+from tests.helpers import DEVICE, assert_same, on_both
 from torch import nn
 
 import marid
@@ -391,12 +391,12 @@ def test_attributes_stay_on_the_tensor() -> None:
 def test_geometry_questions_never_run_anything() -> None:
     """Shape, strides, dtype, size, contiguity and autograd flags are known at once."""
     x = torch.randn(2, 3, 4, device=DEVICE, requires_grad=True)
-    y = (x.transpose(0, 2) @ torch.ones(3, 5, device=DEVICE)).relu()
+    y = (x.transpose(0, 2) @ torch.ones(2, 5, device=DEVICE)).relu()
     y.shape, y.stride(), y.dtype, y.size(0), y.dim(), y.numel(), y.is_contiguous(), y.storage_offset(), len(y)
     y.requires_grad, y.is_leaf, y.grad_fn, y.device, y.layout, y.element_size(), y.nbytes, y.is_floating_point()
-    y.data_ptr(), y.untyped_storage(), y.is_complex(), y.names if y.has_names() else None, y.T if y.dim() == 2 else None
+    y.data_ptr(), y.untyped_storage(), y.is_complex()
     assert marid.stats().ops_executed == 0
-    assert y.shape == (4, 2, 5)
+    assert y.shape == (4, 3, 5)
 
 
 def test_storage_identity_follows_aliasing() -> None:

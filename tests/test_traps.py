@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from helpers import DEVICE, assert_same, on_both
+from tests.helpers import DEVICE, assert_same, on_both
 from torch import nn
 
 import marid

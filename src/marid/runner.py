@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from marid.api import stats
 from marid.frontend import handles
 from marid.report import summary
 
@@ -37,7 +38,7 @@ class Job:
         What the script raises leaves this function for the interpreter to handle, so that exit codes, Ctrl-C and
         ``atexit`` are Python's own; ``sys.excepthook`` is told to leave out the frames above the script's.
         """
-        path = os.path.abspath(self.script)
+        path = os.path.join(os.getcwd(), self.script)  # not normalised, as python does it
         source = _read(path)
         self._prepare_device()
         if self.summary:
@@ -99,4 +100,4 @@ def _hide_own_frames(error: BaseException) -> None:
 
 def _summarise(process: int) -> None:
     if os.getpid() == process:  # not in a fork of the script
-        summary.show()
+        summary.show(stats())

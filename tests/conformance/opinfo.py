@@ -195,7 +195,7 @@ def compare(expected: Outcome, actual: Outcome) -> None:
 
 
 # Errors about values cannot come before the values do: the device raises them, with the same type, at the read.
-_VALUE_ERRORS = ("out of bounds", "out of range", "element < 0", "sum of probabilities", "Cholesky", "singular", "could not be completed", "is zero, the inv")
+_VALUE_ERRORS = ("out of bounds", "out of range", "element < 0", "sum of probabilities", "probability entry", "Cholesky", "singular", "could not be completed", "is zero, the inv")
 
 
 def _about_values(error: Exception) -> bool:

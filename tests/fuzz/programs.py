@@ -838,7 +838,6 @@ def wrong(w: Writer) -> str:
         f"t0 = torch.bmm({x}, {y})",
         f"t0 = {x}.permute(0, 0)",
         f"t0 = F.conv1d({x}, {y})",
-        f"t0 = {x} + torch.ones(3, 5, 2)",
         f"t0 = torch.empty(-1, device=device)",
         f"t0 = {x}.as_strided((100, 100), (100, 1))",
         f"{x}.index_add_(0, {y}, {x})",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
-from programs import PROFILES, Mismatch, Program, check, minimised, programs, script
+from tests.fuzz.programs import PROFILES, Mismatch, Program, check, minimised, programs, script
 
 import marid
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Iterator
 
 import torch
 
@@ -20,21 +18,39 @@ from marid.semantics.scopes import current_site
 
 __all__ = ["InProcessEngine", "concretely"]
 
-# Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction.
-_ABOVE_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-for _key in ("ADInplaceOrView", "AutocastCPU", "AutocastPrivateUse1", "AutogradOther", "AutogradPrivateUse1"):
-    _ABOVE_KERNELS = _ABOVE_KERNELS | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+# Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction. What
+# resolves conjugate and negative bits stays on; a dispatch into Python would have switched it off with the rest.
+def _keys(*names: str) -> torch._C.DispatchKeySet:
+    found = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        found = found | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return found
 
 
-@contextlib.contextmanager
-def concretely() -> Iterator[None]:
-    """Inside, ATen calls go straight to the CPU kernels: no autograd, autocast, tensor subclass or mode sees them."""
-    with (
-        torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS),
-        torch._C._DisableTorchDispatch(),
-        torch._C.DisableTorchFunction(),
-    ):
-        yield
+_INCLUDED = _keys("BackendSelect")
+_EXCLUDED = _keys(
+    *("AutogradCPU", "AutogradMeta", "AutogradOther", "AutogradPrivateUse1", "AutogradNestedTensor", "ADInplaceOrView"),
+    *("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1", "Python", "PythonTLSSnapshot", "PythonDispatcher"),
+    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchGradWrapper", "FuncTorchBatched"),
+    *("FuncTorchVmapMode", "Functionalize", "PreDispatch"),
+)
+
+
+class concretely:
+    """Context manager: inside, ATen calls go straight to the kernels of concrete tensors, as if called outside of any
+    dispatch: no autograd, autocast, tensor subclass, mode or functional transform sees them."""
+
+    __slots__ = ("_function", "_keys")
+
+    def __enter__(self) -> None:
+        self._keys = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+        self._function = torch._C.DisableTorchFunction()
+        self._keys.__enter__()
+        self._function.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._function.__exit__(*error)
+        self._keys.__exit__(*error)
 
 
 class InProcessEngine:

@@ -119,6 +119,8 @@ class Recorder:
             call.key.append(name)
             named[name] = self._take(call, arg, self.position.get(name, -1), foreign)
         call.args, call.kwargs = plain, named
+        if not call.tensors:
+            call.key.append(call.device)
         if self.op.mutates and len(call.tensors) > 1:
             # Whether a result lies in an input decides which errors PyTorch raises.
             call.key.append(_first_occurrences([id(root_of(t._value)) for t in call.tensors]))

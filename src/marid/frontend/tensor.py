@@ -144,6 +144,12 @@ class LazyTensor(torch.Tensor):
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
             )
+        for set_bit, name, resolve in ((self.is_conj(), "conjugate", "conj"), (self.is_neg(), "negative", "neg")):
+            if set_bit and not force:
+                raise RuntimeError(
+                    f"Can't call numpy() on Tensor that has {name} bit set. Use tensor.resolve_{resolve}().numpy() "
+                    "instead."
+                )
         return engine.download(concrete(self, "numpy()")).numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -23,17 +23,15 @@ _WIDTH_OF_FILES = 160
 """Columns when the summary goes to a file or a pipe, so that paths stay whole."""
 
 
-def show() -> None:
-    """Print the summary of this process to stderr."""
-    from marid.api import stats  # the layer above: this is the only place that asks for a snapshot itself
-
+def show(stats: Stats) -> None:
+    """Print the summary of a snapshot to stderr, after what the process has printed."""
     with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream is the script's affair
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
         console = Console(stderr=True, highlight=False)
         if not console.is_terminal:
             console = Console(stderr=True, highlight=False, width=_WIDTH_OF_FILES)
-        console.print(render(stats()))
+        console.print(render(stats))
 
 
 def render(stats: Stats) -> RenderableType:

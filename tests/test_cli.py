@@ -1,0 +1,191 @@
+"""``marid run`` beside ``python``: the same script, run by both, must look the same from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from marid.report import summary
+from marid.report.stats import Sync
+
+MARID = [sys.executable, "-m", "marid", "run", "--no-summary"]
+PYTHON = [sys.executable]
+
+
+def write(folder: Path, source: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(source), encoding="utf-8")
+    return path
+
+
+def run(command: list[str], *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=120, check=False
+    )
+
+
+def assert_same(script: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    expected = run(PYTHON, script, *arguments, cwd=cwd)
+    got = run(MARID, script, *arguments, cwd=cwd)
+    assert (got.returncode, got.stdout, got.stderr) == (expected.returncode, expected.stdout, expected.stderr)
+    return got
+
+
+def test_the_script_sees_what_it_sees_under_python(tmp_path: Path) -> None:
+    write(tmp_path, "value = 41\n", "neighbour.py")
+    write(
+        tmp_path,
+        """
+        import atexit, builtins, pickle, sys
+        from dataclasses import dataclass
+
+        import neighbour
+
+        @dataclass
+        class Thing:
+            value: int
+
+        atexit.register(print, "goodbye")
+        print(sys.argv, sys.path[0])
+        print(__name__, __file__, __package__, __spec__, __doc__, __cached__, __annotations__)
+        print(__builtins__ is builtins, type(__loader__).__name__, sys.modules["__main__"].Thing is Thing)
+        print(pickle.loads(pickle.dumps(Thing(neighbour.value + 1))), Thing.__module__)
+        print(sorted(name for name in globals()))
+        print("to stderr", file=sys.stderr)
+        """,
+    )
+    (tmp_path / "link.py").symlink_to(tmp_path / "script.py")
+    arguments = ("--help", "-x", "--", "--as-cuda", "one two", "")
+    assert_same(Path("script.py"), *arguments, cwd=tmp_path)
+    assert_same(Path("..") / tmp_path.name / "link.py", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("import sys; sys.exit()", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit('this went wrong')", 1),
+        ("raise SystemExit(None)", 0),
+        ("import os; os._exit(3)", 3),
+        ("def f():\n    1 / 0\n\nf()\n", 1),
+        ("try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('second') from e\n", 1),
+        ("raise ExceptionGroup('several', [ValueError(1), TypeError(2)])", 1),
+        ("x = (\n", 1),
+        ("import neighbour", 1),
+        ("import sys\nsys.excepthook = lambda *a: print('mine', a[0].__name__)\nraise ValueError\n", 1),
+        ("import atexit\natexit.register(print, 'late')\nraise ValueError('early')\n", 1),
+        ("import threading\nthreading.Thread(target=lambda: 1 / 0).start()\n", 0),
+        ("raise KeyboardInterrupt('stop')", -signal.SIGINT),
+    ],
+)
+def test_exit_codes_and_tracebacks_are_those_of_python(tmp_path: Path, source: str, code: int) -> None:
+    write(tmp_path, "raise RuntimeError('in an import')\n", "neighbour.py")
+    assert assert_same(write(tmp_path, source)).returncode == code
+
+
+def test_ctrl_c_ends_the_process_as_under_python(tmp_path: Path) -> None:
+    script = write(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen([*MARID, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert errors.startswith("Traceback (most recent call last):\n")
+    assert errors.endswith("KeyboardInterrupt\n")
+    assert "runner.py" not in errors
+
+
+def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
+    got = run(MARID, "nowhere.py", cwd=tmp_path)
+    assert got.returncode == 2
+    assert got.stderr == f"marid: can't open file {str(tmp_path / 'nowhere.py')!r}: [Errno 2] No such file or directory\n"
+    got = run(MARID, tmp_path)
+    assert got.returncode == 2
+    assert "Is a directory" in got.stderr
+
+
+def test_wrong_use_of_the_command() -> None:
+    got = run([sys.executable, "-m", "marid"], "run", "--unknown", "script.py")
+    assert got.returncode == 2
+    assert "No such option" in got.stderr
+    assert run([sys.executable, "-m", "marid"], "run").returncode == 2
+    got = run([sys.executable, "-m", "marid"], "run", "--help")
+    assert got.returncode == 0
+    assert "SCRIPT [ARGUMENTS]" in got.stdout
+
+
+def test_tensors_are_on_the_device_and_the_summary_names_the_line_that_waited(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import sys
+        import torch
+
+        x = torch.ones(3)
+        print(x.device)
+        for _ in range(4):
+            print((x * 2).sum().item())
+        sys.exit(5)
+        """,
+    )
+    got = run([sys.executable, "-m", "marid", "run"], script, cwd=tmp_path)
+    assert got.returncode == 5
+    assert got.stdout == "remote_accelerator:0\n" + "6.0\n" * 4
+    waited = [line.split() for line in got.stderr.splitlines() if "script.py:8" in line]
+    assert len(waited) == 1
+    assert waited[0][2:] == ["4", "script.py:8", "item()"]
+    for fact in ("captured", "executed", "built", "reused", "fallbacks", "automatic cuts", "peak memory", "resident"):
+        assert fact in got.stderr
+
+
+def test_the_summary_follows_the_traceback_of_a_script_that_raises(tmp_path: Path) -> None:
+    script = write(tmp_path, "import torch\nx = torch.ones(2) @ torch.ones(3)\n")
+    got = run([sys.executable, "-m", "marid", "run"], script)
+    assert got.returncode == 1
+    assert f'File "{script}", line 2, in <module>' in got.stderr
+    assert got.stderr.index("Traceback") < got.stderr.index("captured")
+    assert "runner.py" not in got.stderr
+
+
+def test_the_summary_comes_once_and_after_the_output(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        if os.fork() == 0:
+            sys.exit()
+        os.wait()
+        print("done")
+        """,
+    )
+    got = subprocess.run(
+        [sys.executable, "-m", "marid", "run", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+    assert got.stdout.count("captured") == 1
+    assert got.stdout.index("done") < got.stdout.index("captured")
+
+
+def test_lines_of_the_summary_are_summed_and_sorted() -> None:
+    lines = summary.by_line(
+        [Sync("a.py:1", "item()", 1, 0.5), Sync("b.py:2", "item()", 2, 2.0), Sync("a.py:1", "tolist()", 3, 4.0)]
+    )
+    assert [(line.source, line.reasons, line.count, line.seconds) for line in lines] == [
+        ("a.py:1", ["item()", "tolist()"], 4, 4.5),
+        ("b.py:2", ["item()"], 2, 2.0),
+    ]
