@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DEVICE", "assert_same", "on_both"]
+__all__ = ["DEVICE", "assert_same", "on_both", "seeded"]
 
 DEVICE = "remote_accelerator"
 
@@ -42,3 +42,10 @@ def on_both(function: Callable[[str], Any]) -> Any:
     lazy = function(DEVICE)
     assert_same(lazy, expected)
     return lazy
+
+
+def seeded(module: Any, device: str) -> Any:
+    """The module on ``device``, with the generators seeded anew: its weights came from the CPU's."""
+    module.to(device)
+    torch.manual_seed(1)
+    return module

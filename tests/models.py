@@ -51,6 +51,10 @@ def _text(labels: bool) -> dict[str, Any]:
     return {**inputs, "labels": ids.masked_fill(mask == 0, -100)} if labels else inputs
 
 
+def _text_with_router_loss(labels: bool) -> dict[str, Any]:
+    return {**_text(labels), "output_router_logits": True} if labels else _text(labels)
+
+
 def _pixels(labels: bool) -> dict[str, Any]:
     pixels = torch.randn(_BATCH, 3, 16, 16)
     return {"pixel_values": pixels, "labels": torch.tensor([1, 3])} if labels else {"pixel_values": pixels}
@@ -106,11 +110,12 @@ def _qwen3(dropout: float) -> nn.Module:
 def _gemma3(dropout: float) -> nn.Module:
     layers = ["sliding_attention", "full_attention"]
     small = {**_DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "layer_types": layers}
-    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**small, attention_dropout=dropout))
+    config = hf.Gemma3TextConfig(**small, attention_dropout=dropout, tie_word_embeddings=False)
+    return hf.Gemma3ForCausalLM(config)
 
 
 def _mixtral(dropout: float) -> nn.Module:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return hf.MixtralForCausalLM(hf.MixtralConfig(**_DECODER, **experts, attention_dropout=dropout))
 
 
@@ -125,7 +130,8 @@ def _bert(dropout: float) -> nn.Module:
 
 def _t5(dropout: float) -> nn.Module:
     small = {"vocab_size": _VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return hf.T5ForConditionalGeneration(hf.T5Config(**small, dropout_rate=dropout, decoder_start_token_id=0))
+    config = hf.T5Config(**small, dropout_rate=dropout, decoder_start_token_id=0, initializer_factor=3.0)
+    return hf.T5ForConditionalGeneration(config)
 
 
 def _vit(dropout: float) -> nn.Module:
@@ -178,7 +184,7 @@ CASES = [
     Case("mistral", _mistral, _text, generates=True),
     Case("qwen3", _qwen3, _text, generates=True),
     Case("gemma3", _gemma3, _text, generates=True),
-    Case("mixtral", _mixtral, _text, generates=True),
+    Case("mixtral", _mixtral, _text_with_router_loss, generates=True),
     Case("mamba", _mamba, _text, has_dropout=False, generates=True, static_cache=False),
     Case("bert", _bert, _text),
     Case("t5", _t5, _text_to_text, generates=True),

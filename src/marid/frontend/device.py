@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from marid.frontend import autocast, factories, handles, overrides, random, serialize, special, tuples
+from marid.frontend import autocast, factories, handles, overrides, random, recurrent, serialize, special, tuples
 from marid.frontend.materialize import run_pending
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
@@ -35,7 +35,7 @@ class _PythonGuard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
-_keep_alive: list[Any] = [special]  # importing it is what registers its handlers
+_keep_alive: list[Any] = [recurrent, special]  # importing them is what registers their handlers
 
 
 def register() -> None:

@@ -14,8 +14,8 @@ import torch
 from marid.engine.inprocess import concretely
 from marid.errors import UnsupportedOperationError
 from marid.frontend import handles, random
-from marid.frontend.materialize import engine, materialize
-from marid.graph.node import Draw, input_values, root_of
+from marid.frontend.materialize import engine, materialize, run_pending
+from marid.graph.node import Draw, Node, Output, input_values, root_of
 from marid.report.stats import counters
 from marid.semantics.scopes import capture_site
 
@@ -41,26 +41,22 @@ def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
     materialize(call.tensors, f"{name} (data-dependent)" if reason is None else f"{name} (eager fallback)")
     for node in readers:
         tape = handles.tape(call.device)
-        from marid.frontend.materialize import run_pending
-
         run_pending(tape, tape.cut([node]))
-    buffers = {id(tensor._value): tensor._value.concrete for tensor in call.tensors}
-
-    def place(arg: Any) -> Any:
-        if id(arg) in buffers:
-            return buffers[id(arg)]
-        if type(arg) is tuple:
-            return [place(item) for item in arg]
-        return arg
-
-    plain = [place(arg) for arg in call.args]
-    named = {key: place(arg) for key, arg in call.kwargs.items()}
+    plain = [_placed(arg) for arg in call.args]
+    named = {key: _placed(arg) for key, arg in call.kwargs.items()}
     if recorder.random:
         returned = _run_random(recorder, call, plain, named)
     else:
         with concretely():
             returned = recorder.func(*plain, **named)
     return _hand_back(recorder, call, returned)
+
+
+def _placed(arg: Any) -> Any:
+    """The argument with buffers in place of values."""
+    if isinstance(arg, (Node, Output)):
+        return arg.concrete
+    return [_placed(item) for item in arg] if type(arg) is tuple else arg
 
 
 def unsupported(name: str, why: str) -> UnsupportedOperationError:
@@ -121,32 +117,39 @@ def _hand_back(recorder: Recorder, call: Any, returned: Any) -> Any:
     """Handles for what the operator returned, and up-to-date geometry for what it wrote."""
     from marid.frontend.record import retarget
 
-    by_identity = {id(tensor._value.concrete): tensor for tensor in call.tensors}
-    memory = {}
-    for tensor in call.tensors:
-        memory.setdefault(tensor._value.concrete.untyped_storage().data_ptr(), tensor)
-
-    def describe(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            if item.layout is not torch.strided or item.is_quantized:
-                raise unsupported(recorder.op.name, f"its result has layout {item.layout}")
-            if id(item) in by_identity:
-                return by_identity[id(item)]
-            spec = handles.spec_of(item, call.device)
-            address = item.untyped_storage().data_ptr()
-            base = memory.get(address) if address else None
-            if base is not None:
-                value = handles.source(item, spec, root_of(base._value))
-                return handles.wrap(value, spec, handles.storage_of(base))
-            return handles.wrap(handles.source(item, spec), spec)
-        if isinstance(item, (list, tuple)):
-            return [describe(part) for part in item]
-        return item
-
+    handed = _HandBack(recorder, call)
     for index in call.writes:
         tensor = call.tensors[index]
         spec = handles.spec_of(tensor._value.concrete, call.device)
         if spec is not tensor._value.spec:
             tensor._value.spec = spec
             retarget(tensor, tensor._value, tensor._storage)
-    return describe(returned)
+    return handed.describe(returned)
+
+
+class _HandBack:
+    """Finds the handle for a returned tensor: an argument itself, an alias of one, or a new one."""
+
+    def __init__(self, recorder: Recorder, call: Any) -> None:
+        self.name = recorder.op.name
+        self.device = call.device
+        self.by_identity = {id(tensor._value.concrete): tensor for tensor in call.tensors}
+        self.memory: dict[int, Any] = {}
+        for tensor in call.tensors:
+            self.memory.setdefault(tensor._value.concrete.untyped_storage().data_ptr(), tensor)
+
+    def describe(self, item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return [self.describe(part) for part in item]
+        if not isinstance(item, torch.Tensor):
+            return item
+        if item.layout is not torch.strided or item.is_quantized:
+            raise unsupported(self.name, f"its result has layout {item.layout}")
+        if id(item) in self.by_identity:
+            return self.by_identity[id(item)]
+        spec = handles.spec_of(item, self.device)
+        address = item.untyped_storage().data_ptr()
+        base = self.memory.get(address) if address else None
+        if base is None:
+            return handles.wrap(handles.source(item, spec), spec)
+        return handles.wrap(handles.source(item, spec, root_of(base._value)), spec, handles.storage_of(base))

@@ -38,6 +38,7 @@ __all__ = [
     "spec_of",
     "storage_of",
     "tape",
+    "user_attributes",
     "wrap",
 ]
 
@@ -178,6 +179,11 @@ def source(buffer: torch.Tensor, of: Spec, root: Value | None = None) -> Node:
     node.concrete = buffer
     on.note_resident([node])
     return node
+
+
+def user_attributes(handle: LazyTensor) -> dict[str, Any]:
+    """The attributes that a user (or ``nn.Parameter``) has set on a tensor."""
+    return {name: value for name, value in handle.__dict__.items() if name not in ("_value", "_storage")}
 
 
 def storage_of(handle: LazyTensor) -> Storage:

@@ -136,7 +136,7 @@ def _adopt(rule: Rule, seen: Rule) -> None:
     if not same:
         rule.eager = "its meta kernel and its CPU kernel disagree"
         return
-    rule.returns, rule.outs, rule.resized = seen.returns, seen.outs, seen.resized
+    rule.returns, rule.outs, rule.resized, rule.nbytes = seen.returns, seen.outs, seen.resized, seen.nbytes
 
 
 def _shrinkable(request: Request) -> bool:
@@ -155,42 +155,32 @@ def _shrinkable(request: Request) -> bool:
 
 def _run(request: Request, device: str, fill: int | None, shrink: bool = False) -> tuple[Any, list[torch.Tensor]]:
     """Run on stand-ins; the return value and the stand-ins of ``request.tensors``."""
-    stand_in = _StandIns(request.tensors, device, fill, shrink)
     with concretely():
-        made: list[torch.Tensor] = []
-
-        def place(arg: Any) -> Any:
-            kind = type(arg)
-            if kind is Node or kind is Output:
-                first = request.same[len(made)]
-                made.append(made[first] if first < len(made) else stand_in.of(arg))
-                return made[-1]
-            if kind is tuple or kind is list:
-                return [place(item) for item in arg]
-            return arg
-
-        args = [place(arg) for arg in request.args]
-        kwargs = {name: place(arg) for name, arg in request.kwargs.items()}
+        stand_ins = _StandIns(request, device, fill, shrink)
+        args = [stand_ins.place(arg) for arg in request.args]
+        kwargs = {name: stand_ins.place(arg) for name, arg in request.kwargs.items()}
         names = {argument.name for argument in request.func._schema.arguments}
-        if not made and "device" in names:
+        if not stand_ins.made and "device" in names:
             kwargs["device"] = torch.device(device)
         if "generator" in names:
             kwargs["generator"] = torch.Generator() if device == "cpu" else None  # the user's must not move
         returned = request.func(*args, **kwargs)
-    return returned, made
+    return returned, stand_ins.made
 
 
 class _StandIns:
     """Tensors of the asked geometry; values that share memory get stand-ins that share it too."""
 
-    def __init__(self, values: list[Value], device: str, fill: int | None, shrink: bool) -> None:
+    def __init__(self, request: Request, device: str, fill: int | None, shrink: bool) -> None:
+        self.made: list[torch.Tensor] = []
+        self.same = request.same
         self.device = device
         self.fill = fill
         self.shrink = shrink
         self.sizes: dict[int, int] = {}
         self.blocks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         spans: dict[tuple[int, torch.dtype], int] = {}
-        for value in values:
+        for value in request.tensors:
             shape, stride, offset = self._geometry(value)
             span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
             key = self._key(value)
@@ -198,7 +188,16 @@ class _StandIns:
         for key, span in spans.items():
             self.blocks[key] = self._block(span, key[1])
 
-    def of(self, value: Value) -> torch.Tensor:
+    def place(self, arg: Any) -> Any:
+        """The argument with stand-ins in place of values; values are met in the order of ``request.tensors``."""
+        kind = type(arg)
+        if kind is Node or kind is Output:
+            first = self.same[len(self.made)]
+            self.made.append(self.made[first] if first < len(self.made) else self._make(arg))
+            return self.made[-1]
+        return [self.place(item) for item in arg] if kind is tuple or kind is list else arg
+
+    def _make(self, value: Value) -> torch.Tensor:
         spec = value.spec
         assert spec is not None
         tensor = self.blocks[self._key(value)].as_strided(*self._geometry(value))
@@ -251,37 +250,32 @@ def _dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, .
 def _rule_of(request: Request, returned: Any, tensors: list[torch.Tensor]) -> Rule:
     rule = Rule()
     by_identity = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
-    fresh_bytes = 0
-
-    def describe(item: Any, path: tuple[int, ...]) -> Any:
-        nonlocal fresh_bytes
-        if isinstance(item, torch.Tensor):
-            if item.layout is not torch.strided or item.is_quantized:
-                rule.eager = "unsupported layout"
-                return None
-            spec = handles.spec_of(item, request.device)
-            same_as = by_identity.get(id(item)) if request.mutates else None
-            out = OutSpec(path, spec, same_as=same_as)
-            if same_as is None:
-                if request.view:
-                    out.view_of = 0  # every view operator views its first argument
-                else:
-                    fresh_bytes += spec.nbytes
-            rule.outs.append(out)
-            return out
-        if item is None:
-            return None
-        if isinstance(item, (tuple, list)):
-            return [describe(part, (*path, index)) for index, part in enumerate(item)]
-        rule.eager = "it returns a value"
-        return None
-
-    rule.returns = describe(returned, ())
+    rule.returns = _describe(rule, request, by_identity if request.mutates else {}, returned, ())
     if request.mutates:
         for index, (value, tensor) in enumerate(zip(request.tensors, tensors, strict=True)):
             spec = handles.spec_of(tensor, request.device)
             if spec is not value.spec:
                 rule.resized.append((index, spec))
-    rule.nbytes = fresh_bytes
     return rule
 
+
+def _describe(rule: Rule, request: Request, arguments: dict[int, int], item: Any, path: tuple[int, ...]) -> Any:
+    if isinstance(item, (tuple, list)):
+        return [_describe(rule, request, arguments, part, (*path, index)) for index, part in enumerate(item)]
+    if item is None:
+        return None
+    if not isinstance(item, torch.Tensor):
+        rule.eager = "it returns a value"
+        return None
+    if item.layout is not torch.strided or item.is_quantized:
+        rule.eager = "unsupported layout"
+        return None
+    out = OutSpec(path, handles.spec_of(item, request.device), same_as=arguments.get(id(item)))
+    if out.same_as is None:
+        if request.view:
+            out.view_of = 0  # every view operator views its first argument
+        else:
+            assert out.spec is not None
+            rule.nbytes += out.spec.nbytes
+    rule.outs.append(out)
+    return out

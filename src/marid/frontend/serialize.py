@@ -29,12 +29,13 @@ def reduce(tensor: Any) -> Any:
     hooks: OrderedDict[int, Any] = OrderedDict()
     arguments = (typed, buffer.storage_offset(), tuple(buffer.shape), buffer.stride(), tensor.requires_grad, hooks)
     if not isinstance(tensor, torch.nn.Parameter):
-        if tensor.__dict__:
-            rebuild = (torch._utils._rebuild_tensor_v2, torch.Tensor, arguments, dict(tensor.__dict__))
+        attributes = handles.user_attributes(tensor)
+        if attributes:
+            rebuild = (torch._utils._rebuild_tensor_v2, torch.Tensor, arguments, attributes)
             return torch._tensor._rebuild_from_type_v2, rebuild
         return torch._utils._rebuild_tensor_v2, arguments
     data = _Reduced(torch._utils._rebuild_tensor_v2, (*arguments[:4], False, hooks))
-    state = {name: value for name, value in tensor.__dict__.items() if name != "_is_param"}
+    state = {name: value for name, value in handles.user_attributes(tensor).items() if name != "_is_param"}
     if state:
         return torch._utils._rebuild_parameter_with_state, (data, tensor.requires_grad, hooks, state)
     return torch._utils._rebuild_parameter, (data, tensor.requires_grad, hooks)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch._C import _disabled_torch_function_impl
 
+from marid.errors import UnsupportedOperationError
 from marid.frontend import capture, handles, memory, record, serialize
+from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import concrete, engine, materialize, pending_nodes
 from marid.graph.node import Node, Output, Storage, Value, last_write
 from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.settings import settings
-
-if TYPE_CHECKING:
-    from types import TracebackType  # noqa: F401
 
 __all__ = ["LazyTensor"]
 
@@ -31,8 +30,7 @@ class LazyTensor(torch.Tensor):
     (``item``, ``bool``, ``tolist``, ``numpy``, ``cpu``, control flow) runs what it depends on.
     """
 
-    __slots__ = ("_storage", "_value")
-
+    # No __slots__: Module.to() swaps a parameter for its lazy counterpart in place, which needs equal object layouts.
     _value: Value
     _storage: Storage | None
 
@@ -44,6 +42,16 @@ class LazyTensor(torch.Tensor):
             "LazyTensor is not constructed directly; make a tensor on the device "
             f"(torch.zeros(2, device='{handles.DEVICE_TYPE}')) or use LazyTensor.lift(cpu_tensor)"
         )
+
+    def __tensor_flatten__(self) -> Any:
+        """Marks the class as one whose parameters ``Module.to`` replaces in place, so that tied weights stay tied and
+        optimizers keep their parameters. A lazy tensor has no inner tensors: ``torch.compile`` cannot take it apart."""
+        raise UnsupportedOperationError(
+            f"torch.compile cannot trace tensors on {handles.DEVICE_TYPE}: they are recorded and compiled by marid itself; "
+            "call the function undecorated"
+        )
+
+    __tensor_unflatten__ = __tensor_flatten__
 
     # --- what it stands for ---
 
@@ -223,7 +231,7 @@ class LazyTensor(torch.Tensor):
         memo[id(self)] = made
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made.__dict__.update(copy.deepcopy(user_attributes(self), memo))
         return made
 
     def __copy__(self) -> LazyTensor:
@@ -232,7 +240,7 @@ class LazyTensor(torch.Tensor):
             made = torch.nn.Parameter(made, self.requires_grad)
         elif self.requires_grad:
             made.requires_grad_()
-        made.__dict__.update(self.__dict__)
+        made.__dict__.update(user_attributes(self))
         return made
 
     def __reduce_ex__(self, _protocol: Any) -> Any:

@@ -102,11 +102,12 @@ class Task:
     value of the cut to its slot; ``outputs`` are the values that outlive the run, in the program's output order.
     """
 
-    __slots__ = ("escaping", "input_slots", "inputs", "key", "nodes", "outputs", "params", "results", "slots")
+    __slots__ = ("escaping", "input_slots", "inputs", "key", "key_parts", "nodes", "outputs", "params", "results", "slots")
 
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes
         self.key: tuple[Any, ...] = ()
+        self.key_parts: list[Any] = []
         self.inputs: list[torch.Tensor] = []
         self.input_slots: list[int] = []
         self.params: list[Any] = []
@@ -169,56 +170,26 @@ def bind(nodes: list[Node]) -> Task:
     the cut itself holds; an unknown extra reference only keeps a result that could have been dropped.
     """
     task = Task(nodes)
-    slots, params, inputs, input_slots = task.slots, task.params, task.inputs, task.input_slots
-    key: list[Any] = []
-    put = key.append
+    slots, key = task.slots, task.key_parts
     inner: dict[int, int] = {}  # references held by the cut, by id; the nodes are alive, so ids are unique
     count = inner.get
-
-    def visit(arg: Any) -> None:
-        kind = type(arg)
-        if kind is Node or kind is Output:
-            slot = slots.get(arg)
-            if slot is None:
-                slots[arg] = slot = len(slots)
-                inputs.append(arg.concrete)
-                input_slots.append(slot)
-                put(_INPUT)
-            else:
-                inner[id(arg)] = count(id(arg), 0) + 1
-            put(slot)
-        elif kind is float or kind is int or kind is complex or kind is Draw:
-            params.append(arg)
-            put(_PARAM)
-        elif kind is tuple:
-            if _is_numbers(arg):
-                params.append(arg)
-                put(_PARAM)
-            else:
-                put(_LIST)
-                put(len(arg))
-                for item in arg:
-                    visit(item)
-        else:
-            put(kind)
-            put(arg)
-
     for node in nodes:
-        put(node.op)
-        for arg in node.args:  # type: ignore[union-attr]
-            visit(arg)
+        key.append(node.op)
+        assert node.args is not None
+        _bind_arguments(task, node.args, inner)
         if node.kwargs is not None:
-            put(_KEYWORDS)
+            key.append(_KEYWORDS)
             for name, arg in node.kwargs:
-                put(name)
-                visit(arg)
+                key.append(name)
+                _bind_arguments(task, (arg,), inner)
         if node.after is not None:
             for write in node.after:
                 inner[id(write)] = count(id(write), 0) + 1
         if node.root is not None:
             inner[id(node.root)] = count(id(node.root), 0) + 1
-        for root in node.overwrites or ():
-            inner[id(root)] = count(id(root), 0) + 1
+        if node.overwrites is not None:
+            for root in node.overwrites:
+                inner[id(root)] = count(id(root), 0) + 1
         if node.outs is None:
             slots[node] = len(slots)
             task.results.append(None)
@@ -232,6 +203,36 @@ def bind(nodes: list[Node]) -> Task:
     _find_escaping(task, inner, key)
     task.key = tuple(key)
     return task
+
+
+def _bind_arguments(task: Task, args: tuple[Any, ...], inner: dict[int, int]) -> None:
+    slots, key = task.slots, task.key_parts
+    for arg in args:
+        kind = type(arg)
+        if kind is Node or kind is Output:
+            slot = slots.get(arg)
+            if slot is None:
+                slots[arg] = slot = len(slots)
+                task.inputs.append(arg.concrete)
+                task.input_slots.append(slot)
+                key.append(_INPUT)
+            else:
+                inner[id(arg)] = inner.get(id(arg), 0) + 1
+            key.append(slot)
+        elif kind is float or kind is int or kind is complex or kind is Draw:
+            task.params.append(arg)
+            key.append(_PARAM)
+        elif kind is tuple:
+            if _is_numbers(arg):
+                task.params.append(arg)
+                key.append(_PARAM)
+            else:
+                key.append(_LIST)
+                key.append(len(arg))
+                _bind_arguments(task, arg, inner)
+        else:
+            key.append(kind)
+            key.append(arg)
 
 
 def _find_escaping(task: Task, inner: dict[int, int], key: list[Any]) -> None:
