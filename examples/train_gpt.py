@@ -140,11 +140,12 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
 def train(model: GPT, text: Text, options: argparse.Namespace) -> list[float]:
     """Optimise the model; the loss of every step. It is read every ``options.every`` steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.1)
-    progress = Progress(options.steps)
+    last = min(options.steps, options.stop or options.steps)
+    progress = Progress(last)
     losses: list[float] = []
     unread: list[Tensor] = []
     model.train()
-    for step in range(options.steps):
+    for step in range(last):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, options)
         inputs, targets = text.batch(options.batch, options.context)
@@ -155,7 +156,7 @@ def train(model: GPT, text: Text, options: argparse.Namespace) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         unread.append(loss.detach())
-        if len(unread) == options.every or step + 1 == options.steps:
+        if len(unread) == options.every or step + 1 == last:
             losses += torch.stack(unread).tolist()
             unread.clear()
             progress.show(step + 1, losses[-1])
@@ -199,9 +200,7 @@ def main() -> None:
     options = parse()
     torch.manual_seed(options.seed)
     text = Text(standard_library(options.text))
-    model = GPT(
-        len(text.characters), options.context, options.width, options.layers, options.heads, options.dropout
-    )
+    model = GPT(len(text.characters), options.context, options.width, options.layers, options.heads, options.dropout)
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {len(text.data):,} characters of Python, device {torch.get_default_device()}")
     losses = train(model, text, options)

@@ -368,9 +368,9 @@ def test_functional_transforms() -> None:
     """``grad``, ``vmap``, ``jacrev``, ``hessian``, ``functional_call``."""
 
     def run(device: str) -> list[Any]:
+        layer = seeded(nn.Linear(3, 2), device)
         x = torch.randn(3, device=device)
         square = lambda t: (t * t * t).sum()  # noqa: E731
-        layer = seeded(nn.Linear(3, 2), device)
         state = {name: p.detach() for name, p in layer.named_parameters()}
 
         def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,9 @@ def test_ctrl_c_ends_the_process_as_under_python(tmp_path: Path) -> None:
 def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
     got = run(MARID, "nowhere.py", cwd=tmp_path)
     assert got.returncode == 2
-    assert got.stderr == f"marid: can't open file {str(tmp_path / 'nowhere.py')!r}: [Errno 2] No such file or directory\n"
+    assert (
+        got.stderr == f"marid: can't open file {str(tmp_path / 'nowhere.py')!r}: [Errno 2] No such file or directory\n"
+    )
     got = run(MARID, tmp_path)
     assert got.returncode == 2
     assert "Is a directory" in got.stderr

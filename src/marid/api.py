@@ -49,6 +49,7 @@ def epoch() -> int:
 def stats() -> Stats:
     """A snapshot of what was recorded, built, run and waited for; see ``Stats``."""
     tapes = [handles.tape(index) for index in range(handles.device_count)]
+    measured = [tape.measure() for tape in tapes]
     return Stats(
         ops_captured=sum(tape.recorded for tape in tapes) - counters.ops_captured_before,
         ops_executed=counters.ops_executed,
@@ -59,8 +60,8 @@ def stats() -> Stats:
         fallbacks=dict(counters.fallbacks),
         dynamic=dict(counters.dynamic),
         syncs=counters.syncs(),
-        pending_nodes=sum(len(tape.pending()) for tape in tapes),
-        pending_bytes=sum(tape.measure() for tape in tapes),
+        pending_nodes=sum(nodes for nodes, _ in measured),
+        pending_bytes=sum(nbytes for _, nbytes in measured),
         memory_allocated=sum(memory_allocated(index) for index in range(handles.device_count)),
         peak_memory=peak_memory(),
         epoch=counters.epoch,

@@ -78,7 +78,9 @@ def _is_cuda(_func: Any, tensor: torch.Tensor, *_: Any) -> bool:
     return handles.is_lazy(tensor)
 
 
-def _tensor_cuda(_func: Any, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+def _tensor_cuda(
+    _func: Any, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> Any:
     target = torch.device(_OURS, handles.current_device()) if device is None else _from_cuda(device)
     if isinstance(target, int):
         target = torch.device(_OURS, target)
@@ -103,18 +105,17 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
 # --- torch.cuda ----------------------------------------------------------------------------------------------------
 
 
-class _Stream:
+class _Stream(torch.Stream):
     """A stream of the device, which runs everything in program order."""
 
     cuda_stream = 0
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device = torch.device(_CUDA, _index(device))
-        self.priority = priority
+    def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Any:
+        return super().__new__(cls, torch.device(_OURS, _index(device)), priority=priority)
 
     def synchronize(self) -> None:
         """Run what is recorded on the device."""
-        _ours().synchronize(self.device.index)
+        _ours().synchronize(self.device_index)
 
     def query(self) -> bool:
         return True
@@ -146,7 +147,7 @@ class _Event:
         self._seconds = 0.0
 
     def record(self, stream: Any = None) -> None:
-        self._device = handles.current_device() if stream is None else stream.device.index
+        self._device = handles.current_device() if stream is None else stream.device_index
         if self._timed:
             _ours().synchronize(self._device)
             self._seconds = time.perf_counter()

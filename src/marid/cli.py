@@ -19,7 +19,9 @@ def commands() -> None:
 
 
 @commands.command(context_settings={"allow_interspersed_args": False})
-@click.option("--as-cuda", is_flag=True, help='Map every use of "cuda" to the device; the default device stays the CPU.')
+@click.option(
+    "--as-cuda", is_flag=True, help='Map every use of "cuda" to the device; the default device stays the CPU.'
+)
 @click.option("--no-summary", is_flag=True, help="Print no summary at the end.")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import types
+import warnings
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from typing import Any
@@ -58,6 +59,7 @@ class Job:
     def _prepare_device(self) -> None:
         # Marid compiles what it records; a second compiler in front of it would only see opaque tensors.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         if self.as_cuda:
             from marid import as_cuda  # changes PyTorch's modules: only on request
 

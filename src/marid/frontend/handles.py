@@ -32,6 +32,7 @@ __all__ = [
     "device_count",
     "is_lazy",
     "library",
+    "make_subclass",
     "new_handle",
     "source",
     "spec",
@@ -50,7 +51,7 @@ _tapes = [Tape(index) for index in range(device_count)]
 _handle_class: Any = None
 _specs: weakref.WeakValueDictionary[tuple[Any, ...], Spec] = weakref.WeakValueDictionary()
 _specs_lock = threading.Lock()
-_make_subclass = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
+make_subclass = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -149,7 +150,7 @@ def below_autograd() -> Any:
 def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
     """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``."""
     if of.pattern is not None:
-        handle = _make_subclass(_handle_class, of.pattern)
+        handle = make_subclass(_handle_class, of.pattern)
     else:
         handle = _make_wrapper(
             _handle_class,

@@ -21,7 +21,7 @@ from marid.report.stats import counters
 from marid.semantics.scopes import capture_site
 from marid.settings import settings
 
-__all__ = ["concrete", "engine", "materialize", "no_sync", "overflow", "pending_nodes", "run_pending"]
+__all__ = ["concrete", "cost_of", "engine", "materialize", "no_sync", "overflow", "pending_nodes", "run_pending"]
 
 engine: Engine = InProcessEngine()
 
@@ -96,20 +96,23 @@ def run_pending(tape: Tape, nodes: list[Node]) -> None:
             out = ref()
             if out is not None and out.concrete is not None:
                 tape.note_resident([out])
-    tape.nbytes = 0 if not tape.entries else tape.nbytes
+
+
+def cost_of(nbytes: int) -> int:
+    """What one node that allocates ``nbytes`` is charged: its bytes, and its share of the limit on nodes."""
+    return nbytes + settings.max_pending_bytes // settings.max_pending_nodes
 
 
 def overflow(tape: Tape) -> None:
-    """The tape looks too long or too large: count exactly, and run all of it when it is."""
-    nbytes = tape.measure()
-    alive = len(tape.entries)
-    tape.check_at = max(1024, 2 * alive)
-    if alive >= settings.max_pending_nodes or nbytes > settings.max_pending_bytes:
+    """The tape may have grown too long or too large: count exactly, and run all of it when it has."""
+    nodes, nbytes = tape.measure()
+    used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
+    if used >= 0.5:
         counters.automatic_cuts += 1
         run_pending(tape, tape.pending())
-        tape.measure()
-        tape.check_at = 1024
-    tape.check_at = min(tape.check_at, settings.max_pending_nodes + 1)
+        used = 0.0
+    # Charges add up bytes and nodes, so half of what is left is safe for both.
+    tape.room = int((1 - used) / 2 * settings.max_pending_bytes)
 
 
 _HOST_NODES = 16

@@ -8,20 +8,20 @@ once on their real inputs (``eager.py``); operators that need special care have 
 from __future__ import annotations
 
 import logging
-import sys
-import weakref
 from collections.abc import Callable
+from sys import _getframe as getframe
 from typing import Any
+from weakref import ref
 
 import torch
 from torch._C import _current_graph_task_id as current_graph_task
 
 from marid.frontend import handles, infer, random
-from marid.frontend.handles import new_handle, storage_of
-from marid.frontend.materialize import overflow
+from marid.frontend.handles import make_subclass, new_handle, storage_of
+from marid.frontend.materialize import cost_of, overflow
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
 from marid.graph.tape import Tape
-from marid.semantics.scopes import capture_site, state
+from marid.semantics.scopes import INTERNAL, capture_site, sites, state
 from marid.settings import settings
 
 __all__ = ["Call", "Recorder", "dispatch", "recorder_of", "special"]
@@ -96,6 +96,7 @@ class Recorder:
         # Operators on lists leave it to their kernels to note that tensors changed.
         self.bumps = mutates and name.startswith("aten::_foreach_")
         self.rules: dict[tuple[Any, ...], infer.Rule] = {}
+        self.known: dict[Any, tuple[Spec, torch.Tensor, Tape, int]] = {}
         self.handler = _handlers.get(func)
         if self.handler is None and _is_composite(func):
             self.handler = _decompose
@@ -201,7 +202,7 @@ class Recorder:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{handles.DEVICE_TYPE}:{call.device} and {tensor.device}!"
-            f" (in {self.op.name} at {capture_site(sys._getframe())}; move it with .to('{handles.DEVICE_TYPE}') or "
+            f" (in {self.op.name} at {capture_site(getframe())}; move it with .to('{handles.DEVICE_TYPE}') or "
             "marid.LazyTensor.lift)"
         )
 
@@ -267,11 +268,11 @@ class Recorder:
             tuple(call.kwargs.items()) if call.kwargs else None,
             None,
             None,
-            capture_site(sys._getframe()) if settings.source_lines else None,
+            capture_site(getframe()) if settings.source_lines else None,
             state.scope if current_graph_task() < 0 else state.scope.backward,
         )
         _order(node, tensors, call.writes)
-        outs: list[weakref.ref[Output]] = []
+        outs: list[ref[Output]] = []
         returned = _results(node, rule.returns, tensors, outs)
         if not (len(rule.outs) == 1 and rule.outs[0].path == () and rule.outs[0].same_as is None):
             node.outs = outs
@@ -279,10 +280,10 @@ class Recorder:
             _set_geometry(tensors[index], spec)
         if self.bumps:
             torch.autograd.graph.increment_version([tensors[index] for index in call.writes])
-        tape.append(node, rule.nbytes)
+        tape.append(node, cost_of(rule.nbytes))
         if settings.log_intercepts:
             logger.info("recorded %s at %s", self.op.name, node.site)
-        if len(tape.entries) > tape.check_at or tape.nbytes > settings.max_pending_bytes:
+        if tape.room < 0:
             overflow(tape)
         return returned
 
@@ -341,7 +342,7 @@ def _order(node: Node, tensors: list[Any], writes: list[int]) -> None:
     node.overwrites = tuple(overwrites) if overwrites else None
 
 
-def _results(node: Node, described: Any, tensors: list[Any], outs: list[weakref.ref[Output]]) -> Any:
+def _results(node: Node, described: Any, tensors: list[Any], outs: list[ref[Output]]) -> Any:
     """Handles in the shape of the return value; fills ``outs`` for nodes with several results."""
     if described is None:
         return None
@@ -359,7 +360,7 @@ def _results(node: Node, described: Any, tensors: list[Any], outs: list[weakref.
         node.spec, node.root = spec, root
         return new_handle(node, spec, storage)
     out = Output(node, described.path, spec, root)
-    outs.append(weakref.ref(out))
+    outs.append(ref(out))
     return new_handle(out, spec, storage)
 
 
@@ -399,111 +400,109 @@ def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:
 
 # --- the dispatch entry --------------------------------------------------------------------------------------------
 
-_recorders: dict[Any, Recorder] = {}
+# By identity, because hashing an OpOverload runs Python; a recorder keeps its operator alive.
+_recorders: dict[int, Recorder] = {}
 
 
 def recorder_of(func: Any) -> Recorder:
     """The recorder of an operator overload."""
-    found = _recorders.get(func)
+    found = _recorders.get(id(func))
     if found is None:
-        found = _recorders[func] = Recorder(func)
+        found = _recorders[id(func)] = Recorder(func)
     return found
 
 
 def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """``__torch_dispatch__``: record one operation.
 
-    The first half is the common case written out: an operator without writes that returns one tensor, called with
-    tensors and numbers by position, whose rule is known. Everything else goes through ``Recorder.record``.
+    The common case is written out, because it is most of what recording costs: an operator that returns one tensor and
+    writes none, on one tensor, two tensors, or a tensor and a number, seen before with these specs. Everything else
+    goes through ``Recorder.record``, which does the same in general.
     """
-    recorder = _recorders.get(func)
+    recorder = _recorders.get(id(func))
     if recorder is None:
         recorder = recorder_of(func)
-    if not kwargs and recorder.simple:
-        key: list[Any] = []
-        put = key.append
-        values: list[Any] = []
-        storages: list[Storage] | None = None
-        first = None
-        for arg in args:
-            kind = type(arg)
+    if recorder.simple and not kwargs and type(first := args[0]) is cls:
+        value = first._value
+        storage = first._storage
+        other = None
+        key: Any = None
+        values: tuple[Any, ...] = ()
+        if len(args) == 1:
+            key = value.spec
+            values = (value,)
+        elif len(args) == 2:
+            second = args[1]
+            kind = type(second)
             if kind is cls:
-                value = arg._value
-                values.append(value)
-                put(value.spec)
-                if first is None:
-                    first = arg
-                storage = arg._storage
-                if storage is not None:
-                    if storages is None:
-                        storages = [storage]
-                    else:
-                        storages.append(storage)
-            elif kind is int or kind is bool:
-                values.append(arg)
-                put(arg)
-                put(kind)
+                operand = second._value
+                other = second._storage
+                key = (value.spec, operand.spec)
+                values = (value, operand)
             elif kind is float:
-                values.append(arg)
-                put(("unit" if 0.0 <= arg <= 1.0 else _bucket(arg)) if not recorder.exact_floats else arg)
-                put(kind)
-            elif kind is list:
-                put(len(arg))
-                put(tuple)
-                for item in arg:
-                    if type(item) is not int:
-                        break
-                    put(item)
-                    put(int)
-                else:
-                    values.append(tuple(arg))
-                    continue
-                break
-            elif arg is None:
-                values.append(None)
-                put(None)
+                key = (value.spec, "unit" if 0.0 <= second <= 1.0 else _bucket(second))
+                values = (value, second)
+            elif kind is int:
+                key = (value.spec, second)
+                values = (value, second)
+        known = recorder.known.get(key)
+        if known is not None:
+            spec, pattern, tape, cost = known
+            frame = getframe().f_back
+            # capture_site, with its first step written out: most often the caller is the user.
+            site = sites.get(id(frame.f_code)) if frame is not None else None
+            if site is None or site is INTERNAL or (site := site.get(frame.f_lasti)) is None:
+                site = capture_site(frame)
+            node = Node(
+                next(tape.sequence),
+                recorder.op,
+                values,
+                None,
+                spec,
+                None,
+                site,
+                state.scope if current_graph_task() < 0 else state.scope.backward,
+            )
+            if storage is not None:
+                storage.last_read = node.seq
+                if storage.last_write is not None and (write := last_write(storage)) is not None:
+                    node.after = (write,)
+            if other is not None:
+                other.last_read = node.seq
+                if other.last_write is not None and (write := last_write(other)) is not None:
+                    node.after = (write,) if node.after is None else (*node.after, write)
+            tape.entries.append(ref(node))
+            handle = make_subclass(cls, pattern)
+            handle._value = node
+            if recorder.op.view:
+                node.root = value.root or value
+                handle._storage = storage if storage is not None else storage_of(first)
             else:
-                break
-        else:
-            rule = recorder.rules.get(tuple(key))
-            if rule is not None and rule.eager is None and first is not None:
-                out = rule.outs[0]
-                spec: Any = out.spec
-                tape: Tape = handles._tapes[spec.device]
-                node = Node(
-                    next(tape.sequence),
-                    recorder.op,
-                    tuple(values),
-                    None,
-                    spec,
-                    None,
-                    capture_site(sys._getframe()) if settings.source_lines else None,
-                    state.scope if current_graph_task() < 0 else state.scope.backward,
-                )
-                if storages is not None:
-                    seq = node.seq
-                    for storage in storages:
-                        storage.last_read = seq
-                        if storage.last_write is not None:
-                            write = last_write(storage)
-                            if write is not None:
-                                node.after = (write,) if node.after is None else (*node.after, write)
-                shared = None
-                if out.view_of is not None:
-                    node.root = root_of(first._value)
-                    shared = storage_of(first)
-                tape.entries.append(weakref.ref(node))
-                tape.recorded += 1
-                tape.nbytes += rule.nbytes
-                handle = new_handle(node, spec, shared)
-                if settings.log_intercepts:
-                    logger.info("recorded %s at %s", recorder.op.name, node.site)
-                if len(tape.entries) > tape.check_at or tape.nbytes > settings.max_pending_bytes:
-                    overflow(tape)
-                return handle
+                handle._storage = None
+            tape.room -= cost
+            if tape.room < 0:
+                overflow(tape)
+            return handle
+        if key is not None:
+            result = recorder.record(args, {})
+            _remember(recorder, key, args, result)
+            return result
     if recorder.handler is not None:
         return recorder.handler(recorder, args, kwargs or {})
     return recorder.record(args, kwargs or {})
+
+
+def _remember(recorder: Recorder, key: Any, args: tuple[Any, ...], result: Any) -> None:
+    """Let ``dispatch`` record the next call with these specs by itself."""
+    rule = recorder.rule_of(recorder.flatten(args, {}))
+    if rule.eager is not None or settings.log_intercepts or not settings.source_lines:
+        return
+    spec = rule.outs[0].spec
+    assert spec is not None
+    if spec.pattern is not None:
+        if len(recorder.known) >= _RULES_PER_OPERATOR:
+            recorder.known.clear()
+        recorder.known[key] = (spec, spec.pattern, handles.tape(spec.device), cost_of(rule.nbytes))
 
 
 def _eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> Any:

@@ -22,7 +22,8 @@ __all__ = ["Tape"]
 class Tape:
     """Pending nodes of one device.
 
-    ``nbytes`` is an upper bound of the bytes that pending nodes will allocate; ``measure`` makes it exact.
+    ``room`` is what the recorder may still add before it has to ``measure``: cheap to keep, and never too large,
+    because nodes that die give nothing back.
     """
 
     def __init__(self, device: int) -> None:
@@ -30,28 +31,34 @@ class Tape:
         self.sequence = itertools.count(1)
         self.entries: list[weakref.ref[Node]] = []
         self.resident: list[weakref.ref[Value]] = []
-        self.nbytes = 0
-        self.recorded = 0
-        self.check_at = 1024
+        self.room = 0
         self._resident_limit = 4096
+        self._recorded = 0
+        self._kept = 0
 
-    def append(self, node: Node, nbytes: int) -> None:
-        """Add a node that allocates ``nbytes`` when it runs."""
+    def append(self, node: Node, cost: int) -> None:
+        """Add a node; ``cost`` is what the recorder charges for it against ``room``."""
         self.entries.append(weakref.ref(node))
-        self.nbytes += nbytes
-        self.recorded += 1
+        self.room -= cost
+
+    @property
+    def recorded(self) -> int:
+        """How many nodes were ever added."""
+        return self._recorded + len(self.entries) - self._kept
 
     def pending(self) -> list[Node]:
         """Live nodes that have not run, in program order. Compacts the tape."""
+        self._recorded += len(self.entries) - self._kept
         alive = [node for entry in self.entries if (node := entry()) is not None and node.args is not None]
         alive.sort(key=_sequence_of)
         self.entries = [weakref.ref(node) for node in alive]
+        self._kept = len(self.entries)
         return alive
 
-    def measure(self) -> int:
-        """Recompute and return ``nbytes`` over live pending nodes only."""
-        self.nbytes = sum(_allocates(node) for node in self.pending())
-        return self.nbytes
+    def measure(self) -> tuple[int, int]:
+        """How many live nodes are pending, and how many bytes their results will take when they run."""
+        pending = self.pending()
+        return len(pending), sum(_allocates(node) for node in pending)
 
     def cut(self, asked: list[Node]) -> list[Node]:
         """The nodes that must run so that every node of ``asked`` has run, in program order; O(nodes)."""

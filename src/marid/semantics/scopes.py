@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["BACKWARD", "FORWARD", "OPTIMIZER", "Scope", "Site", "capture_site", "install_hooks", "state"]
+__all__ = ["BACKWARD", "FORWARD", "INTERNAL", "OPTIMIZER", "Scope", "Site", "capture_site", "install_hooks", "sites", "state"]
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
@@ -101,11 +101,12 @@ state = _State()
 
 # --- source lines ------------------------------------------------------------------------------------------------
 
-_INTERNAL = object()
-# Keyed by identity because hashing a code object hashes its contents; the entry keeps the code object alive, so an
+INTERNAL = object()
+# Keyed by identity because hashing a code object hashes its contents; the code objects are kept alive, so an
 # identity is never reused.
-_codes: dict[int, tuple[CodeType, Any]] = {}
-_site_tables: dict[int, Any] = {}
+_codes: list[CodeType] = []
+sites: dict[int, Any] = {}
+"""By identity of a code object: INTERNAL, or the interned sites by instruction."""
 _INTERNAL_FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
     for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -115,13 +116,13 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 def capture_site(frame: FrameType | None) -> Site | None:
     """The innermost frame of user code at or outside ``frame``; None when there is none (interpreter exit)."""
-    tables = _site_tables
+    tables = sites
     while frame is not None:
         code = frame.f_code
         table = tables.get(id(code))
         if table is None:
             table = _classify(code)
-        if table is _INTERNAL:
+        if table is INTERNAL:
             frame = frame.f_back
             continue
         instruction = frame.f_lasti
@@ -141,9 +142,9 @@ def _classify(code: CodeType) -> Any:
     name = code.co_filename
     internal = name.startswith(_INTERNAL_FOLDERS) or name.startswith("<frozen ")
     internal = internal or (name.startswith(_STDLIB) and "site-packages" not in name)
-    table: Any = _INTERNAL if internal else {}
-    _codes[id(code)] = (code, table)
-    _site_tables[id(code)] = table
+    table: Any = INTERNAL if internal else {}
+    _codes.append(code)
+    sites[id(code)] = table
     return table
 
 

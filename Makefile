@@ -1,0 +1,59 @@
+# `make demo` and `make test` are all that a fresh machine with Python 3.11 or newer needs.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+WORKERS ?= 2
+PROGRAMS ?= 50000
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO := build/demo
+
+.PHONY: help demo test check conformance fuzz bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo         train a small GPT on the lazy device, and compare its losses with eager PyTorch's"
+	@echo "make test         ruff, pyright and the test suite"
+	@echo "make check        ruff and pyright only"
+	@echo "make conformance  the long tests"
+	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs against eager PyTorch"
+	@echo "make bench        what recording an operation costs"
+	@echo "make clean        remove what was built, the virtual environment too"
+
+# PyTorch comes first and alone, so that exactly this build is used.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "marid needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==$(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@mkdir -p $(DEMO)
+	$(BIN)/marid run examples/train_gpt.py --losses $(DEMO)/lazy.json
+	@echo; echo "The same script without marid, on the CPU, for comparison:"
+	$(BIN)/python examples/train_gpt.py --stop 100 --characters 0 --losses $(DEMO)/eager.json
+	$(BIN)/python examples/compare_losses.py $(DEMO)/lazy.json $(DEMO)/eager.json
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+test: check
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not conformance"
+
+conformance: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m conformance
+
+fuzz: $(READY)
+	MARID_FUZZ_PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -n $(WORKERS) -m conformance tests/fuzz
+
+bench: $(READY)
+	$(BIN)/python benchmarks/capture.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,156 @@
+"""``torch.autocast`` and ``GradScaler`` on the device, against the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import marid
+from tests.helpers import DEVICE, assert_same, on_both, seeded
+
+OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "matmul": lambda x, w: x @ w,
+    "mm": torch.mm,
+    "linear": lambda x, w: F.linear(x, w),
+    "linear bias": lambda x, w: F.linear(x, w, x[0]),
+    "addmm": lambda x, w: torch.addmm(x, x, w),
+    "bmm": lambda x, w: torch.bmm(x[None], w[None]),
+    "baddbmm": lambda x, w: torch.baddbmm(x[None], x[None], w[None]),
+    "einsum": lambda x, w: torch.einsum("ij,jk->ik", x, w),
+    "conv1d": lambda x, w: F.conv1d(x[None], w[:, :, None]),
+    "conv2d": lambda x, w: F.conv2d(x[None, None], w[None, None]),
+    "conv_transpose2d": lambda x, w: F.conv_transpose2d(x[None, None], w[None, None]),
+    "attention": lambda x, w: F.scaled_dot_product_attention(x[None, None], w[None, None], x[None, None]),
+    "prelu": lambda x, w: F.prelu(x, w[0]),
+    "softmax": lambda x, w: F.softmax(x @ w, -1),
+    "log_softmax": lambda x, w: F.log_softmax(x @ w, -1),
+    "layer_norm": lambda x, w: F.layer_norm(x @ w, (4,)),
+    "gelu": lambda x, w: F.gelu(x @ w),
+    "sum": lambda x, w: (x @ w).sum(),
+    "prod": lambda x, w: (x @ w).prod(),
+    "cumsum": lambda x, w: (x @ w).cumsum(0),
+    "mse_loss": lambda x, w: F.mse_loss(x @ w, x),
+    "l1_loss": lambda x, w: F.l1_loss(x @ w, x),
+    "cross_entropy": lambda x, w: F.cross_entropy(x @ w, x.softmax(-1)),
+    "bce_with_logits": lambda x, w: F.binary_cross_entropy_with_logits(x @ w, x.sigmoid()),
+    "norm": lambda x, w: (x @ w).norm(),
+    "cat": lambda x, w: torch.cat([x @ w, x]),
+    "stack": lambda x, w: torch.stack([x @ w, x]),
+    "add": lambda x, w: (x @ w) + x,
+    "pow": lambda x, w: (x @ w) ** 2,
+    "exp": lambda x, w: (x @ w).exp(),
+    "inverse": lambda x, w: torch.linalg.inv((x @ w).float() + 5 * torch.eye(4, device=x.device)),
+    "cdist": lambda x, w: torch.cdist(x @ w, x @ w),
+    "trace": lambda x, w: (x @ w).trace(),
+    "quantile": lambda x, w: (x @ w).quantile(0.5),
+    "avg_pool3d": lambda x, w: F.avg_pool3d((x @ w)[None, None, None], (1, 2, 2)),
+    "rms_norm": lambda x, w: F.rms_norm(x @ w, (4,)),
+    "float64": lambda x, w: x.double() @ w.double(),
+    "integers": lambda x, w: x.long() * w.long(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_have_the_dtypes_of_cpu_autocast(name: str, dtype: torch.dtype) -> None:
+    """Value and dtype of each operation, or its error."""
+
+    def run(device: str) -> Any:
+        x, w = torch.randn(4, 4, device=device), torch.randn(4, 4, device=device)
+        with torch.autocast(torch.device(device).type, dtype=dtype):
+            try:
+                return OPERATIONS[name](x, w)
+            except RuntimeError as error:
+                return type(error).__name__
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_training_under_autocast(dtype: torch.dtype) -> None:
+    """Gradients arrive in the parameters' own dtype, equal to the CPU's."""
+
+    def run(device: str) -> list[Any]:
+        model = seeded(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 2)), device)
+        with torch.autocast(torch.device(device).type, dtype=dtype):
+            out = model(torch.randn(6, 4, device=device))
+            loss = F.cross_entropy(out, torch.tensor([0, 1, 0, 1, 0, 1], device=device))
+        loss.backward()
+        return [out, loss, *(p.grad for p in model.parameters())]
+
+    on_both(run)
+    assert marid.stats().fallbacks == {}
+
+
+def test_autocast_state() -> None:
+    """Off outside, off when disabled, nestable, and back after an exception."""
+    x = torch.ones(2, 2, device=DEVICE)
+    assert (x @ x).dtype is torch.float32
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert torch.is_autocast_enabled(DEVICE)
+        assert (x @ x).dtype is torch.bfloat16
+        with torch.autocast(DEVICE, enabled=False):
+            assert (x @ x).dtype is torch.float32
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            assert (x @ x).dtype is torch.float16
+        assert (x @ x).dtype is torch.bfloat16
+    with pytest.raises(ZeroDivisionError), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        1 / 0  # noqa: B018
+    assert (x @ x).dtype is torch.float32
+    assert not torch.is_autocast_enabled(DEVICE)
+
+
+def test_an_unsupported_dtype_warns_and_disables() -> None:
+    """As on other devices."""
+    with pytest.warns(UserWarning, match=r"(?i)autocast"), torch.autocast(DEVICE, dtype=torch.float64):
+        assert (torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2, device=DEVICE)).dtype is torch.float32
+
+
+def test_autocast_of_the_cpu_leaves_the_device_alone() -> None:
+    """And the other way round."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2, device=DEVICE)).dtype is torch.float32
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_programs_recorded_under_autocast_run_outside_of_it() -> None:
+    """When a value is read decides nothing."""
+    x = torch.randn(3, 3, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        low = x @ x
+    high = x @ x
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert_same(high, x.cpu() @ x.cpu())
+    assert_same(low, x.cpu().bfloat16() @ x.cpu().bfloat16())
+
+
+def _scaled_training(device: str, poison: int | None) -> list[Any]:
+    model = seeded(nn.Linear(4, 2), device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=1024.0, growth_interval=2)
+    seen: list[Any] = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4, device=device)).square().mean()
+        if step == poison:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    state = {k: v for k, v in scaler.state_dict().items() if k != "_growth_tracker"}
+    return [seen, state, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("poison", [None, 0, 2])
+def test_grad_scaler(poison: int | None) -> None:
+    """Scaling, unscaling, skipping a step with infinities, and growing again: as on the CPU."""
+    on_both(lambda device: _scaled_training(device, poison))

@@ -1,0 +1,258 @@
+"""Random numbers: the same stream as the CPU generator, whatever runs when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import marid
+from tests.helpers import DEVICE, assert_same, on_both
+
+device_module: Any = torch.remote_accelerator  # type: ignore[attr-defined]
+
+DRAWS: dict[str, Callable[[str], torch.Tensor]] = {
+    "rand": lambda d: torch.rand(7, device=d),
+    "rand float64": lambda d: torch.rand(7, dtype=torch.float64, device=d),
+    "rand bfloat16": lambda d: torch.rand(7, dtype=torch.bfloat16, device=d),
+    "rand complex": lambda d: torch.rand(7, dtype=torch.complex64, device=d),
+    "rand_like": lambda d: torch.rand_like(torch.zeros(2, 3, device=d)),
+    "uniform_": lambda d: torch.empty(5, device=d).uniform_(-1, 2),
+    "uniform_ default": lambda d: torch.empty(5, device=d).uniform_(),
+    "uniform_ strided": lambda d: torch.zeros(4, 4, device=d).t()[::2].uniform_(),
+    "randn": lambda d: torch.randn(5, device=d),
+    "randn 15": lambda d: torch.randn(15, device=d),
+    "randn 16": lambda d: torch.randn(16, device=d),
+    "randn 17": lambda d: torch.randn(17, device=d),
+    "randn 33 float64": lambda d: torch.randn(33, dtype=torch.float64, device=d),
+    "randn 3 bfloat16": lambda d: torch.randn(3, dtype=torch.bfloat16, device=d),
+    "randn 17 bfloat16": lambda d: torch.randn(17, dtype=torch.bfloat16, device=d),
+    "randn complex": lambda d: torch.randn(9, dtype=torch.complex64, device=d),
+    "randn_like strided": lambda d: torch.randn_like(torch.zeros(5, 4, device=d).t()),
+    "normal_": lambda d: torch.empty(5, device=d).normal_(2, 3),
+    "normal_ default": lambda d: torch.empty(20, device=d).normal_(),
+    "normal_ strided": lambda d: torch.zeros(6, 6, device=d).t()[1:].normal_(),
+    "normal floats": lambda d: torch.normal(1.0, 2.0, (3,), device=d),
+    "normal tensors": lambda d: torch.normal(torch.ones(3, device=d), torch.full((3,), 0.5, device=d)),
+    "randint": lambda d: torch.randint(0, 10, (5,), device=d),
+    "randint one bound": lambda d: torch.randint(10, (5,), device=d),
+    "randint wide": lambda d: torch.randint(-(1 << 40), 1 << 40, (5,), device=d),
+    "randint_like": lambda d: torch.randint_like(torch.zeros(4, device=d), 3, 9),
+    "random_": lambda d: torch.empty(5, device=d).random_(),
+    "random_ int64": lambda d: torch.zeros(5, dtype=torch.int64, device=d).random_(),
+    "random_ bounds": lambda d: torch.empty(5, device=d).random_(3, 20),
+    "randperm": lambda d: torch.randperm(9, device=d),
+    "randperm 1": lambda d: torch.randperm(1, device=d),
+    "bernoulli_ half": lambda d: torch.empty(9, device=d).bernoulli_(0.5),
+    "bernoulli_ other": lambda d: torch.empty(9, device=d).bernoulli_(0.3),
+    "bernoulli_ tensor": lambda d: torch.empty(9, device=d).bernoulli_(torch.full((9,), 0.3, device=d)),
+    "bernoulli": lambda d: torch.bernoulli(torch.full((9,), 0.3, device=d)),
+    "bernoulli p": lambda d: torch.bernoulli(torch.zeros(9, device=d), 0.7),
+    "exponential_": lambda d: torch.empty(9, device=d).exponential_(),
+    "exponential_ rate": lambda d: torch.empty(9, device=d).exponential_(2.0),
+    "geometric_": lambda d: torch.empty(9, device=d).geometric_(0.4),
+    "cauchy_": lambda d: torch.empty(9, device=d).cauchy_(),
+    "log_normal_": lambda d: torch.empty(9, device=d).log_normal_(),
+    "multinomial": lambda d: torch.multinomial(torch.tensor([0.1, 0.6, 0.3], device=d), 2),
+    "multinomial one": lambda d: torch.multinomial(torch.tensor([[0.1, 0.9], [0.5, 0.5]], device=d), 1),
+    "multinomial again": lambda d: torch.multinomial(torch.tensor([0.1, 0.6, 0.3], device=d), 8, replacement=True),
+    "dropout": lambda d: nn.functional.dropout(torch.ones(9, device=d)),
+    "dropout 0.1": lambda d: nn.functional.dropout(torch.ones(9, device=d), 0.1),
+    "dropout all": lambda d: nn.functional.dropout(torch.ones(9, device=d), 1.0),
+    "dropout none": lambda d: nn.functional.dropout(torch.ones(9, device=d), 0.0),
+    "alpha_dropout": lambda d: nn.functional.alpha_dropout(torch.ones(9, device=d), 0.3, training=True),
+    "dropout2d": lambda d: nn.functional.dropout2d(torch.ones(2, 3, 2, 2, device=d), 0.5),
+    "rrelu": lambda d: nn.functional.rrelu(-torch.ones(9, device=d), training=True),
+    "gumbel_softmax": lambda d: nn.functional.gumbel_softmax(torch.zeros(2, 4, device=d)),
+    "poisson": lambda d: torch.poisson(torch.full((5,), 4.0, device=d)),
+    "binomial": lambda d: torch.binomial(torch.full((5,), 10.0, device=d), torch.full((5,), 0.4, device=d)),
+    "gamma": lambda d: torch._standard_gamma(torch.full((5,), 2.0, device=d)),
+    "empty": lambda d: torch.randn(0, device=d),
+    "kaiming": lambda d: nn.init.kaiming_uniform_(torch.empty(4, 4, device=d)),
+    "trunc_normal": lambda d: nn.init.trunc_normal_(torch.empty(4, 4, device=d)),
+    "fractional_max_pool": lambda d: nn.functional.fractional_max_pool2d(torch.ones(1, 1, 6, 6, device=d), 2, (3, 3)),
+}
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["fresh", "with a spare normal"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_draw_takes_what_the_cpu_generator_gives(name: str, before: int) -> None:
+    """The numbers themselves, and what is left in the stream: a second draw of each kind is right too."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.randn(before, device=device)
+        first = DRAWS[name](device)
+        return [first, torch.rand(3, device=device), DRAWS[name](device), torch.randn(3, device=device)]
+
+    on_both(run)
+
+
+def test_numbers_do_not_depend_on_when_or_whether_others_run() -> None:
+    """Reading in any order, or not at all, changes nothing."""
+
+    def draws() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return [torch.randn(3, device=DEVICE), torch.rand(20, device=DEVICE), torch.empty(5, device=DEVICE).normal_()]
+
+    expected = [t.tolist() for t in draws()]
+    tensors = draws()
+    assert tensors[2].tolist() == expected[2]
+    assert tensors[0].tolist() == expected[0]
+    del tensors[1]
+    assert draws()[1].tolist() == expected[1]
+    torch.manual_seed(3)
+    torch.randn(3, device=DEVICE), torch.rand(20, device=DEVICE)
+    assert torch.empty(5, device=DEVICE).normal_().tolist() == expected[2]
+
+
+def test_equal_seeds_give_equal_runs() -> None:
+    """Also on every device index, each with a stream of its own."""
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        runs.append([torch.rand(4, device=f"{DEVICE}:{index}").tolist() for index in (0, 1, 0)])
+    assert runs[0] == runs[1]
+    assert runs[0][0] == runs[0][1]
+    assert runs[0][0] != runs[0][2]
+
+
+def test_different_seeds_differ_and_negative_seeds_are_allowed() -> None:
+    """As for the CPU generator."""
+    seen = set()
+    for seed in (0, 1, -1, (1 << 40) + 5):
+        torch.manual_seed(seed)
+        expected = torch.rand(3)
+        torch.manual_seed(seed)
+        x = torch.rand(3, device=DEVICE)
+        assert_same(x, expected)
+        seen.add(tuple(x.tolist()))
+    assert len(seen) == 4
+
+
+def test_get_and_set_state() -> None:
+    """A state replays what followed it, also one taken with half of a normal pair used."""
+    torch.randn(3, device=DEVICE)
+    state = device_module.get_rng_state()
+    first = [torch.randn(3, device=DEVICE).tolist(), torch.rand(2, device=DEVICE).tolist()]
+    device_module.set_rng_state(state)
+    assert [torch.randn(3, device=DEVICE).tolist(), torch.rand(2, device=DEVICE).tolist()] == first
+    assert state.dtype is torch.uint8
+    assert state.device.type == "cpu"
+    with pytest.raises(RuntimeError, match="state"):
+        device_module.set_rng_state(torch.zeros(3, dtype=torch.uint8))
+
+
+def test_state_of_all_devices() -> None:
+    """Saved and restored together."""
+    states = device_module.get_rng_state_all()
+    assert len(states) == device_module.device_count()
+    first = [torch.rand(2, device=f"{DEVICE}:{i}").tolist() for i in (0, 2)]
+    device_module.set_rng_state_all(states)
+    assert [torch.rand(2, device=f"{DEVICE}:{i}").tolist() for i in (0, 2)] == first
+
+
+def test_fork_rng() -> None:
+    """What happens inside leaves the streams as they were."""
+    expected = (torch.rand(2), torch.rand(2, device=DEVICE).tolist())
+    torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[0], device_type=DEVICE):
+        torch.manual_seed(99)
+        torch.rand(100, device=DEVICE)
+        torch.rand(100)
+    assert_same(torch.rand(2), expected[0])
+    assert torch.rand(2, device=DEVICE).tolist() == expected[1]
+
+
+def test_module_level_seeding() -> None:
+    """``torch.remote_accelerator.manual_seed`` seeds the device and leaves the CPU alone."""
+    device_module.manual_seed(5)
+    first = torch.rand(3, device=DEVICE).tolist()
+    cpu = torch.get_rng_state()
+    device_module.manual_seed_all(5)
+    assert torch.rand(3, device=DEVICE).tolist() == first
+    assert torch.equal(torch.get_rng_state(), cpu)
+    assert device_module.initial_seed() == 5
+    device_module.seed()
+    assert device_module.initial_seed() != 5
+
+
+def test_generators() -> None:
+    """A ``torch.Generator`` on the device has its own stream, equal to a CPU generator's."""
+
+    def run(device: str) -> list[Any]:
+        generator = torch.Generator(device).manual_seed(11)
+        a = torch.rand(3, generator=generator, device=device)
+        b = torch.randn(3, generator=generator, device=device)
+        c = torch.empty(4, device=device).uniform_(generator=generator)
+        d = torch.randperm(5, generator=generator, device=device)
+        e = torch.bernoulli(torch.full((4,), 0.5, device=device), generator=generator)
+        unaffected = torch.rand(2, device=device)
+        generator.manual_seed(11)
+        return [a, b, c, d, e, unaffected, torch.rand(3, generator=generator, device=device), generator.initial_seed()]
+
+    on_both(run)
+
+
+def test_generator_state() -> None:
+    """Saved, restored, cloned."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    torch.rand(3, generator=generator, device=DEVICE)
+    state = generator.get_state()
+    first = torch.rand(3, generator=generator, device=DEVICE).tolist()
+    generator.set_state(state)
+    assert torch.rand(3, generator=generator, device=DEVICE).tolist() == first
+    assert generator.device.type == DEVICE
+
+
+def test_a_generator_of_another_device_is_refused() -> None:
+    """PyTorch's error, at the line."""
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(3, generator=torch.Generator(), device=DEVICE)
+
+
+def test_two_readers_of_one_draw_see_the_same_numbers() -> None:
+    """A random node runs once."""
+    x = torch.randn(5, device=DEVICE)
+    y = x * 2
+    assert y.tolist() == [2 * v for v in x.tolist()]
+
+
+def test_training_with_dropout_equals_eager() -> None:
+    """Many steps, dropout in forward, random data: bitwise the same losses."""
+
+    def train(device: str) -> list[Any]:
+        model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)).to(device)
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(5):
+            x = torch.randn(8, 4, device=device)
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    on_both(train)
+
+
+def test_random_work_is_recorded_not_run() -> None:
+    """The usual random operations are nodes like any other."""
+    x = torch.randn(20, device=DEVICE)
+    kept = [
+        torch.rand_like(x),
+        nn.functional.dropout(x, 0.5),
+        x.clone().uniform_(),
+        x.clone().bernoulli_(0.5),
+        torch.randperm(5, device=DEVICE),
+        torch.randint(0, 4, (3,), device=DEVICE),
+        torch.bernoulli(torch.rand(4, device=DEVICE)),
+        x.clone().exponential_(),
+    ]
+    assert marid.stats().ops_executed == 0
+    assert marid.stats().fallbacks == {}
+    assert all(not t.materialized for t in kept)  # type: ignore[attr-defined]
