@@ -17,7 +17,7 @@ ROWS = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Show the losses of two runs side by side, and fail when they differ.")
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest difference that is none")

@@ -177,7 +177,7 @@ def sample(model: GPT, text: Text, options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Train a small character-level GPT on Python's standard library.")
     parser.add_argument("--steps", type=int, default=300, help="training steps")
     parser.add_argument("--batch", type=int, default=16, help="pieces of text in a step")
     parser.add_argument("--context", type=int, default=64, help="characters in a piece")

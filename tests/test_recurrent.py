@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.testing._internal.common_utils import set_default_dtype
 
 import marid
 
-from .helpers import DEVICE, assert_same, on_both
+from .helpers import DEVICE, on_both
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 MODULES: dict[str, Callable[..., Any]] = {
@@ -72,7 +72,9 @@ def outcome(module: torch.nn.Module, inputs: list[Any], outputs: Any) -> Any:
     return found
 
 
-def check(kind: str, dtype: torch.dtype, packed: bool = False, given: bool = True, train: bool = True, **kwargs: Any) -> None:
+def check(
+    kind: str, dtype: torch.dtype, packed: bool = False, given: bool = True, train: bool = True, **kwargs: Any
+) -> None:
     torch.manual_seed(1)
     made = MODULES[kind](5, 6, **kwargs).to(dtype).train(train)
     batch_first = bool(kwargs.get("batch_first"))
@@ -99,7 +101,7 @@ def check(kind: str, dtype: torch.dtype, packed: bool = False, given: bool = Tru
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "packed"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_modules(kind: str, packed: bool, dtype: torch.dtype) -> None:
-    for layers, bidirectional, bias in itertools.product((1, 2), (False, True), (False, True)):
+    for layers, bidirectional, bias in ((1, False, True), (1, True, False), (2, False, False), (2, True, True)):
         check(kind, dtype, packed, num_layers=layers, bidirectional=bidirectional, bias=bias)
 
 
@@ -114,7 +116,7 @@ def test_batch_first_and_no_initial_state(kind: str, packed: bool, dtype: torch.
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "packed"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_dropout(kind: str, packed: bool, dtype: torch.dtype) -> None:
-    for p in (0.3, 0.77, 1.0):
+    for p in (0.3, 1.0):
         check(kind, dtype, packed, num_layers=3, dropout=p)
     check(kind, dtype, packed, num_layers=2, dropout=0.3, train=False)
 
@@ -171,21 +173,25 @@ def test_large(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_float16_and_autocast(kind: str) -> None:
+def test_float16(kind: str) -> None:
     check(kind, torch.float16, bidirectional=True)
 
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_autocast(kind: str) -> None:
     def run(device: str) -> Any:
         torch.manual_seed(2)
         module, x = MODULES[kind](5, 6), torch.randn(3, 4, 5)
-        module, x = module.to(device), leaf(x, device)
-        try:
-            with torch.autocast(device, torch.bfloat16):
-                outputs = module(x)
-            return outcome(module, [x], outputs)
-        except RuntimeError as error:
-            return type(error) is not RuntimeError  # oneDNN refuses bfloat16 on old CPUs; a subclass on the device
+        module, x = module.to(device), x.to(device)
+        with torch.autocast(device, torch.bfloat16), torch.no_grad():
+            return flat(module(x))
 
-    on_both(run) if kind != "lstm" else None
+    if kind != "lstm" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        on_both(run)
+        return
+    for device in ("cpu", DEVICE):  # oneDNN refuses
+        with pytest.raises(RuntimeError):
+            run(device)[0].cpu()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "packed"])
@@ -216,7 +222,7 @@ def test_grad_mode_where_written_counts() -> None:
         module, x = module.to(device), leaf(x, device)
         output = module(x)[0]
         with torch.no_grad():
-            seen = output.cpu()
+            seen = output.detach().cpu()
             later = module(x)[0]
         output.sum().backward()
         return seen, later, x.grad, [p.grad for p in module.parameters()]
@@ -244,11 +250,11 @@ def test_nothing_runs_before_it_is_read(kind: str) -> None:
     marid.reset_stats()
     output = flat(module(x))[0]
     output.sum().backward()
-    assert marid.stats()["ops_executed"] == 0
-    assert not marid.stats()["fallbacks"]
+    assert marid.stats().ops_executed == 0
+    assert not marid.stats().fallbacks
     assert x.grad is not None
     x.grad.cpu()
-    assert not marid.stats()["fallbacks"]
+    assert not marid.stats().fallbacks
 
 
 def message(function: Callable[[str], Any], device: str) -> str:
@@ -266,10 +272,36 @@ def shaped(device: str, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=device)
 
 
-@pytest.mark.parametrize("gates", [4, 3, 1])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("shape", [(4, 4), (4, 4, 3), (4, 4, 3, 2)])
+def test_packing(shape: tuple[int, ...], batch_first: bool) -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(2)
+        x = leaf(torch.randn(shape), device)
+        packed = pack_padded_sequence(x, [2, 4, 1, 2], batch_first, enforce_sorted=False)
+        padded, lengths = pad_packed_sequence(packed, batch_first, padding_value=2.0, total_length=6)
+        assert packed.batch_sizes.device.type == lengths.device.type == "cpu"
+        (padded * padded).sum().backward()
+        with torch.inference_mode():
+            again = pack_padded_sequence(x.detach(), [2, 4, 1, 2], batch_first, enforce_sorted=False)
+        return packed.data, packed.batch_sizes, padded, lengths, x.grad, again.data
+
+    on_both(run)
+
+
+def test_packing_refuses_what_eager_refuses() -> None:
+    for shape, lengths in (((3, 2, 1), [1, 2]), ((3, 2, 1), [3]), ((3, 2, 1), [3, 0]), ((3, 2, 0), [3, 1])):
+        def pack(device: str, shape: Any = shape, lengths: Any = lengths) -> None:
+            pack_padded_sequence(torch.randn(shape, device=device), lengths)
+
+        assert message(pack, DEVICE) == message(pack, "cpu")
+
+
+@pytest.mark.parametrize("gates", [4, 3, 1, 0])
 @pytest.mark.parametrize("wrong", ["input", "batch", "hidden", "ih", "hh", "all"])
 def test_cells_refuse_what_eager_refuses(gates: int, wrong: str) -> None:
-    func = {4: torch.lstm_cell, 3: torch.gru_cell, 1: torch.rnn_tanh_cell}[gates]
+    func = {4: torch.lstm_cell, 3: torch.gru_cell, 1: torch.rnn_tanh_cell, 0: torch.rnn_relu_cell}[gates]
+    gates = gates or 1
 
     def call(device: str) -> None:
         batch = 3 if wrong in ("batch", "all") else 2
@@ -318,10 +350,12 @@ def test_a_training_loop() -> None:
         model = torch.nn.ModuleList([embed, module, head]).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         tokens = tokens.to(device)
+        torch.manual_seed(3)
         losses = []
         for _ in range(4):
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(head(module(embed(tokens))[0][:-1]).flatten(0, 1), tokens[1:].flatten())
+            predicted = head(module(embed(tokens))[0][:-1])
+            loss = torch.nn.functional.cross_entropy(predicted.flatten(0, 1), tokens[1:].flatten())
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -329,5 +363,3 @@ def test_a_training_loop() -> None:
 
     on_both(run)
 
-
-assert_same.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]

@@ -17,7 +17,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.amp import autocast_mode
@@ -55,7 +55,7 @@ def _to_cuda(device: torch.device) -> torch.device:
 class _Cuda(TorchFunctionMode):
     """Translates devices in the arguments of PyTorch's functions."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replaced = _REPLACED.get(func)
         if replaced is not None:
             return replaced(func, *args, **(kwargs or {}))
@@ -131,7 +131,7 @@ class _Stream(torch.Stream):
         event.record(self)
         return event
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from marid.graph.twister import Twisters
 from marid.errors import MaterializationError
 from marid.execute.cache import ProgramCache
 from marid.execute.flat import Interrupted
-from marid.graph.node import Draw, Node
+from marid.graph.node import Draw, Node, fail, finish
 from marid.graph.program import Task, bind
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
@@ -87,13 +87,19 @@ class InProcessEngine:
         except Interrupted as stop:
             self._twisters.forget()
             _salvage(task, stop)
-            if isinstance(stop.error, Exception):
-                raise _explain(task.nodes[stop.index], stop.error) from stop.error
-            raise stop.error from None
+            if not isinstance(stop.error, Exception):
+                raise stop.error from None
+            failed = task.nodes[stop.index]
+            # Tracebacks would keep the tensors of this run alive as long as the error.
+            error = _explain(failed, stop.error)
+            error.__cause__ = stop.error.with_traceback(None)
+            fail(failed, error)
+            del task, stop, program
+            raise error
         for value, tensor in zip(task.outputs, results, strict=True):
             value.concrete = tensor
         for node in task.nodes:
-            _finish(node)
+            finish(node)
         counters.ops_executed += len(task.nodes)
         counters.epoch += 1
 
@@ -112,10 +118,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return block.as_strided(tensor.shape, tensor.stride(), 0)
 
 
-def _finish(node: Node) -> None:
-    node.args = node.kwargs = node.after = node.overwrites = None
-
-
 def _salvage(task: Task, stop: Interrupted) -> None:
     """Keep what ran before a failure, so that nothing runs twice and nothing is lost."""
     for value, slot in task.slots.items():
@@ -124,7 +126,7 @@ def _salvage(task: Task, stop: Interrupted) -> None:
     for index, node in enumerate(task.nodes[: stop.index + 1]):
         mutates = node.op is not None and node.op.mutates
         if index < stop.index or (stop.finished and mutates):
-            _finish(node)
+            finish(node)
     counters.ops_executed += stop.index
 
 

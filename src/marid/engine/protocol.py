@@ -22,8 +22,8 @@ class Engine(Protocol):
         """Run pending nodes, given in program order and closed under the hazard rule (``Tape.cut``).
 
         Afterwards each has run and every value of theirs that outlives the run has its buffer. Raises
-        ``MaterializationError`` when an operation fails: what ran before it keeps its results, it and what follows
-        stay pending.
+        ``MaterializationError`` when an operation fails: what ran before it keeps its results, it has failed
+        (``graph.node.fail``), and what follows stays pending.
         """
         ...
 

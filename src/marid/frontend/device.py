@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.utils import backend_registration
 
 from marid.frontend import autocast, factories, handles, overrides, random, recurrent, serialize, special, tuples
-from marid.frontend.materialize import run_pending
+from marid.frontend.materialize import run_everything
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
 from marid.semantics import scopes
@@ -68,6 +69,7 @@ def register() -> None:
     tuples.install()
     scopes.install_hooks()
     _allow_foreach()
+    _keep_parameters()
 
 
 def _allow_foreach() -> None:
@@ -77,6 +79,25 @@ def _allow_foreach() -> None:
     supported: list[Any] = _foreach_utils._foreach_supported_types
     if LazyTensor not in supported:
         supported.append(LazyTensor)
+
+
+def _keep_parameters() -> None:
+    # Moving a module to the device replaces its parameters in place (LazyTensor.__tensor_flatten__); moving it back
+    # must do the same, or tied weights come apart.
+    move = torch.nn.Module._apply
+
+    @functools.wraps(move)
+    def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+        if not any(type(p) is LazyTensor for p in self._parameters.values()):
+            return move(self, fn, recurse)
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return move(self, fn, recurse)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    torch.nn.Module._apply = apply
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -116,9 +137,13 @@ def _index(device: Any) -> int:
 
 
 def synchronize(device: Any = None) -> None:
-    """Run everything recorded on a device (default: the current one) that somebody still holds."""
-    tape = handles.tape(_index(device))
-    run_pending(tape, tape.pending())
+    """Run everything recorded on a device (default: the current one) that somebody still holds.
+
+    Raises ``MaterializationError`` for the first operation that failed, after running all the others.
+    """
+    error = run_everything(handles.tape(_index(device)))
+    if error is not None:
+        raise error
 
 
 def _module() -> types.ModuleType:

@@ -41,6 +41,9 @@ def register() -> None:
         packet = getattr(torch.ops.aten, base, None)
         if packet is not None and (overload or "default") in packet.overloads():
             _library.impl(name, _kernel(_operator(name)), "PrivateUse1")
+    for name in ("empty.memory_format", "zeros", "empty_strided"):
+        for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
+            _library.impl(name, _kernel(_operator(name)), key)
     for name in _partly_composite():
         _library.impl(name, _recording(_operator(name)), "PrivateUse1")
     # torch.tensor(data, device=...) calls these with tensor subclasses switched off.

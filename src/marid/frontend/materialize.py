@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from sys import _getframe as getframe
 from typing import Any
 
 import torch
 
 from marid.engine.inprocess import InProcessEngine
 from marid.engine.protocol import Engine
-from marid.errors import SyncForbiddenError
+from marid.errors import MaterializationError, SyncForbiddenError
 from marid.frontend import handles
 from marid.graph.node import Node, Value, input_values, last_write
 from marid.graph.tape import Tape
 from marid.report.stats import counters
-from marid.semantics.scopes import capture_site
+from marid.semantics.scopes import Site, capture_site
 from marid.settings import settings
 
-__all__ = ["concrete", "cost_of", "engine", "materialize", "no_sync", "overflow", "pending_nodes", "run_pending"]
+__all__ = ["concrete", "cost_of", "engine", "materialize", "no_sync", "overflow", "pending_nodes", "run_everything", "run_pending"]
 
 engine: Engine = InProcessEngine()
 
@@ -64,21 +64,31 @@ def materialize(tensors: Iterable[Any], reason: str) -> None:
             asked.setdefault(tensor._value.spec.device, []).extend(nodes)
     if not asked:
         return
-    site = capture_site(sys._getframe())
-    cuts = [(handles.tape(device), handles.tape(device).cut(nodes)) for device, nodes in asked.items()]
-    if _forbidden.depth and not all(_is_host_arithmetic(nodes) for _, nodes in cuts):
-        raise SyncForbiddenError(
-            f"{reason} at {site} needs {sum(len(nodes) for _, nodes in cuts)} recorded operation(s) to run, inside "
-            "marid.no_sync(); read the value after the block, or keep it on the device"
-        )
-    asked.clear()
+    site = capture_site(getframe())
     started = time.perf_counter()
-    quiet = all(_is_host_arithmetic(nodes) for _, nodes in cuts)
-    while cuts:
-        tape, nodes = cuts.pop()
-        run_pending(tape, nodes)
-    if not quiet:
+    waited = False
+    for device in list(asked):
+        tape, nodes = handles.tape(device), asked.pop(device)
+        waited |= _run_for(tape, nodes, reason, site)
+    if waited:
         counters.count_sync(site, reason, time.perf_counter() - started)
+
+
+def _run_for(tape: Tape, asked: list[Node], reason: str, site: Site | None) -> bool:
+    """Run what the asked nodes need; whether that was more than arithmetic on the host."""
+    while True:
+        nodes = tape.cut(asked)
+        quiet = _is_host_arithmetic(nodes)
+        if _forbidden.depth and not quiet:
+            raise SyncForbiddenError(
+                f"{reason} at {site} needs {len(nodes)} recorded operation(s) to run, inside marid.no_sync(); "
+                "read the value after the block, or keep it on the device"
+            )
+        try:
+            run_pending(tape, nodes)
+        except MaterializationError:
+            continue  # the next cut raises it if the asked values need what failed
+        return not quiet
 
 
 def concrete(tensor: Any, reason: str) -> torch.Tensor:
@@ -88,8 +98,28 @@ def concrete(tensor: Any, reason: str) -> torch.Tensor:
 
 
 def run_pending(tape: Tape, nodes: list[Node]) -> None:
-    """Run a cut and keep the books."""
-    engine.run(nodes)
+    """Run a cut and keep the books. Raises ``MaterializationError`` for the first operation that fails."""
+    try:
+        engine.run(nodes)
+    except MaterializationError:
+        tape.fail_dependents()
+        raise
+    finally:
+        _note_results(tape, nodes)
+
+
+def run_everything(tape: Tape) -> MaterializationError | None:
+    """Run all that is pending; the first failure, after running what does not depend on it."""
+    first = None
+    while nodes := tape.pending():
+        try:
+            run_pending(tape, nodes)
+        except MaterializationError as error:
+            first = first or error
+    return first
+
+
+def _note_results(tape: Tape, nodes: list[Node]) -> None:
     tape.note_resident([node for node in nodes if node.concrete is not None])
     for node in nodes:
         for ref in node.outs or ():
@@ -109,7 +139,7 @@ def overflow(tape: Tape) -> None:
     used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
     if used >= 0.5:
         counters.automatic_cuts += 1
-        run_pending(tape, tape.pending())
+        run_everything(tape)  # a failure is raised where its value is read
         used = 0.0
     # Charges add up bytes and nodes, so half of what is left is safe for both.
     tape.room = int((1 - used) / 2 * settings.max_pending_bytes)

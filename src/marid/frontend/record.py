@@ -440,7 +440,7 @@ def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwar
                 key = (value.spec, operand.spec)
                 values = (value, operand)
             elif kind is float:
-                key = (value.spec, "unit" if 0.0 <= second <= 1.0 else _bucket(second))
+                key = (value.spec, "unit" if 0.0 <= second <= 1.0 else "large" if second > 1.0 else _bucket(second))
                 values = (value, second)
             elif kind is int:
                 key = (value.spec, second)

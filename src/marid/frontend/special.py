@@ -228,9 +228,12 @@ def _pin_memory(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, A
 
 @special(aten.equal.default)
 def _equal(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
-    materialize([arg for arg in args if handles.is_lazy(arg)], "equal()")
-    if not all(handles.is_lazy(arg) for arg in args):
-        raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices!")
+    if args[0].device != args[1].device:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{args[0].device} and {args[1].device}!"
+        )
+    materialize(args, "equal()")
     with concretely():
         return aten.equal.default(args[0]._value.concrete, args[1]._value.concrete)
 

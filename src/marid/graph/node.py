@@ -10,15 +10,30 @@ so a value that nobody holds is freed at once, together with what only it needed
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Iterator
 
     import torch
 
-__all__ = ["Draw", "Node", "Operation", "Output", "Spec", "Storage", "Value", "input_values", "last_write", "root_of", "values_in"]
+__all__ = [
+    "Draw",
+    "Node",
+    "Operation",
+    "Output",
+    "Spec",
+    "Storage",
+    "Value",
+    "fail",
+    "failure_of",
+    "finish",
+    "input_values",
+    "last_write",
+    "root_of",
+    "values_in",
+]
 
 
 class Spec:
@@ -170,6 +185,24 @@ class Output:
 
 
 Value = Node | Output
+
+_failures: weakref.WeakKeyDictionary[Node, Exception] = weakref.WeakKeyDictionary()
+
+
+def finish(node: Node) -> None:
+    """Note that a node has run, or never will: it forgets what it needed."""
+    node.args = node.kwargs = node.after = node.overwrites = None
+
+
+def fail(node: Node, error: Exception) -> None:
+    """Note that a node has failed: whoever asks for its value gets ``error``. A failed write leaves memory as it is."""
+    finish(node)
+    _failures[node] = error
+
+
+def failure_of(node: Node) -> Exception | None:
+    """The error of a node that failed."""
+    return _failures.get(node) if _failures else None
 
 
 class Storage:

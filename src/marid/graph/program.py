@@ -173,10 +173,24 @@ def bind(nodes: list[Node]) -> Task:
     slots, key = task.slots, task.key_parts
     inner: dict[int, int] = {}  # references held by the cut, by id; the nodes are alive, so ids are unique
     count = inner.get
+    put = key.append
     for node in nodes:
-        key.append(node.op)
+        put(node.op)
         assert node.args is not None
-        _bind_arguments(task, node.args, inner)
+        for arg in node.args:  # the common kinds of argument, written out
+            kind = type(arg)
+            if kind is Node:
+                slot = slots.get(arg)
+                if slot is None:
+                    _bind_arguments(task, (arg,), inner)
+                else:
+                    inner[id(arg)] = count(id(arg), 0) + 1
+                    put(slot)
+            elif kind is float:
+                task.params.append(arg)
+                put(_PARAM)
+            else:
+                _bind_arguments(task, (arg,), inner)
         if node.kwargs is not None:
             key.append(_KEYWORDS)
             for name, arg in node.kwargs:

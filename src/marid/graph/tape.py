@@ -12,9 +12,10 @@ The hazard rule. A cut contains, for every asked value:
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 
-from marid.graph.node import Node, Spec, Value, input_values, root_of
+from marid.graph.node import Node, Output, Spec, Value, fail, failure_of, input_values, root_of
 
 __all__ = ["Tape"]
 
@@ -61,7 +62,10 @@ class Tape:
         return len(pending), sum(_allocates(node) for node in pending)
 
     def cut(self, asked: list[Node]) -> list[Node]:
-        """The nodes that must run so that every node of ``asked`` has run, in program order; O(nodes)."""
+        """The nodes that must run so that every node of ``asked`` has run, in program order; O(nodes).
+
+        Raises the error of a needed node that has failed.
+        """
         chosen: set[Node] = set()
         writes: list[Node] = []
         _close(asked, chosen, writes)
@@ -82,6 +86,14 @@ class Tape:
                 _close(overtaken, chosen, writes)
         return sorted(chosen, key=_sequence_of)
 
+    def fail_dependents(self) -> None:
+        """After a failure: what needs a failed value can never run, and fails with the same error."""
+        for node in self.pending():
+            errors = [failure_of(value.node) for value in input_values(node) if value.concrete is None]
+            error = next((error for error in errors if error is not None), None)
+            if error is not None:
+                fail(node, error)
+
     def note_resident(self, values: list[Value]) -> None:
         """Remember values that now hold memory."""
         self.resident.extend([weakref.ref(value) for value in values])
@@ -96,24 +108,41 @@ class Tape:
 
 
 def _close(asked: list[Node], chosen: set[Node], writes: list[Node]) -> None:
-    """Add to ``chosen`` all of ``asked`` and what they need; list the nodes added that overwrite storages."""
+    """Add to ``chosen`` all of ``asked`` and what they need; list the nodes added that overwrite storages.
+
+    Raises the error of a node that has failed.
+    """
     stack = list(asked)
+    push = stack.append
     while stack:
         node = stack.pop()
-        if node.args is None or node in chosen:
+        args = node.args
+        if args is None:
+            error = failure_of(node)
+            if error is not None:
+                raise error.with_traceback(None)
+            continue
+        if node in chosen:
             continue
         chosen.add(node)
-        for value in input_values(node):
-            if value.concrete is None:
-                stack.append(value.node)
+        if node.kwargs is not None:
+            args = (*args, *[arg for _, arg in node.kwargs])
+        for arg in args:  # values_in, written out: this loop is most of what a cut costs
+            kind = type(arg)
+            if kind is Node or kind is Output:
+                if arg.concrete is None:
+                    push(arg.node)
+            elif kind is tuple:
+                for item in arg:
+                    if (type(item) is Node or type(item) is Output) and item.concrete is None:
+                        push(item.node)
         if node.after is not None:
             stack.extend(node.after)
         if node.overwrites is not None:
             writes.append(node)
 
 
-def _sequence_of(node: Node) -> int:
-    return node.seq
+_sequence_of = operator.attrgetter("seq")
 
 
 def _allocates(node: Node) -> int:

@@ -1,0 +1,107 @@
+"""oneDNN's LSTM layer as operators of our own, which take grad mode from where they were written.
+
+``aten::mkldnn_rnn_layer`` looks at grad mode when it runs: with gradients it computes for training and returns a
+workspace for the backward pass, whose size only oneDNN knows. ``marid::lstm_layer`` has that as its argument ``keep``.
+The workspace it returns has one element, in front of memory that holds all of it; where only that one element arrives
+(because somebody copied it), the backward pass computes the workspace again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from marid.frontend.record import Recorder, recorder_of, special
+
+__all__ = ["LSTM", "takes_onednn"]
+
+aten = torch.ops.aten
+LSTM = 2  # oneDNN's number for it
+
+Tensor = torch.Tensor
+
+# The hidden size is a list because that keeps ``infer`` from trying the operator on smaller tensors.
+_TENSORS = "Tensor input, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor hx, Tensor cx"
+_GRADS = "Tensor output, Tensor hy, Tensor cy, Tensor? grad_output, Tensor? grad_hy, Tensor? grad_cy, Tensor workspace"
+_FLAGS = "bool reverse, int[] hidden_size, bool has_biases"
+_library = torch.library.Library("marid", "FRAGMENT")
+_library.define(f"lstm_layer({_TENSORS}, {_FLAGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"lstm_layer_backward({_TENSORS}, {_GRADS}, {_FLAGS}) -> ({', '.join(['Tensor'] * 7)})")
+
+def _run_layer(tensors: Sequence[Tensor], reverse: bool, hidden_size: int, has_biases: bool, keep: bool) -> Any:
+    with torch.set_grad_enabled(keep):
+        return aten.mkldnn_rnn_layer.default(
+            *tensors, reverse, [], LSTM, hidden_size, 1, has_biases, False, False, keep
+        )
+
+
+def _layer_on_cpu(*args: Any) -> Any:
+    tensors, (reverse, hidden_size, has_biases, keep) = args[:7], args[7:]
+    output, hy, cy, workspace = _run_layer(tensors, reverse, hidden_size[0], has_biases, keep)
+    return output, hy, cy, aten.slice.Tensor(workspace, 0, 0, 1) if keep else None
+
+
+def _layer_on_meta(*args: Any) -> Any:
+    (input, *_, hx, cx), (_, hidden_size, _, keep) = args[:7], args[7:]
+    output = aten.new_empty.default(input, [input.shape[0], input.shape[1], hidden_size[0]])
+    workspace = aten.new_empty.default(input, [1], dtype=torch.uint8) if keep else None
+    return output, aten.new_empty.default(hx, hx.shape), aten.new_empty.default(cx, cx.shape), workspace
+
+
+def _backward_on_cpu(*args: Any) -> Any:
+    tensors, grads, workspace, (reverse, hidden_size, has_biases) = args[:7], args[7:13], args[13], args[14:]
+    if workspace.untyped_storage().nbytes() == workspace.nbytes:
+        workspace = _run_layer(tensors, reverse, hidden_size[0], has_biases, True)[3]
+    return aten.mkldnn_rnn_layer_backward.default(
+        *tensors, *grads, reverse, LSTM, hidden_size[0], 1, has_biases, True, False, [], False, workspace
+    )
+
+
+def _backward_on_meta(*args: Any) -> Any:
+    input, w_ih, w_hh, _, _, hx, cx = args[:7]
+    bias = aten.new_empty.default(w_ih, w_ih.shape[:1], dtype=torch.float32)
+    found = [aten.new_empty.default(t, t.shape, dtype=torch.float32) for t in (input, w_ih, w_hh, hx, cx)]
+    return (*found[:3], bias, torch.empty_like(bias), *found[3:])
+
+
+_library.impl("lstm_layer", _layer_on_cpu, "CPU")
+_library.impl("lstm_layer", _layer_on_meta, "Meta")
+_library.impl("lstm_layer_backward", _backward_on_cpu, "CPU")
+_library.impl("lstm_layer_backward", _backward_on_meta, "Meta")
+
+
+@special(aten.mkldnn_rnn_layer.default)
+def _record_layer(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args = _in_order(recorder, args, kwargs)
+    reverse, _, _, hidden_size, _, has_biases = args[7:13]
+    flags = (reverse, [hidden_size], has_biases, torch.is_grad_enabled())
+    return recorder_of(torch.ops.marid.lstm_layer.default).record((*args[:7], *flags), {})
+
+
+@special(aten.mkldnn_rnn_layer_backward.default)
+def _record_backward(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args = _in_order(recorder, args, kwargs)
+    reverse, _, hidden_size, _, has_biases = args[13:18]
+    if all(grad is None for grad in args[10:13]):
+        return (None,) * 7
+    flags = (reverse, [hidden_size], has_biases)
+    return recorder_of(torch.ops.marid.lstm_layer_backward.default).record((*args[:13], args[22], *flags), {})
+
+
+def _in_order(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return (*args, *(kwargs[argument.name] for argument in recorder.func._schema.arguments[len(args) :]))
+
+
+def takes_onednn(input: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether the CPU gives an LSTM on such tensors to oneDNN."""
+    if not (torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()) or input.numel() == 0:
+        return False
+    if any(t.device != input.device for t in others):
+        return False
+    if input.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if input.dtype == torch.float16:
+        return not torch.is_grad_enabled() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return input.dtype == torch.float32

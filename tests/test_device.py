@@ -1,0 +1,377 @@
+"""The device as PyTorch sees it: indices, the device module, ``torch.accelerator``, default devices, streams, threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import marid
+from tests.helpers import DEVICE, assert_same, on_both
+
+device_module: Any = torch.remote_accelerator  # type: ignore[attr-defined]
+
+
+def test_the_device_is_known_to_pytorch() -> None:
+    """By name, by module, as the accelerator."""
+    assert torch.device(DEVICE).type == DEVICE
+    assert torch.get_device_module(DEVICE) is device_module
+    assert torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    assert accelerator.type == DEVICE
+    assert device_module.is_available()
+    assert device_module.is_initialized()
+
+
+def test_several_indices() -> None:
+    """Each index is a device of its own; work on one does not run on another."""
+    assert device_module.device_count() == torch.accelerator.device_count() >= 2
+    x, y = torch.ones(2, device=f"{DEVICE}:0"), torch.ones(2, device=f"{DEVICE}:1") * 2
+    assert x.device.index == 0
+    assert y.device.index == 1
+    assert (y + 1).device.index == 1
+    y.tolist()
+    assert not x.materialized  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda x, y: x + y, lambda x, y: torch.cat([x, y]), lambda x, y: x.mul_(y), lambda x, y: torch.equal(x, y)]
+)
+def test_indices_do_not_mix(mix: Any) -> None:
+    """PyTorch's device error."""
+    with pytest.raises(RuntimeError, match="(?i)same device"):
+        mix(torch.ones(2, device=f"{DEVICE}:0"), torch.ones(2, device=f"{DEVICE}:1"))
+
+
+def test_moving_between_indices() -> None:
+    """``to`` and ``copy_`` cross them; values and strides stay."""
+    x = torch.arange(6.0, device=DEVICE).reshape(2, 3).t()
+    y = x.to(f"{DEVICE}:1")
+    assert y.device.index == 1
+    assert_same(y, torch.arange(6.0).reshape(2, 3).t())
+    x.copy_(y * 2)
+    assert x.device.index == 0
+    assert_same(x, torch.arange(6.0).reshape(2, 3).t() * 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.zeros,
+        torch.empty,
+        torch.randn,
+        lambda n, device: torch.full((n,), 1, device=device),
+        lambda n, device: torch.arange(n, device=device),
+        lambda n, device: torch.tensor([1.0] * n, device=device),
+        lambda n, device: torch.ones(n).to(device),
+        lambda n, device: torch.zeros(n, device=DEVICE).new_ones(n, device=device),
+        lambda n, device: torch.zeros_like(torch.zeros(n, device=DEVICE), device=device),
+        lambda n, device: torch.eye(n, device=device)[0],
+    ],
+)
+def test_factories_make_tensors_on_the_index_they_are_given(make: Any) -> None:
+    """Whatever index the same call was made for before; without an index, the current one."""
+    for index in (0, 1, 0, 3):
+        assert make(2, device=f"{DEVICE}:{index}").device.index == index
+    device_module.set_device(2)
+    assert make(2, device=DEVICE).device.index == 2
+    with device_module.device(1):
+        assert make(2, device=DEVICE).device.index == 1
+    assert make(2, device=DEVICE).device.index == 2
+
+
+@pytest.mark.parametrize("index", [8, 64, 127])
+def test_an_index_that_does_not_exist(index: int) -> None:
+    """Every way to name it raises ``RuntimeError`` with the number of devices."""
+    device = f"{DEVICE}:{index}"
+    for use in (
+        lambda: torch.zeros(1, device=device),
+        lambda: torch.tensor([1.0], device=device),
+        lambda: torch.ones(1).to(device),
+        lambda: nn.Linear(1, 1).to(device),
+        lambda: device_module.set_device(index),
+        lambda: device_module.synchronize(index),
+        lambda: device_module.get_rng_state(index),
+        lambda: torch.randn(1, device=device),
+        lambda: torch.zeros(1, device=DEVICE).to(device),
+    ):
+        with pytest.raises(RuntimeError, match=r"8 device|invalid device"):
+            use()
+    assert torch.zeros(1, device=DEVICE).item() == 0.0
+
+
+def test_current_device() -> None:
+    """Set, nested, restored after an exception."""
+    assert device_module.current_device() == torch.accelerator.current_device_index() == 0
+    device_module.set_device(1)
+    assert torch.accelerator.current_device_index() == 1
+    with pytest.raises(ZeroDivisionError), device_module.device(2):
+        assert device_module.current_device() == 2
+        1 / 0  # noqa: B018
+    assert device_module.current_device() == 1
+    torch.accelerator.set_device_index(0)
+    assert device_module.current_device() == 0
+
+
+def test_current_device_belongs_to_its_thread() -> None:
+    """As for any accelerator."""
+    device_module.set_device(3)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(device_module.current_device()))
+    thread.start()
+    thread.join()
+    assert seen == [0]
+
+
+def test_default_device() -> None:
+    """``set_default_device`` and device contexts reach factories and modules; a named device wins."""
+    torch.set_default_device(DEVICE)
+    assert torch.zeros(1).device.type == DEVICE
+    assert nn.Linear(2, 2).weight.device.type == DEVICE
+    assert torch.tensor([1.0]).device.type == DEVICE
+    assert torch.zeros(1, device="cpu").device.type == "cpu"
+    with torch.device("cpu"):
+        assert torch.zeros(1).device.type == "cpu"
+    torch.set_default_device(f"{DEVICE}:2")
+    assert torch.arange(3).device.index == 2
+    torch.set_default_device(None)
+    assert torch.zeros(1).device.type == "cpu"
+    with torch.device(DEVICE):
+        x = torch.ones(2)
+    assert x.device.type == DEVICE
+
+
+def test_unmodified_script_under_a_default_device() -> None:
+    """Data sets, loaders, models and losses written without naming a device."""
+    torch.set_default_device(DEVICE)
+    data = torch.utils.data.TensorDataset(torch.arange(8.0)[:, None], torch.arange(8.0)[:, None] * 2)
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(20):
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+    assert losses[-1].item() < losses[0].item()
+
+
+def test_data_loader_with_shuffling_and_workers() -> None:
+    """Batches are made on the CPU by other processes and moved, as for any device."""
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
+    seen = [value for (batch,) in loader for value in batch.to(DEVICE).tolist()]
+    assert sorted(seen) == list(range(8))
+
+
+def test_synchronize_runs_everything_held() -> None:
+    """On the device it names."""
+    x, y = torch.ones(2, device=DEVICE) + 1, torch.ones(2, device=f"{DEVICE}:1") + 1
+    device_module.synchronize()
+    assert x.materialized  # type: ignore[attr-defined]
+    assert not y.materialized  # type: ignore[attr-defined]
+    torch.accelerator.synchronize()
+    device_module.synchronize(1)
+    assert y.materialized  # type: ignore[attr-defined]
+
+
+def test_streams_and_events() -> None:
+    """As much as code written for accelerators needs: they exist, and order is program order."""
+    stream = device_module.current_stream()
+    with device_module.stream(stream):
+        x = torch.ones(2, device=DEVICE) * 2
+    event = device_module.Event()
+    event.record(stream)
+    event.synchronize()
+    stream.synchronize()
+    assert event.query()
+    assert x.tolist() == [2.0, 2.0]
+    assert torch.accelerator.current_stream().device.type == DEVICE
+
+
+def test_memory_questions() -> None:
+    """Allocated and peak bytes of living values."""
+    before = device_module.memory_allocated()
+    x = torch.zeros(1000, device=DEVICE)
+    assert device_module.memory_allocated() == before
+    x.materialize()  # type: ignore[attr-defined]
+    assert device_module.memory_allocated() == before + 4000
+    assert device_module.max_memory_allocated() >= before + 4000
+    assert device_module.memory_stats()["allocated_bytes.all.current"] == before + 4000
+    view = x[10:]
+    view.materialize()
+    assert device_module.memory_allocated() == before + 4000
+    device_module.empty_cache()
+
+
+def test_half_of_torch_cuda_s_names_exist() -> None:
+    """What device-agnostic scripts call on a device module."""
+    for name in (
+        "is_available device_count current_device set_device device synchronize manual_seed manual_seed_all seed "
+        "seed_all initial_seed get_rng_state set_rng_state memory_allocated max_memory_allocated memory_reserved "
+        "reset_peak_memory_stats empty_cache get_device_name get_device_properties is_bf16_supported Stream Event "
+        "current_stream default_stream stream is_initialized init"
+    ).split():
+        assert callable(getattr(device_module, name)), name
+    assert "marid" in device_module.get_device_name()
+
+
+def test_backward_runs_on_the_thread_that_called_it() -> None:
+    """Also in threads other than the main one."""
+    seen: list[Any] = []
+
+    def work() -> None:
+        x = torch.ones(2, device=DEVICE, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad: seen.append(threading.current_thread()))
+        y.sum().backward()
+        seen.append(x.grad.tolist())  # type: ignore[union-attr]
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [thread, [2.0, 2.0]]
+
+
+def test_threads_train_at_the_same_time() -> None:
+    """Several threads record, write, read and differentiate at once; each gets what it would get alone."""
+
+    def train(device: str, seed: int) -> list[float]:
+        generator = torch.Generator().manual_seed(seed)
+        w = torch.randn(4, 4, generator=generator).to(device).requires_grad_()
+        losses = []
+        for _ in range(20):
+            loss = (w @ w.t() - torch.eye(4, device=device)).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                w -= 0.1 * w.grad  # type: ignore[operator]
+                w[0].mul_(0.99)
+            w.grad = None
+            losses.append(loss.item())
+        return losses
+
+    found: dict[int, list[float]] = {}
+    threads = [threading.Thread(target=lambda s=s: found.update({s: train(DEVICE, s)})) for s in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {seed: train("cpu", seed) for seed in range(4)}
+
+
+def test_threads_read_one_tensor() -> None:
+    """A value that many threads wait for is computed once."""
+    x = torch.arange(1000.0, device=DEVICE)
+    for _ in range(50):
+        x = x * 0.5 + 1
+    results: list[float] = []
+    threads = [threading.Thread(target=lambda: results.append(x.sum().item())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert len(set(results)) == 1
+
+
+def test_threads_share_a_written_tensor() -> None:
+    """Writes from several threads are all there in the end."""
+    total = torch.zeros(4, device=DEVICE)
+    lock = threading.Lock()
+
+    def add() -> None:
+        for _ in range(50):
+            with lock:
+                total.add_(1)
+            torch.randn(3, device=DEVICE).sum().item()
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert total.tolist() == [200.0] * 4
+
+
+def test_float64_and_integers_and_complex() -> None:
+    """All dense types of the CPU exist on the device."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.float32)
+        kinds += (torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16)
+        return [torch.tensor([0, 1, 1], dtype=kind, device=device) for kind in kinds]
+
+    for lazy, expected in zip(run(DEVICE), run("cpu"), strict=True):
+        assert lazy.dtype == expected.dtype
+        assert torch.equal(lazy.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+
+
+@pytest.mark.parametrize("native", ["1", "0"], ids=["C++ guard", "Python guard"])
+def test_the_device_works_with_either_guard(native: str) -> None:
+    """Without a compiler there is one device, and everything else works."""
+    code = (
+        "import torch, marid\n"
+        "x = torch.randn(4, 4, device='remote_accelerator', requires_grad=True)\n"
+        "m = torch.nn.Linear(4, 1).to('remote_accelerator')\n"
+        "(m(x) ** 2).sum().backward()\n"
+        "torch.optim.AdamW(m.parameters()).step()\n"
+        "assert x.grad.shape == (4, 4) and marid.stats().ops_executed == 0\n"
+        "print(torch.remote_accelerator.device_count(), x.grad.isfinite().all().item())\n"
+    )
+    done = _python(code, MARID_NATIVE=native)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["8" if native == "1" else "1", "True"]
+
+
+def test_the_number_of_devices_is_a_setting() -> None:
+    """``MARID_DEVICES``; a bad value is refused at import, naming the variable."""
+    code = "import torch, marid; print(torch.remote_accelerator.device_count())"
+    assert _python(code, MARID_DEVICES="3").stdout.strip() == "3"
+    failed = _python(code, MARID_DEVICES="many")
+    assert failed.returncode != 0
+    assert "MARID_DEVICES" in failed.stderr
+
+
+def test_pending_work_at_interpreter_exit_is_dropped_quietly() -> None:
+    """No crash, no message, exit code 0."""
+    code = (
+        "import torch, marid\n"
+        "x = torch.randn(10, device='remote_accelerator', requires_grad=True)\n"
+        "loss = (x * x).sum(); loss.backward()\n"
+        "y = x.grad * 2\n"
+    )
+    done = _python(code)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+def test_importing_marid_leaves_cpu_work_alone() -> None:
+    """Results, types and defaults of CPU tensors are PyTorch's own."""
+    x = torch.ones(2, 2)
+    assert type(x @ x) is torch.Tensor
+    assert torch.get_default_device().type == "cpu"
+    assert marid.stats().ops_captured == 0
+    assert marid.stats().ops_executed == 0
+
+
+def test_a_small_program_on_every_index() -> None:
+    """The same numbers everywhere."""
+    expected = on_both(lambda device: torch.linspace(0, 1, 5, device=device).cumsum(0))
+    for index in range(device_module.device_count()):
+        assert_same(torch.linspace(0, 1, 5, device=f"{DEVICE}:{index}").cumsum(0), expected.cpu())

@@ -1,0 +1,380 @@
+"""Errors: PyTorch's own where PyTorch would raise, Marid's where only a lazy device can fail, at the user's line always."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import signal
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import marid
+from marid.errors import (
+    AuthenticationError,
+    LazyTensorError,
+    MaterializationError,
+    SyncForbiddenError,
+    UnsupportedOperationError,
+    WireError,
+    WorkerLostError,
+)
+from tests.helpers import DEVICE, assert_same
+
+WRONG: dict[str, Callable[[str], Any]] = {
+    "add shapes": lambda d: torch.ones(2, device=d) + torch.ones(3, device=d),
+    "matmul shapes": lambda d: torch.ones(2, 3, device=d) @ torch.ones(2, 3, device=d),
+    "mm rank": lambda d: torch.mm(torch.ones(3, device=d), torch.ones(3, device=d)),
+    "bmm shapes": lambda d: torch.bmm(torch.ones(2, 2, 3, device=d), torch.ones(2, 2, 3, device=d)),
+    "linear": lambda d: nn.Linear(3, 2).to(d)(torch.ones(2, 4, device=d)),
+    "conv2d channels": lambda d: nn.Conv2d(3, 1, 1).to(d)(torch.ones(1, 2, 4, 4, device=d)),
+    "conv2d rank": lambda d: nn.Conv2d(3, 1, 1).to(d)(torch.ones(4, device=d)),
+    "cat shapes": lambda d: torch.cat([torch.ones(2, 2, device=d), torch.ones(3, 3, device=d)]),
+    "stack shapes": lambda d: torch.stack([torch.ones(2, device=d), torch.ones(3, device=d)]),
+    "view": lambda d: torch.ones(6, device=d).view(4, 2),
+    "view of transposed": lambda d: torch.ones(2, 3, device=d).t().view(6),
+    "reshape": lambda d: torch.ones(6, device=d).reshape(5),
+    "expand": lambda d: torch.ones(2, 3, device=d).expand(2, 4),
+    "dim": lambda d: torch.ones(2, device=d).sum(3),
+    "transpose": lambda d: torch.ones(2, device=d).transpose(0, 2),
+    "permute": lambda d: torch.ones(2, 2, device=d).permute(0, 0),
+    "index": lambda d: torch.ones(2, device=d)[5],
+    "too many indices": lambda d: torch.ones(2, device=d)[0, 0],
+    "select": lambda d: torch.ones(2, device=d).select(0, 7),
+    "narrow": lambda d: torch.ones(3, device=d).narrow(0, 2, 5),
+    "split": lambda d: torch.ones(3, device=d).split([1, 1]),
+    "bool of several": lambda d: bool(torch.ones(2, device=d)),
+    "bool of none": lambda d: bool(torch.ones(0, device=d)),
+    "item of several": lambda d: torch.ones(2, device=d).item(),
+    "int of several": lambda d: int(torch.ones(2, device=d)),
+    "float to index": lambda d: [1, 2][torch.tensor(1.0, device=d)],  # type: ignore[call-overload]
+    "iterate a scalar": lambda d: list(torch.tensor(1.0, device=d)),
+    "len of a scalar": lambda d: len(torch.tensor(1.0, device=d)),
+    "bitwise on floats": lambda d: torch.ones(2, device=d) & 1,
+    "float result into integers": lambda d: torch.ones(2, dtype=torch.int64, device=d).add_(1.5),
+    "mean of integers": lambda d: torch.ones(2, dtype=torch.int64, device=d).mean(),
+    "matmul dtypes": lambda d: torch.ones(2, 2, device=d) @ torch.ones(2, 2, dtype=torch.float64, device=d),
+    "negative booleans": lambda d: -torch.ones(2, dtype=torch.bool, device=d),
+    "subtract booleans": lambda d: torch.ones(2, dtype=torch.bool, device=d) - torch.ones(2, dtype=torch.bool, device=d),
+    "in-place shape": lambda d: torch.ones(2, device=d).add_(torch.ones(3, 2, device=d)),
+    "copy_ shape": lambda d: torch.ones(2, device=d).copy_(torch.ones(3, device=d)),
+    "set item shape": lambda d: torch.ones(4, device=d).__setitem__(slice(0, 2), torch.ones(3, device=d)),
+    "write to expanded": lambda d: torch.ones(1, device=d).expand(3).add_(1),
+    "out dtype": lambda d: torch.add(torch.ones(2, device=d), 1, out=torch.ones(2, dtype=torch.int64, device=d)),
+    "gather rank": lambda d: torch.ones(2, device=d).gather(0, torch.zeros(1, 1, dtype=torch.int64, device=d)),
+    "gather index dtype": lambda d: torch.ones(2, device=d).gather(0, torch.zeros(1, device=d)),
+    "scatter dtype": lambda d: torch.ones(2, device=d).scatter_(0, torch.zeros(1, dtype=torch.int64, device=d), "x"),
+    "float as index": lambda d: torch.ones(2, device=d)[torch.ones(2, device=d)],
+    "embedding of floats": lambda d: F.embedding(torch.ones(2, device=d), torch.ones(3, 3, device=d)),
+    "cross entropy shapes": lambda d: F.cross_entropy(torch.ones(2, 3, device=d), torch.zeros(4, dtype=torch.int64, device=d)),
+    "layer norm shape": lambda d: F.layer_norm(torch.ones(2, 3, device=d), (4,)),
+    "softmax dim": lambda d: F.softmax(torch.ones(2, device=d), 3),
+    "cholesky of a vector": lambda d: torch.linalg.cholesky(torch.ones(2, device=d)),
+    "cholesky of an indefinite matrix": lambda d: torch.linalg.cholesky(-torch.eye(2, device=d)),
+    "inverse of a rectangle": lambda d: torch.linalg.inv(torch.ones(2, 3, device=d)),
+    "inverse of a singular matrix": lambda d: torch.linalg.inv(torch.zeros(2, 2, device=d)),
+    "normal with a negative deviation": lambda d: torch.empty(2, device=d).normal_(0, -1),
+    "uniform upside down": lambda d: torch.empty(2, device=d).uniform_(2, 1),
+    "randint empty range": lambda d: torch.randint(3, 3, (2,), device=d),
+    "arange step": lambda d: torch.arange(0, 5, -1, device=d),
+    "linspace steps": lambda d: torch.linspace(0, 1, -1, device=d),
+    "negative size": lambda d: torch.empty(-2, device=d),
+    "unknown keyword": lambda d: torch.ones(2, device=d).sum(nonsense=1),  # type: ignore[call-overload]
+    "wrong argument type": lambda d: torch.add(torch.ones(2, device=d), "a"),  # type: ignore[call-overload]
+    "unknown attribute": lambda d: torch.ones(2, device=d).nonsense,
+    "einsum": lambda d: torch.einsum("ij,jk->ik", torch.ones(2, 3, device=d), torch.ones(2, 3, device=d)),
+    "topk": lambda d: torch.ones(3, device=d).topk(5),
+    "kthvalue": lambda d: torch.ones(3, device=d).kthvalue(5),
+    "unfold": lambda d: torch.ones(3, device=d).unfold(0, 5, 1),
+    "as_strided": lambda d: torch.ones(3, device=d).as_strided((10,), (1,)),
+    "multinomial": lambda d: torch.multinomial(torch.ones(2, device=d), 5),
+    "max of nothing": lambda d: torch.ones(0, device=d).max(),
+    "complex order": lambda d: torch.ones(2, dtype=torch.complex64, device=d) < 1,
+    "max_pool": lambda d: F.max_pool2d(torch.ones(1, 1, 2, 2, device=d), 5),
+    "batch norm": lambda d: nn.BatchNorm1d(3).to(d)(torch.ones(1, 3, device=d)),
+    "attention shapes": lambda d: F.scaled_dot_product_attention(
+        torch.ones(1, 2, 4, device=d), torch.ones(1, 2, 5, device=d), torch.ones(1, 2, 4, device=d)
+    ),
+    "load_state_dict": lambda d: nn.Linear(2, 2).to(d).load_state_dict({"weight": torch.ones(3, 3)}),
+    "requires_grad of integers": lambda d: torch.ones(2, dtype=torch.int64, device=d).requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.filterwarnings("ignore")
+def test_errors_are_pytorchs_at_the_same_line(name: str) -> None:
+    """Same type and message, raised where the mistake is written; the device works afterwards."""
+    with pytest.raises(Exception) as expected:  # noqa: PT011  the type is compared below
+        WRONG[name]("cpu")
+    with pytest.raises(Exception) as found:  # noqa: PT011
+        WRONG[name](DEVICE)
+    assert found.type is expected.type
+    if found.type is not AttributeError:
+        assert str(found.value).replace(f"{DEVICE}:0", "cpu") == str(expected.value)
+    assert torch.ones(2, device=DEVICE).sum().item() == 2.0
+
+
+def test_the_traceback_of_a_mistake_ends_near_the_users_line() -> None:
+    """The user's own frame is in it, before any of Marid's."""
+    x = torch.ones(2, device=DEVICE)
+    line = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
+    try:
+        x + torch.ones(3, device=DEVICE)
+    except RuntimeError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        assert (frames[0].filename, frames[0].lineno) == (__file__, line)
+    else:
+        pytest.fail("the shapes do not fit")
+
+
+def test_a_failed_statement_leaves_its_operands_alone() -> None:
+    """Also when it writes in place."""
+    x = torch.arange(3.0, device=DEVICE)
+    for wrong in (lambda: x.add_(torch.ones(4, device=DEVICE)), lambda: x.view(2), lambda: x.copy_(torch.ones(5))):
+        with pytest.raises(RuntimeError):
+            wrong()
+    assert_same(x, torch.arange(3.0))
+
+
+# --- failures at run time ----------------------------------------------------------------------------------------------
+
+
+def _out_of_range() -> tuple[torch.Tensor, int]:
+    index = torch.tensor([0, 7], device=DEVICE)
+    return torch.arange(3.0, device=DEVICE).index_select(0, index), inspect.currentframe().f_lineno  # type: ignore[union-attr]
+
+
+def test_a_run_time_failure_names_both_lines() -> None:
+    """Where the operation was written and where it was read; the cause is the operation's own error."""
+    bad, written = _out_of_range()
+    line = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
+    with pytest.raises(MaterializationError) as caught:
+        (bad * 2).tolist()
+    text = str(caught.value)
+    assert "aten::index_select" in text
+    assert f"{__file__}:{written}" in text
+    assert f"{__file__}:{line}" in text
+    assert isinstance(caught.value.__cause__, (IndexError, RuntimeError))
+    assert str(caught.value.__cause__) in text
+
+
+def test_a_run_time_failure_names_the_module() -> None:
+    """So that it is found in a model of many layers."""
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1)).to(DEVICE)
+    with pytest.raises(MaterializationError, match=r"'0'"):
+        model(torch.tensor([99], device=DEVICE)).sum().item()
+
+
+def test_a_run_time_failure_is_raised_again_at_each_read() -> None:
+    """What ran before it keeps its results and is not run twice; what does not need it is untouched."""
+    good = torch.arange(3.0, device=DEVICE) * 2
+    bad, _ = _out_of_range()
+    both = good.sum() + bad.sum()
+    for _ in range(3):
+        with pytest.raises(MaterializationError):
+            both.item()
+    executed = marid.stats().ops_executed
+    assert_same(good, torch.arange(3.0) * 2)
+    assert marid.stats().ops_executed <= executed + 2
+    del both, bad
+    assert (good + 1).sum().item() == 9.0
+
+
+def test_writes_before_a_failure_happen_once() -> None:
+    """A program that fails half-way does not repeat its in-place writes when it is run again."""
+    x = torch.zeros(3, device=DEVICE)
+    x.materialize()  # type: ignore[attr-defined]
+    x.add_(1)
+    bad = x.index_select(0, torch.tensor([9], device=DEVICE))
+    x.add_(10)
+    for _ in range(3):
+        with pytest.raises(MaterializationError):
+            bad.tolist()
+    assert x.tolist() == [11.0, 11.0, 11.0]
+
+
+def test_a_compiled_program_fails_like_the_first_run() -> None:
+    """The generated code of a program that ran before reports a failure with the same lines."""
+
+    def look_up(position: int) -> torch.Tensor:
+        return torch.arange(3.0, device=DEVICE).index_select(0, torch.full((1,), position, device=DEVICE)) * 2
+
+    for position in (0, 1, 2):
+        assert look_up(position).tolist() == [2.0 * position]
+    for _ in range(2):
+        with pytest.raises(MaterializationError, match=r"index_select") as caught:
+            look_up(9).tolist()
+        assert __file__ in str(caught.value)
+    assert look_up(1).tolist() == [2.0]
+
+
+def test_keyboard_interrupt_in_the_middle_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives as itself, and what was pending can be read afterwards, each write done once."""
+    x = torch.zeros(512, 512, device=DEVICE)
+    expected = torch.zeros(512, 512)
+    for step in range(200):
+        x = x @ x
+        x.add_(step % 3)
+        expected = expected @ expected
+        expected.add_(step % 3)
+        x, expected = x.clamp(-1, 1), expected.clamp(-1, 1)
+    previous = signal.setitimer(signal.ITIMER_REAL, 0)
+    assert previous == (0.0, 0.0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            x.tolist()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert_same(x, expected)
+    assert torch.ones(2, device=DEVICE).sum().item() == 2.0
+
+
+@pytest.mark.parametrize("delay", [0.0002, 0.001, 0.003, 0.01])
+def test_keyboard_interrupt_while_recording_and_running(delay: float) -> None:
+    """Wherever the interrupt falls, the device goes on and values are right."""
+
+    class Stop(BaseException):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        raise Stop
+
+    counter = torch.zeros(8, device=DEVICE)
+    done = 0
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        for _ in range(1_000_000):
+            counter = counter + 1
+            done += 1
+            if done % 50 == 0:
+                counter.sum().item()
+    except Stop:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert counter.tolist()[0] in (done, done + 1)
+    y = torch.arange(4.0, device=DEVICE)
+    y[1:].mul_(3)
+    assert y.tolist() == [0.0, 3.0, 6.0, 9.0]
+
+
+# --- Marid's own errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MaterializationError, UnsupportedOperationError, SyncForbiddenError, WorkerLostError, AuthenticationError, WireError],
+)
+def test_every_error_of_marid_is_a_lazy_tensor_error(error: type[Exception]) -> None:
+    """One class catches them all, and code that catches PyTorch's ``RuntimeError`` catches them too."""
+    assert issubclass(error, LazyTensorError)
+    assert issubclass(LazyTensorError, RuntimeError)
+    assert getattr(marid.errors, error.__name__) is error
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)),
+        lambda x: torch.zeros(2, 2, layout=torch.sparse_coo, device=DEVICE),
+        lambda x: torch.ones(2, 2).to_sparse().to(DEVICE),
+        lambda x: x.to_mkldnn(),
+    ],
+)
+def test_other_layouts_name_operation_and_line(use: Callable[[torch.Tensor], Any]) -> None:
+    """``UnsupportedOperationError``, never a made-up dense result."""
+    x = torch.ones(2, 2, device=DEVICE)
+    with pytest.raises(UnsupportedOperationError) as caught:
+        use(x)
+    assert "aten::" in str(caught.value)
+    assert f"{__file__}:" in str(caught.value)
+    assert x.sum().item() == 4.0
+
+
+# --- fallback ----------------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("marid_tests", "DEF")
+_library.define("opaque(Tensor x) -> Tensor")
+_library.define("broken(Tensor x) -> Tensor")
+_library.define("scale_(Tensor(a!) x, float by) -> Tensor(a!)")
+
+
+def _opaque(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy() * 2)
+
+
+def _broken(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("the kernel's own error")
+
+
+def _scale(x: torch.Tensor, by: float) -> torch.Tensor:
+    x.numpy()[...] *= by
+    return x
+
+
+_library.impl("opaque", _opaque, "CPU")
+_library.impl("broken", _broken, "CPU")
+_library.impl("scale_", _scale, "CPU")
+
+
+def test_an_operation_without_meta_kernel_runs_eagerly_warns_once_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """The result is the kernel's; the warning names operation and line; later calls are silent."""
+    x = torch.arange(3.0, device=DEVICE) + 1
+    with caplog.at_level(logging.WARNING, logger="marid"):
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        results = [torch.ops.marid_tests.opaque(x + i) for i in range(3)]
+    warnings = [r for r in caplog.records if "marid_tests::opaque" in r.getMessage()]
+    assert len(warnings) == 1
+    assert f"{__file__}:{line}" in warnings[0].getMessage()
+    assert marid.stats().fallbacks == {"marid_tests::opaque": 3}
+    assert [r.tolist() for r in results] == [[2.0, 4.0, 6.0], [4.0, 6.0, 8.0], [6.0, 8.0, 10.0]]
+    assert all(type(r) is marid.LazyTensor for r in results)
+
+
+def test_a_fallback_sees_pending_writes_and_writes_in_place() -> None:
+    """Materialised inputs are up to date, and what it writes is seen through views and by earlier readers not."""
+    base = torch.arange(4.0, device=DEVICE)
+    base.add_(1)
+    before = base * 1
+    view = base[1:3]
+    assert torch.ops.marid_tests.scale_(view, 10.0) is view
+    assert base.tolist() == [1.0, 20.0, 30.0, 4.0]
+    assert before.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert torch.ops.marid_tests.opaque(base).tolist() == [2.0, 40.0, 60.0, 8.0]
+
+
+def test_a_fallback_that_fails_raises_its_own_error() -> None:
+    """Never an invented result."""
+    with pytest.raises(ValueError, match="the kernel's own error"):
+        torch.ops.marid_tests.broken(torch.ones(1, device=DEVICE))
+
+
+def test_log_intercepts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """``MARID_LOG_INTERCEPTS=1``: one line for each recorded operation, fast path and slow path."""
+    monkeypatch.setattr(marid.settings, "log_intercepts", True)
+    with caplog.at_level(logging.INFO, logger="marid"):
+        x = torch.ones(2, device=DEVICE)
+        for _ in range(3):
+            x = x * 2
+        x.add_(1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("aten::mul" in line for line in lines) == 3
+    assert sum("aten::ones" in line for line in lines) == 1
+    assert sum("aten::add_" in line for line in lines) == 1
+    assert all(f"{__file__}:" in line for line in lines)

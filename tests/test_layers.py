@@ -1,0 +1,101 @@
+"""The layers of the package: each module imports only from its own layer or from those below it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import networkx
+
+import marid
+
+ROOT = Path(marid.__file__).parent
+
+# From the bottom up; the longest matching prefix places a module.
+LAYERS = [
+    {"errors", "settings"},
+    {"graph"},
+    {"semantics"},
+    {"report.stats"},
+    {"execute"},
+    {"engine"},
+    {"frontend"},
+    {"api", "runner", "as_cuda", "report"},
+    {"", "cli"},
+    {"__main__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def _modules() -> dict[str, Path]:
+    """Dotted names below ``marid``, the package itself being the empty name."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def _rank(module: str) -> int:
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in RANK:
+            return RANK[prefix]
+    raise AssertionError(f"marid.{module} is in no layer: add it to LAYERS in {Path(__file__).name}")
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _imports(path: Path, everywhere: bool) -> set[str]:
+    """What a module imports of marid: at its top level, or also inside of functions; never for type checkers only."""
+    modules = _modules()
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if _is_type_checking(node) or (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not everywhere):
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("marid.") in modules else node.module for name in names]
+        else:
+            assert not isinstance(node, ast.ImportFrom), f"{path}: relative import"
+            continue
+        found |= {name.removeprefix("marid").removeprefix(".") for name in names if name.split(".")[0] == "marid"}
+    return found
+
+
+def _edges(everywhere: bool) -> list[tuple[str, str]]:
+    return [(module, used) for module, path in _modules().items() for used in _imports(path, everywhere)]
+
+
+def test_nothing_imports_upward() -> None:
+    """Not even inside of a function."""
+    upward = [(a, b) for a, b in _edges(everywhere=True) if _rank(b) > _rank(a)]
+    assert not upward
+
+
+def test_modules_import_each_other_without_cycles() -> None:
+    """At module level."""
+    assert list(networkx.simple_cycles(networkx.DiGraph(_edges(everywhere=False)))) == []
+
+
+def test_the_check_sees_the_imports() -> None:
+    """Edges that are known to be there, in each of the forms of an import."""
+    edges = set(_edges(everywhere=True))
+    assert ("engine.inprocess", "graph.node") in edges
+    assert ("", "frontend.device") in edges
+    assert ("frontend.tensor", "frontend.record") in edges
+    assert _rank("graph.node") < _rank("semantics.scopes") < _rank("report.stats") < _rank("execute.flat")
+
+
+def test_the_graph_layer_knows_nothing_of_recording() -> None:
+    """Pure data: it imports PyTorch and itself, and nothing else of marid."""
+    outside = [(a, b) for a, b in _edges(everywhere=True) if a.startswith("graph") and not b.startswith("graph")]
+    assert not outside
