@@ -13,7 +13,7 @@ DEVICE = "remote_accelerator"
 
 
 def assert_same(lazy: Any, expected: Any) -> None:
-    """Bitwise equality of tensors (NaN equals NaN), with shape, dtype, strides and gradient flag; also in containers."""
+    """Equality of values (NaN equals NaN), shape, dtype, strides and gradient flag; also inside of containers."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(lazy, torch.Tensor)
         assert lazy.shape == expected.shape
@@ -35,7 +35,7 @@ def assert_same(lazy: Any, expected: Any) -> None:
 
 
 def on_both(function: Callable[[str], Any]) -> Any:
-    """Run ``function(device)`` on the CPU and on the lazy device, from the same seed; compare, and return the latter's."""
+    """Run ``function(device)`` on the CPU and on the device, from the same seed; compare; the device's result."""
     torch.manual_seed(0)
     expected = function("cpu")
     torch.manual_seed(0)

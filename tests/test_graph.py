@@ -266,7 +266,7 @@ def test_data_dependent_operations_are_counted() -> None:
     assert stats.fallbacks == {}
 
 
-# --- no_sync -----------------------------------------------------------------------------------------------------------
+# --- no_sync ---------------------------------------------------------------------------------------------------------
 
 
 def test_no_sync_names_the_line_that_would_wait() -> None:
@@ -320,20 +320,21 @@ def test_no_sync_allows_what_needs_no_run() -> None:
 def test_no_sync_nests_ends_with_exceptions_and_belongs_to_its_thread() -> None:
     """An inner block's end does not end the outer one; another thread may read."""
     x = torch.ones(100, device=DEVICE) * 2
-    with pytest.raises(ZeroDivisionError), marid.no_sync():
+    with marid.no_sync():
         with marid.no_sync():
-            pass
+            x.add_(1)
         with pytest.raises(SyncForbiddenError):
             x.tolist()
-        1 / 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), marid.no_sync():
+        1 / 0
     other = x * 3
     read: list[float] = []
     with marid.no_sync():
         thread = threading.Thread(target=lambda: read.append(other.sum().item()))
         thread.start()
         thread.join()
-    assert read == [600.0]
-    assert x.sum().item() == 200.0
+    assert read == [900.0]
+    assert x.sum().item() == 300.0
 
 
 def test_a_training_loop_runs_under_no_sync() -> None:

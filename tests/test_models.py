@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import DEVICE, assert_same
 from torch import nn
 
 import marid
+from tests.helpers import DEVICE, assert_same
 
 pytest.importorskip("transformers")
-from tests.models import CASES, Case  # noqa: E402  (needs transformers)
+from tests.models import CASES, Case
 
 _GENERATING = [case for case in CASES if case.generates]
 _BY_NAME = {case.name: case for case in CASES}
@@ -45,7 +45,7 @@ def _tensors(output: Any) -> Any:
         return {key: _tensors(value) for key, value in output.items()}
     if isinstance(output, (list, tuple)):
         return tuple(_tensors(value) for value in output)
-    if isinstance(output, torch.Tensor) or output is None:
+    if output is None or isinstance(output, (torch.Tensor, bool, int)):
         return output
     found = {key: _tensors(value) for key, value in vars(output).items() if _is_data(value)}
     assert found, f"no tensors in {type(output).__name__}"
@@ -63,18 +63,16 @@ def _no_fallbacks() -> None:
     assert marid.stats().fallbacks == {}
 
 
-# --- forward ----------------------------------------------------------------------------------------------------------
+# --- forward ---------------------------------------------------------------------------------------------------------
 
 
 @_every_model
 def test_forward_equals_the_cpu(case: Case) -> None:
     """Every output tensor, hidden states and caches too, bit for bit."""
-    model = _build(case).eval()
-    inputs = {**_inputs(case), "output_hidden_states": True}
-    expected = model(**inputs)
-    model.to(DEVICE)
-    assert all(p.device.type == DEVICE for p in [*model.parameters(), *model.buffers()])
-    assert_same(_tensors(model(**_moved(inputs))), _tensors(expected))
+    model, inputs = _build(case).eval(), {**_inputs(case), "output_hidden_states": True}
+    lazy = copy.deepcopy(model).to(DEVICE)
+    assert all(p.device.type == DEVICE for p in [*lazy.parameters(), *lazy.buffers()])
+    assert_same(_tensors(lazy(**_moved(inputs))), _tensors(model(**inputs)))
     _no_fallbacks()
 
 
@@ -85,8 +83,8 @@ def test_forward_with_plain_attention_equals_the_cpu(name: str) -> None:
     model = _build(case).eval()
     model.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
     inputs = {**_inputs(case), "output_attentions": True}
-    expected = model(**inputs)
-    assert_same(_tensors(model.to(DEVICE)(**_moved(inputs))), _tensors(expected))
+    lazy = copy.deepcopy(model).to(DEVICE)
+    assert_same(_tensors(lazy(**_moved(inputs))), _tensors(model(**inputs)))
 
 
 @_every_model
@@ -106,11 +104,23 @@ def test_forward_in_half_precision_equals_the_cpu(name: str, dtype: torch.dtype)
     case = _BY_NAME[name]
     model = _build(case).eval().to(dtype)
     inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in _inputs(case).items()}
+    lazy = copy.deepcopy(model).to(DEVICE)
+    assert_same(lazy(**_moved(inputs))[0], model(**inputs)[0])
+
+
+def test_a_model_moves_while_a_graph_of_it_is_alive() -> None:
+    """As between any two devices; the result of before keeps its values and its graph."""
+    case = _BY_NAME["gpt2"]
+    model, inputs = _build(case).eval(), _inputs(case)
     expected = model(**inputs)[0]
     assert_same(model.to(DEVICE)(**_moved(inputs))[0], expected)
+    expected.sum().backward()
+    back = model(**_moved(inputs))[0]
+    assert_same(model.cpu()(**inputs)[0], expected)
+    back.sum().backward()
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 def _train(case: Case, model: nn.Module, inputs: dict[str, Any], steps: int = 2) -> dict[str, Any]:
@@ -153,7 +163,7 @@ def test_training_with_dropout_equals_the_cpu(case: Case) -> None:
     _no_fallbacks()
 
 
-# --- generation -------------------------------------------------------------------------------------------------------
+# --- generation ------------------------------------------------------------------------------------------------------
 
 _GREEDY = {"do_sample": False}
 _SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}
@@ -213,7 +223,7 @@ def test_one_program_serves_every_token_with_a_static_cache() -> None:
     assert marid.stats().programs_reused > 0
 
 
-# --- saving and loading -----------------------------------------------------------------------------------------------
+# --- saving and loading ----------------------------------------------------------------------------------------------
 
 
 @_every_model
@@ -241,6 +251,7 @@ def test_pretrained_folder_round_trip(name: str, tmp_path: Path) -> None:
     case = _BY_NAME[name]
     model, inputs = _build(case).eval(), _inputs(case)
     expected = model(**inputs)[0]
-    model.to(DEVICE).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    lazy = copy.deepcopy(model).to(DEVICE)
+    lazy.save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
     loaded = type(model).from_pretrained(tmp_path, local_files_only=True)  # pyright: ignore[reportAttributeAccessIssue]
     assert_same(loaded.eval().to(DEVICE)(**_moved(inputs))[0], expected)

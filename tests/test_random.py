@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import marid
-from tests.helpers import DEVICE, assert_same, on_both
+from tests.helpers import DEVICE, assert_same, on_both, seeded
 
 device_module: Any = torch.remote_accelerator  # type: ignore[attr-defined]
 
@@ -224,8 +224,8 @@ def test_training_with_dropout_equals_eager() -> None:
     """Many steps, dropout in forward, random data: bitwise the same losses."""
 
     def train(device: str) -> list[Any]:
-        model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)).to(device)
-        torch.manual_seed(1)
+        layers = [nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)]
+        model = seeded(nn.Sequential(*layers), device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for _ in range(5):

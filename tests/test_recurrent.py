@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,7 +124,7 @@ def test_dropout(kind: str, packed: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_without_gradients(kind: str, mode: str, dtype: torch.dtype) -> None:
-    for packed, train in itertools.product((False, True), (False, True)):
+    for packed, train in ((False, True), (True, False)):
         with GRAD_MODES[mode]():
             check(kind, dtype, packed, train=train, num_layers=2, bidirectional=True, dropout=0.2)
 
@@ -291,6 +290,7 @@ def test_packing(shape: tuple[int, ...], batch_first: bool) -> None:
 
 def test_packing_refuses_what_eager_refuses() -> None:
     for shape, lengths in (((3, 2, 1), [1, 2]), ((3, 2, 1), [3]), ((3, 2, 1), [3, 0]), ((3, 2, 0), [3, 1])):
+
         def pack(device: str, shape: Any = shape, lengths: Any = lengths) -> None:
             pack_padded_sequence(torch.randn(shape, device=device), lengths)
 
@@ -362,4 +362,3 @@ def test_a_training_loop() -> None:
         return losses, [p.detach() for p in model.parameters()]
 
     on_both(run)
-

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marid
-from marid.settings import settings
 from tests.helpers import DEVICE
 
 
@@ -268,14 +267,6 @@ def test_source_line_of_backward_and_step_is_their_call() -> None:
     assert model.weight.grad is not None
     assert model.weight.grad.metadata.source == f"{__file__}:{backward_line}"
     assert model.weight.metadata.source == f"{__file__}:{step_line}"
-
-
-def test_source_lines_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``MARID_SOURCE_LINES=0``: nothing is stamped, everything else works."""
-    monkeypatch.setattr(settings, "source_lines", False)
-    x = torch.ones(2, device=DEVICE) * 2
-    assert x.metadata.source is None
-    assert x.tolist() == [2.0, 2.0]
 
 
 def test_every_node_of_a_training_step_is_stamped() -> None:

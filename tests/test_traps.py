@@ -10,11 +10,11 @@ import threading
 
 import pytest
 import torch
-from tests.helpers import DEVICE, assert_same, on_both
 from torch import nn
 
 import marid
 from marid.settings import settings
+from tests.helpers import DEVICE, assert_same, on_both
 
 
 def _model(device: str) -> nn.Sequential:

@@ -63,7 +63,9 @@ def test_a_lazy_tuple_is_one_node() -> None:
     assert marid.stats().ops_captured == before + 1
 
 
-@pytest.mark.parametrize(("make", "fields"), [("topk", "values indices"), ("aminmax", "min max"), ("frexp", "mantissa exponent")])
+@pytest.mark.parametrize(
+    ("make", "fields"), [("topk", "values indices"), ("aminmax", "min max"), ("frexp", "mantissa exponent")]
+)
 def test_named_results_keep_their_names(make: str, fields: str) -> None:
     """``sort().values`` as in PyTorch, also by position."""
     made, expected = MAKERS[make](_matrix(DEVICE)), MAKERS[make](_matrix("cpu"))
@@ -71,7 +73,7 @@ def test_named_results_keep_their_names(make: str, fields: str) -> None:
         assert getattr(made, field) is made[index]
         assert_same(getattr(made, field), getattr(expected, field))
     with pytest.raises(AttributeError, match="LazyTuple"):
-        made.nothing  # noqa: B018
+        made.nothing
 
 
 def test_reading_one_piece_runs_that_piece_only() -> None:
@@ -102,7 +104,7 @@ def test_tuple_protocols() -> None:
     assert len(rest) == 3
     assert made[1:] == tuple(made)[1:]
     assert len(made + (1,)) == 5
-    assert list(reversed(made))[0] is made[-1]
+    assert next(reversed(made)) is made[-1]
     assert marid.stats().ops_executed == 0
 
 

@@ -23,15 +23,13 @@ class Settings:
     print_materialize: bool = False
     """``print(tensor)`` runs the tensor and shows its values."""
     log_intercepts: bool = False
-    """Log every recorded operation to the logger ``marid``."""
+    """Log every recorded operation to the logger ``marid``. Set it before the import."""
     max_pending_nodes: int = 20_000
     """The tape is cut and run when this many live nodes are pending."""
     max_pending_bytes: int = 1 << 30
     """The tape is cut and run when pending results would hold this many bytes."""
     cache_programs: int = 1024
     """How many programs are kept; the least recently used goes first."""
-    source_lines: bool = True
-    """Stamp every node with the user's source line."""
     native: bool = True
     """Build and use the C++ device guard when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))

@@ -5,8 +5,8 @@ A program is a tuple of statements, and a statement is Python text over these na
 ``materialize(...)``, which makes a lazy device run now and does nothing elsewhere. Because a statement is text, what
 fails is printed as the very code that ran.
 
-Statements are written by ``programs(profile)`` with a running CPU copy at hand, so that shapes mostly fit; those that do
-not fit are wanted too: an error must be the same error on both devices, and leave the same state behind.
+Statements are written by ``programs(profile)`` with a running CPU copy at hand, so that shapes mostly fit; those that
+do not fit are wanted too: an error must be the same error on both devices, and leave the same state behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Program = tuple[str, ...]
 
 @dataclass
 class Step:
-    """What one statement did: the type of its error, what was read, and what every living tensor looks like after it."""
+    """What one statement did: the type of its error, what was read, and what all tensors look like after it."""
 
     error: type[BaseException] | None
     reads: list[Any]
@@ -187,7 +187,8 @@ def check(program: Program, device: str = DEVICE) -> None:
         try:
             found, found_groups = run.values(backwards=attempt == 1), run.aliases()
         except Exception as error:
-            raise Mismatch(program, f"run {attempt + 1}, final reads: {type(error).__name__}: {error}", raising) from error
+            what = f"run {attempt + 1}, final reads: {type(error).__name__}: {error}"
+            raise Mismatch(program, what, raising) from error
         for name, value in expected.items():
             if not _same(value, found[name]):
                 what = f"run {attempt + 1}, value of {name}:\n  cpu    {value}\n  device {found[name]}"
@@ -657,7 +658,8 @@ def pieces(w: Writer) -> str:
 def view_in_place(w: Writer) -> str:
     x = w.tensor()
     a, b = w.dim(x), w.dim(x)
-    return f"{x}." + w.one(f"transpose_({a}, {b})", "t_()", f"unsqueeze_({a})", "squeeze_()", f"squeeze_({a})", "detach_()")
+    how = w.one(f"transpose_({a}, {b})", "t_()", f"unsqueeze_({a})", "squeeze_()", f"squeeze_({a})", "detach_()")
+    return f"{x}.{how}"
 
 
 # Writes
@@ -721,18 +723,24 @@ def out_variant(w: Writer) -> str:
     x = w.tensor()
     y, target = w.partner(x), w.tensor()
     if w.chance(30):
-        return f"{w.new()} = torch.{w.one(*_BINARY)}({x}, {y}, out=torch.empty(0, device=device, dtype={w.one(*_FLOATS)}))"
+        empty = f"torch.empty(0, device=device, dtype={w.one(*_FLOATS)})"
+        return f"{w.new()} = torch.{w.one(*_BINARY)}({x}, {y}, out={empty})"
+    # Growing an output that lies in the memory of an input is undefined.
+    memory = w.look(x).untyped_storage().data_ptr()
+    apart = w.tensor(lambda t: t.untyped_storage().data_ptr() != memory)
     return w.one(
         f"torch.{w.one(*_BINARY)}({x}, {y}, out={target})",
         f"torch.{w.one(*_UNARY)}({x}, out={target})",
         f"torch.sum({x}, 0, out={target})",
-        f"torch.cat([{x}, {x}], out={target})",
+        f"torch.cat([{x}, {x}], out={apart})",
     )
 
 
 def foreach(w: Writer) -> str:
     x = w.tensor()
-    y, u, v = w.tensor(), w.partner(x), w.writer_of(x)
+    # A list of which only a part can be written is written in part before eager PyTorch raises.
+    y = w.tensor(lambda t: t.dtype == w.look(x).dtype)
+    u, v = w.partner(x), w.writer_of(x)
     return w.one(
         f"torch._foreach_add_([{x}, {y}], {w.one(*_NUMBERS)})",
         f"torch._foreach_mul_([{x}, {y}], [{v}, {y}])",
@@ -810,7 +818,8 @@ def branch(w: Writer) -> str:
 def loop(w: Writer) -> str:
     x = w.float_tensor()
     y = w.writer_of(x)
-    body = w.one(f"{x} = {x} * 0.5 + {y}", f"{x} = {x}.tanh()", f"{x} = torch.sin({x}) + {y}\n    read({x}.sum().item())")
+    reads = f"{x} = torch.sin({x}) + {y}\n    read({x}.sum().item())"
+    body = w.one(f"{x} = {x} * 0.5 + {y}", f"{x} = {x}.tanh()", reads)
     return f"for _ in range({w.number(2, 4)}):\n    {body}"
 
 
@@ -838,7 +847,7 @@ def wrong(w: Writer) -> str:
         f"t0 = torch.bmm({x}, {y})",
         f"t0 = {x}.permute(0, 0)",
         f"t0 = F.conv1d({x}, {y})",
-        f"t0 = torch.empty(-1, device=device)",
+        "t0 = torch.empty(-1, device=device)",
         f"t0 = {x}.as_strided((100, 100), (100, 1))",
         f"{x}.index_add_(0, {y}, {x})",
         f"t0 = {x}.gather(0, {y})",
@@ -866,7 +875,8 @@ def backward(w: Writer) -> str:
     if w.chance(10):
         return f"{x}.backward()"
     retain = w.one("", "retain_graph=True")
-    return f"{w.one('({0} * {0}).sum()', '{0}.sum()', '{0}.float().mean()', '({0} * 3).norm()').format(x)}.backward({retain})"
+    loss = w.one("({0} * {0}).sum()", "{0}.sum()", "{0}.float().mean()", "({0} * 3).norm()").format(x)
+    return f"{loss}.backward({retain})"
 
 
 def gradient(w: Writer) -> str:
@@ -894,7 +904,7 @@ def with_grad(w: Writer) -> str:
 
 
 def no_grad(w: Writer) -> str:
-    return f"with torch.{w.one('no_grad', 'enable_grad', 'inference_mode') if w.chance(10) else 'no_grad'}():\n" + (
+    return f"with torch.{w.one('no_grad', 'enable_grad')}():\n" + (
         textwrap.indent(w.one(write, binary, view, reduction, set_item, out_variant)(w), "    ")
     )
 

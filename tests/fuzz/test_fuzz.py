@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
-from tests.fuzz.programs import PROFILES, Mismatch, Program, check, minimised, programs, script
 
 import marid
+from tests.fuzz.programs import PROFILES, Mismatch, Program, check, minimised, programs, script
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 

@@ -30,6 +30,7 @@ _library = torch.library.Library("marid", "FRAGMENT")
 _library.define(f"lstm_layer({_TENSORS}, {_FLAGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(f"lstm_layer_backward({_TENSORS}, {_GRADS}, {_FLAGS}) -> ({', '.join(['Tensor'] * 7)})")
 
+
 def _run_layer(tensors: Sequence[Tensor], reverse: bool, hidden_size: int, has_biases: bool, keep: bool) -> Any:
     with torch.set_grad_enabled(keep):
         return aten.mkldnn_rnn_layer.default(

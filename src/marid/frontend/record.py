@@ -268,7 +268,7 @@ class Recorder:
             tuple(call.kwargs.items()) if call.kwargs else None,
             None,
             None,
-            capture_site(getframe()) if settings.source_lines else None,
+            capture_site(getframe()),
             state.scope if current_graph_task() < 0 else state.scope.backward,
         )
         _order(node, tensors, call.writes)
@@ -495,7 +495,7 @@ def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwar
 def _remember(recorder: Recorder, key: Any, args: tuple[Any, ...], result: Any) -> None:
     """Let ``dispatch`` record the next call with these specs by itself."""
     rule = recorder.rule_of(recorder.flatten(args, {}))
-    if rule.eager is not None or settings.log_intercepts or not settings.source_lines:
+    if rule.eager is not None or settings.log_intercepts:
         return
     spec = rule.outs[0].spec
     assert spec is not None

@@ -87,12 +87,12 @@ def _replace_rnn(packet: Any, cell: Cell) -> None:
     def full(
         input: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, *options: Any
     ) -> tuple[Tensor, Tensor]:
-        *options, batch_first = options
+        *rest, batch_first = options
         _check_devices(input, [hx], params)
         input = aten.transpose.int(input, 0, 1) if batch_first else input
         gathered = _gather(params, has_biases)
         hiddens = [(h,) for h in aten.unbind.int(hx, 0)]
-        output, (hy,) = _stacked((cells.forwards, cells.backwards), cell, input, hiddens, gathered, *options)
+        output, (hy,) = _stacked((cells.forwards, cells.backwards), cell, input, hiddens, gathered, *rest)
         return aten.transpose_.default(output, 0, 1) if batch_first else output, hy
 
     @_replaces(packet.data)
