@@ -81,7 +81,7 @@ def test_forward_with_plain_attention_equals_the_cpu(name: str) -> None:
     """The attention written out in PyTorch, whose weights can be asked for."""
     case = _BY_NAME[name]
     model = _build(case).eval()
-    model.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
+    model.set_attn_implementation("eager")
     inputs = {**_inputs(case), "output_attentions": True}
     lazy = copy.deepcopy(model).to(DEVICE)
     assert_same(_tensors(lazy(**_moved(inputs))), _tensors(model(**inputs)))
@@ -172,7 +172,7 @@ _SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}
 def _generate(case: Case, model: nn.Module, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     inputs = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
     torch.manual_seed(4)
-    generate: Callable[..., torch.Tensor] = model.generate  # pyright: ignore[reportAssignmentType]
+    generate: Callable[..., torch.Tensor] = model.generate
     return generate(**inputs, max_new_tokens=8, **options)
 
 
@@ -215,7 +215,7 @@ def test_one_program_serves_every_token_with_a_static_cache() -> None:
     """Shapes stay the same from token to token, so nothing new is built after the first few."""
     case = _BY_NAME["llama"]
     model, inputs = _build(case).eval().to(DEVICE), _moved(_inputs(case))
-    model.generation_config.eos_token_id = None  # pyright: ignore[reportAttributeAccessIssue]  (run to the end)
+    model.generation_config.eos_token_id = None  # run to the end
     _generate(case, model, inputs, cache_implementation="static")
     marid.reset_stats()
     _generate(case, model, inputs, cache_implementation="static")
@@ -252,6 +252,6 @@ def test_pretrained_folder_round_trip(name: str, tmp_path: Path) -> None:
     model, inputs = _build(case).eval(), _inputs(case)
     expected = model(**inputs)[0]
     lazy = copy.deepcopy(model).to(DEVICE)
-    lazy.save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    loaded = type(model).from_pretrained(tmp_path, local_files_only=True)  # pyright: ignore[reportAttributeAccessIssue]
+    lazy.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, local_files_only=True)
     assert_same(loaded.eval().to(DEVICE)(**_moved(inputs))[0], expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class Settings:
     print_materialize: bool = False
     """``print(tensor)`` runs the tensor and shows its values."""
     log_intercepts: bool = False
-    """Log every recorded operation to the logger ``marid``. Set it before the import."""
+    """Log every recorded operation to the logger ``marid``."""
     max_pending_nodes: int = 20_000
     """The tape is cut and run when this many live nodes are pending."""
     max_pending_bytes: int = 1 << 30
@@ -34,6 +35,18 @@ class Settings:
     """Build and use the C++ device guard when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))
     """Where built files are kept."""
+
+    def __post_init__(self) -> None:
+        self._listeners: list[Callable[[], None]] = []
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        for listener in self.__dict__.get("_listeners", ()):
+            listener()
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each assignment to a field."""
+        self._listeners.append(listener)
 
     @classmethod
     def from_environment(cls) -> Settings:

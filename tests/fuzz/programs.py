@@ -357,7 +357,7 @@ class Writer:
 
     def tensor(self, wanted: Callable[[torch.Tensor], bool] = lambda _: True) -> str:
         """The name of a tensor; raises ``Unfit`` when there is none as wanted."""
-        names = [name for name, tensor in self.cpu.tensors.items() if wanted(tensor)]
+        names = [name for name, tensor in self.cpu.tensors.items() if _is_wanted(tensor, wanted)]
         if not names:
             raise Unfit
         return names[-1 - self.number(0, len(names) - 1)]
@@ -400,6 +400,13 @@ class Writer:
 
 class Unfit(Exception):
     """No tensor is fit for the statement."""
+
+
+def _is_wanted(tensor: torch.Tensor, wanted: Callable[[torch.Tensor], bool]) -> bool:
+    try:
+        return wanted(tensor)
+    except RuntimeError:  # looking at a view that was written against autograd's rules
+        return False
 
 
 def _broadcasts(a: torch.Size, b: torch.Size) -> bool:
@@ -739,7 +746,7 @@ def out_variant(w: Writer) -> str:
 def foreach(w: Writer) -> str:
     x = w.tensor()
     # A list of which only a part can be written is written in part before eager PyTorch raises.
-    y = w.tensor(lambda t: t.dtype == w.look(x).dtype)
+    y = w.tensor(lambda t: t.dtype == w.look(x).dtype and t.is_contiguous())
     u, v = w.partner(x), w.writer_of(x)
     return w.one(
         f"torch._foreach_add_([{x}, {y}], {w.one(*_NUMBERS)})",
@@ -758,12 +765,14 @@ def identity(w: Writer) -> str:
     x = w.tensor()
     dtype = w.look(x).dtype
     y = w.tensor() if w.chance(5) else w.tensor(lambda t: t.dtype == dtype)
+    filled = "" if w.look(x).is_contiguous() and w.look(x).numel() else ".fill_(1)"
     return w.one(
         f"{x}.data = {y}",
         f"{x}.data = {y}.data.clone()",
         f"{x}.set_({y})",
         f"{x}.data.mul_(2)",
-        f"{x}.resize_({list(w.look(x).shape)[:-1]})",
+        # What a tensor grows into is undefined, so it is filled.
+        f"{x}.resize_({list(w.look(x).shape)[:-1]}){filled}",
         f"{x}.resize_(2, 4).fill_(1)",
         f"{x}.set_({y}.untyped_storage(), {y}.storage_offset(), {y}.shape, {y}.stride())",
         f"{x}.resize_as_({y}).fill_(2)",
@@ -781,7 +790,7 @@ def read(w: Writer) -> str:
         "{0}",
         "bool(({0} > 0).any())",
         "{0}.cpu()",
-        "{0}.numpy(force=True)",
+        "{0}.clone().numpy(force=True)",  # sharing memory with an array would forbid resizing it
         "torch.equal({0}, {0}.clone())",
         "f'{{{0}.float().sum():.4f}}'",
         "{0}.item()",
@@ -834,6 +843,7 @@ def run_some(w: Writer) -> str:
 def wrong(w: Writer) -> str:
     """Bad use, or mostly so."""
     x, y = w.tensor(), w.tensor()
+    floats = w.float_tensor()  # wrong as indices; integers may be out of range, which only a read can see
     return w.one(
         f"t0 = {x}.view(7, 11)",
         f"t0 = torch.mm({x}, {y})",
@@ -849,12 +859,12 @@ def wrong(w: Writer) -> str:
         f"t0 = F.conv1d({x}, {y})",
         "t0 = torch.empty(-1, device=device)",
         f"t0 = {x}.as_strided((100, 100), (100, 1))",
-        f"{x}.index_add_(0, {y}, {x})",
-        f"t0 = {x}.gather(0, {y})",
+        f"{x}.index_add_(0, {floats}, {x})",
+        f"t0 = {x}.gather(0, {floats})",
         f"t0 = torch.linalg.inv({x})" if w.look(x).dim() < 2 else f"t0 = {x}.unfold(0, 99, 1)",
         f"t0 = {x}.undefined_method()",
         f"t0 = torch.add({x}, 'text')",
-        f"t0 = F.cross_entropy({x}, {y})",
+        f"t0 = F.cross_entropy({x}, {floats})",
     )
 
 

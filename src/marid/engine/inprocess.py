@@ -61,12 +61,11 @@ class InProcessEngine:
         self.programs = ProgramCache()
         self._twisters = Twisters()
 
-    def run(self, nodes: list[Node]) -> None:
+    def run(self, nodes: list[Node]) -> int:
         with self.lock:
             # Another thread may have run some of them while this one waited for the lock.
-            nodes = [node for node in nodes if node.args is not None]
-            if nodes:
-                self._run(bind(nodes))
+            nodes[:] = [node for node in nodes if node.args is not None]
+            return self._run(bind(nodes)) if nodes else 0
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():
@@ -79,7 +78,7 @@ class InProcessEngine:
     def generator(self, draw: Draw) -> torch.Generator:
         return self._twisters.at(draw)
 
-    def _run(self, task: Task) -> None:
+    def _run(self, task: Task) -> int:
         program = self.programs.find(task)
         try:
             with concretely():
@@ -102,6 +101,7 @@ class InProcessEngine:
             finish(node)
         counters.ops_executed += len(task.nodes)
         counters.epoch += 1
+        return program.transient_bytes
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

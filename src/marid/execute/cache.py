@@ -28,7 +28,7 @@ class ProgramCache:
             self._programs.move_to_end(task.key)
             counters.programs_reused += 1
             return found
-        built = FlatProgram(task.build())
+        built = FlatProgram(task.build(), task.result_bytes())
         counters.programs_built += 1
         self._programs[task.key] = built
         while len(self._programs) > settings.cache_programs:

@@ -40,11 +40,15 @@ class Interrupted(Exception):
 
 
 class FlatProgram:
-    """A program ready to run on concrete tensors. ``source`` is the generated Python text."""
+    """A program ready to run on concrete tensors. ``source`` is the generated Python text.
 
-    def __init__(self, program: Program) -> None:
+    ``transient_bytes`` is the largest sum of live results, with the sizes (by slot) of the run it was built for.
+    """
+
+    def __init__(self, program: Program, result_bytes: dict[int, int]) -> None:
         self.program = program
         self.dying = _last_uses(program)
+        self.transient_bytes = _peak(program, self.dying, result_bytes)
         self.runs = 0
         self._function: Callable[..., list[torch.Tensor]] | None = None
         self._line_of: list[int] = []
@@ -120,6 +124,15 @@ def _last_uses(program: Program) -> list[list[int]]:
         needed |= touched
     dying.reverse()
     return dying
+
+
+def _peak(program: Program, dying: list[list[int]], result_bytes: dict[int, int]) -> int:
+    live = peak = 0
+    for instruction, dead in zip(program.instructions, dying, strict=True):
+        live += sum(result_bytes.get(result.slot, 0) for result in instruction.results)
+        peak = max(peak, live)
+        live -= sum(result_bytes.get(slot, 0) for slot in dead)
+    return peak
 
 
 def _slots_of(instruction: Instruction) -> list[int]:

@@ -101,6 +101,9 @@ def _register(lists: dict[str, list[str]]) -> None:
 
 
 def _kernel(func: Any, policy: str) -> Any:
+    names = [argument.name for argument in func._schema.arguments]
+    dtype_position = names.index("dtype") if "dtype" in names else len(names)
+
     def lower_or_full(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
         return func(*_cast(args, dtype), **_cast(kwargs, dtype))
 
@@ -109,8 +112,9 @@ def _kernel(func: Any, policy: str) -> Any:
             if policy == "lower":
                 return lower_or_full(torch.get_autocast_dtype(handles.DEVICE_TYPE), args, kwargs)
             if policy == "full unless dtype":
-                if kwargs.get("dtype") is None and _first_is_low(args):
-                    kwargs["dtype"] = torch.float32
+                given = args[dtype_position] if len(args) > dtype_position else kwargs.get("dtype")
+                if given is None and _first_is_low(args):
+                    return func(*args[:dtype_position], **{**kwargs, "dtype": torch.float32})
                 return func(*args, **kwargs)
             if policy == "full":
                 return lower_or_full(torch.float32, args, kwargs)

@@ -12,7 +12,7 @@ import torch
 from torch.utils import backend_registration
 
 from marid.frontend import autocast, factories, handles, overrides, random, recurrent, serialize, special, tuples
-from marid.frontend.materialize import run_everything
+from marid.frontend.materialize import bytes_of, run_everything
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
 from marid.semantics import scopes
@@ -82,43 +82,49 @@ def _allow_foreach() -> None:
 
 
 def _keep_parameters() -> None:
-    # Moving a module to the device replaces its parameters in place (LazyTensor.__tensor_flatten__); moving it back
-    # must do the same, or tied weights come apart.
+    # PyTorch moves a parameter between devices in place only where tensors of both have the same C++ type. Without
+    # that, each module gets a new parameter: tied weights come apart, and optimizers keep the old ones.
     move = torch.nn.Module._apply
 
     @functools.wraps(move)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-        if not any(type(p) is LazyTensor for p in self._parameters.values()):
-            return move(self, fn, recurse)
-        before = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            return move(self, fn, recurse)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(before)
+        results: dict[int, torch.Tensor] = {}
+        for parameter in self._parameters.values():
+            if parameter is not None and not torch.nn.parameter.is_lazy(parameter):
+                with torch.no_grad():
+                    applied = fn(parameter)
+                if (type(applied) is LazyTensor) != (type(parameter) is LazyTensor):
+                    applied = _moved_in_place(parameter, applied, fn)
+                results[id(parameter)] = applied
+        return move(self, lambda tensor: results.pop(id(tensor)) if id(tensor) in results else fn(tensor), recurse)
 
     torch.nn.Module._apply = apply
 
 
+def _moved_in_place(parameter: Any, applied: torch.Tensor, fn: Any) -> torch.Tensor:
+    """Let ``parameter`` become ``applied``; the latter where an autograd graph still holds the parameter."""
+    grad = parameter.grad
+    parameter.grad = None
+    try:
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
+    except RuntimeError:
+        parameter.grad = grad
+        return applied
+    if grad is not None:
+        with torch.no_grad():
+            parameter.grad = fn(grad).requires_grad_(grad.requires_grad)
+    return parameter
+
+
 def memory_allocated(device: Any = None) -> int:
     """Bytes of the memory that living values of a device (default: the current one) hold now."""
-    return _bytes_of([_index(device)])
+    return bytes_of([_index(device)])
 
 
 def peak_memory() -> int:
     """The largest ``memory_allocated`` of all devices together seen at a run so far, in bytes."""
-    counters.peak_memory = max(counters.peak_memory, _bytes_of(range(handles.device_count)))
+    counters.peak_memory = max(counters.peak_memory, bytes_of(range(handles.device_count)))
     return counters.peak_memory
-
-
-def _bytes_of(devices: Any) -> int:
-    seen: dict[int, int] = {}
-    for index in devices:
-        for value in handles.tape(index).resident_values():
-            assert value.concrete is not None
-            storage = value.concrete.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
 
 
 def _index(device: Any) -> int:

@@ -27,6 +27,7 @@ __all__ = ["OutSpec", "Request", "Rule", "infer"]
 _PROBE_ELEMENTS = 1 << 14
 _SHRUNK_SIZE = 5
 # Operators whose kernels refuse large sizes that their meta kernels accept.
+_WRONGLY_REFUSED = {torch.ops.aten._grouped_mm.default}  # by meta kernels written for CUDA; shapes are static
 _LIMITED_IN_SIZE = {torch.ops.aten.multinomial.default, torch.ops.aten.multinomial.out}
 
 
@@ -86,7 +87,7 @@ def infer(request: Request) -> Rule:
         return Rule(eager="it has no meta kernel")
     except Exception as error:  # Whatever it is, eager PyTorch decides: the probe raises its own error or disproves it.
         return _disputed(request, error)
-    rule = _rule_of(request, predicted, meta_args)
+    rule = _corrected(_rule_of(request, predicted, meta_args), request)
     if rule.eager is None and request.probes:
         _verify(request, rule)
     return rule
@@ -98,10 +99,21 @@ def _disputed(request: Request, error: Exception) -> Rule:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _run(request, "cpu", 1)
+            probed, cpu_args = _run(request, "cpu", 1)
     except Exception as eager_error:
         raise eager_error from None
+    if request.func in _WRONGLY_REFUSED:
+        return _rule_of(request, probed, cpu_args)
     return Rule(eager="its meta kernel refuses what the CPU kernel accepts")
+
+
+def _corrected(rule: Rule, request: Request) -> Rule:
+    """Shapes that the meta kernel gets wrong for the CPU."""
+    if request.func is torch.ops.aten.native_batch_norm.default and not request.args[5]:
+        for out in rule.outs[1:]:  # nothing is saved outside of training
+            assert out.spec is not None
+            out.spec = handles.spec((0,), (1,), 0, out.spec.dtype, request.device)
+    return rule
 
 
 def _verify(request: Request, rule: Rule) -> None:

@@ -21,9 +21,17 @@ from marid.report.stats import counters
 from marid.semantics.scopes import Site, capture_site
 from marid.settings import settings
 
-__all__ = ["concrete", "cost_of", "engine", "materialize", "no_sync", "overflow", "pending_nodes", "run_everything", "run_pending"]
+__all__ = ["bytes_of", "concrete", "cost_of", "engine", "materialize", "no_sync", "overflow", "pending_nodes", "run_everything", "run_pending"]
 
 engine: Engine = InProcessEngine()
+
+
+def _settings_changed() -> None:
+    for index in range(handles.device_count):
+        handles.tape(index).room = 0  # measured again, by the new limits, at the next operation
+
+
+settings.when_changed(_settings_changed)
 
 
 class _Forbidden(threading.local):
@@ -100,7 +108,8 @@ def concrete(tensor: Any, reason: str) -> torch.Tensor:
 def run_pending(tape: Tape, nodes: list[Node]) -> None:
     """Run a cut and keep the books. Raises ``MaterializationError`` for the first operation that fails."""
     try:
-        engine.run(nodes)
+        resident = _resident_bytes()
+        counters.peak_memory = max(counters.peak_memory, resident + engine.run(nodes))
     except MaterializationError:
         tape.fail_dependents()
         raise
@@ -117,6 +126,32 @@ def run_everything(tape: Tape) -> MaterializationError | None:
         except MaterializationError as error:
             first = first or error
     return first
+
+
+class _Sample:
+    """Bytes resident on all devices, walked over at most 20 times a second: the walk takes longer than small runs."""
+
+    nbytes = 0
+    due = 0.0
+
+
+def _resident_bytes() -> int:
+    now = time.monotonic()
+    if now >= _Sample.due:
+        _Sample.nbytes = bytes_of(range(handles.device_count))
+        _Sample.due = now + 0.05
+    return _Sample.nbytes
+
+
+def bytes_of(devices: Iterable[int]) -> int:
+    """Bytes of the memory that living values of these devices hold."""
+    seen: dict[int, int] = {}
+    for index in devices:
+        for value in handles.tape(index).resident_values():
+            assert value.concrete is not None
+            storage = value.concrete.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
 
 
 def _note_results(tape: Tape, nodes: list[Node]) -> None:

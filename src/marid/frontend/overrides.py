@@ -14,6 +14,7 @@ import torch
 
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
+from marid.frontend.cells import dropout
 from marid.frontend.record import special
 
 aten = torch.ops.aten
@@ -87,6 +88,16 @@ for _written, _plain in (
     _replaces(_written)(_out_by_copy(_plain))
 
 
+# Dropout: foreign devices get the fused operator, whose arithmetic differs in the last bit.
+
+
+@_replaces(aten.dropout.default)
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return dropout(input, p) if train and p > 0 else input
+
+
 # Attention: the choice of kernel is made by a C++ stub that foreign devices cannot fill.
 
 
@@ -106,13 +117,14 @@ def _attention(
     differentiable = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
     specs = tuple(handles.spec_of(t, 0) for t in tensors)
     backends = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
-    if not _takes_flash(specs, differentiable, dropout_p, is_causal, scale, enable_gqa, backends):
+    flash = _takes_flash(specs, differentiable, dropout_p, is_causal, scale, enable_gqa, backends)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        kept, blocked = (torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, float("-inf")))
+        attn_mask = torch.where(attn_mask, kept, blocked)
+    if not flash:
         return aten._scaled_dot_product_attention_math.default(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        blocked = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = blocked.masked_fill_(attn_mask.logical_not(), float("-inf"))
     return aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]

@@ -32,6 +32,10 @@ _RULES_PER_OPERATOR = 8192
 
 # Operators that write arguments which their schema does not mark as written, by argument name.
 _UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
+# Operators tagged as random that draw nothing on the CPU.
+_NEVER_RANDOM = {"aten::_scaled_dot_product_flash_attention_for_cpu"}
+# Operators whose output shape depends on data only where they index by a mask.
+_MASK_INDEXED = {"aten::index", "aten::_unsafe_index"}
 # Operators whose result lies in the memory of its first argument although the schema does not say so.
 _UNMARKED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 
@@ -86,7 +90,7 @@ class Recorder:
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
         self.op = Operation(func, mutates, view and not mutates)
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.random = torch.Tag.nondeterministic_seeded in func.tags and name not in _NEVER_RANDOM
         self.takes_generator = "generator" in self.position
         # An operator that returns nothing and writes nothing is there to check values, and must run.
         checks = not schema.returns and not mutates
@@ -233,7 +237,7 @@ class Recorder:
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, whatever its form; the return value for the user."""
-        if self.dynamic:
+        if self.dynamic and not (self.op.name in _MASK_INDEXED and _indexes_by_number(args[1])):
             return _eagerly(self, args, kwargs, None)
         call = self.flatten(args, kwargs)
         rule = self.rule_of(call)
@@ -286,6 +290,10 @@ class Recorder:
         if tape.room < 0:
             overflow(tape)
         return returned
+
+
+def _indexes_by_number(indices: Any) -> bool:
+    return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _first_occurrences(ids: list[int]) -> tuple[int, ...]:
@@ -402,6 +410,14 @@ def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:
 
 # By identity, because hashing an OpOverload runs Python; a recorder keeps its operator alive.
 _recorders: dict[int, Recorder] = {}
+
+
+def _settings_changed() -> None:
+    for recorder in _recorders.values():
+        recorder.known.clear()  # what dispatch remembers has charges in it, and does not log
+
+
+settings.when_changed(_settings_changed)
 
 
 def recorder_of(func: Any) -> Recorder:

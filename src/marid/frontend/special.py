@@ -326,6 +326,19 @@ def _native_dropout(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str
     return aten.mul_.Tensor(aten.mul.Tensor(tensor, mask), 0.0 if keep == 0 else 1.0 / keep), mask
 
 
+# --- kernels that the CPU lacks for some dtypes ---------------------------------------------------------------------
+
+
+@special(aten.histc.default)
+def _histc(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Accelerators count integers too, and code written for them relies on it; every int32 is a float64.
+    tensor = args[0]
+    if tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        counted = recorder.record((aten._to_copy.default(tensor, dtype=torch.float64), *args[1:]), kwargs)
+        return aten._to_copy.default(counted, dtype=tensor.dtype)
+    return recorder.record(args, kwargs)
+
+
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch._C import _disabled_torch_function_impl
 
-from marid.errors import UnsupportedOperationError
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import concrete, engine, materialize, pending_nodes
@@ -30,7 +29,7 @@ class LazyTensor(torch.Tensor):
     (``item``, ``bool``, ``tolist``, ``numpy``, ``cpu``, control flow) runs what it depends on.
     """
 
-    # No __slots__: Module.to() swaps a parameter for its lazy counterpart in place, which needs equal object layouts.
+    # No __slots__: moving a module swaps a parameter for its lazy counterpart in place, which needs equal object layouts.
     _value: Value
     _storage: Storage | None
 
@@ -42,16 +41,6 @@ class LazyTensor(torch.Tensor):
             "LazyTensor is not constructed directly; make a tensor on the device "
             f"(torch.zeros(2, device='{handles.DEVICE_TYPE}')) or use LazyTensor.lift(cpu_tensor)"
         )
-
-    def __tensor_flatten__(self) -> Any:
-        """Marks the class as one whose parameters ``Module.to`` replaces in place, so that tied weights stay tied and
-        optimizers keep their parameters. A lazy tensor has no inner tensors: ``torch.compile`` cannot take it apart."""
-        raise UnsupportedOperationError(
-            f"torch.compile cannot trace tensors on {handles.DEVICE_TYPE}: they are recorded and compiled by marid itself; "
-            "call the function undecorated"
-        )
-
-    __tensor_unflatten__ = __tensor_flatten__
 
     # --- what it stands for ---
 

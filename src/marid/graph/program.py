@@ -132,6 +132,13 @@ class Task:
             instructions.append(Instruction(node.op, args, kwargs, results))
         return Program(self.key, tuple(instructions), tuple(self.input_slots), len(self.slots))
 
+    def result_bytes(self) -> dict[int, int]:
+        """Bytes that each result allocates, by slot; views and written arguments allocate none."""
+        made: list[Value] = []
+        for node, outs in zip(self.nodes, self.results, strict=True):
+            made += [node] if outs is None else outs
+        return {self.slots[v]: v.spec.nbytes for v in made if v.spec is not None and v.root is None}
+
     def _argument(self, arg: Any, counter: _Counter) -> Any:
         kind = type(arg)
         if kind is Node or kind is Output:

@@ -81,10 +81,12 @@ class Counters:
 
     def syncs(self) -> list[Sync]:
         """Materialisations by line and reason, slowest first."""
-        found = [
-            Sync(str(site) if site is not None else "<unknown>", reason, int(count), seconds)
-            for (site, reason), (count, seconds) in self.waits.items()
-        ]
+        merged: dict[tuple[str, str], list[float]] = {}
+        for (site, reason), (count, seconds) in list(self.waits.items()):
+            entry = merged.setdefault((str(site) if site is not None else "<unknown>", reason), [0, 0.0])
+            entry[0] += count
+            entry[1] += seconds
+        found = [Sync(source, reason, int(count), seconds) for (source, reason), (count, seconds) in merged.items()]
         return sorted(found, key=lambda sync: -sync.seconds)
 
     def reset(self, ops_captured: int) -> None:
