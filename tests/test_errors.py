@@ -68,7 +68,6 @@ WRONG: dict[str, Callable[[str], Any]] = {
     "out dtype": lambda d: torch.add(torch.ones(2, device=d), 1, out=torch.ones(2, dtype=torch.int64, device=d)),
     "gather rank": lambda d: torch.ones(2, device=d).gather(0, torch.zeros(1, 1, dtype=torch.int64, device=d)),
     "gather index dtype": lambda d: torch.ones(2, device=d).gather(0, torch.zeros(1, device=d)),
-    "scatter dtype": lambda d: torch.ones(2, device=d).scatter_(0, torch.zeros(1, dtype=torch.int64, device=d), "x"),
     "float as index": lambda d: torch.ones(2, device=d)[torch.ones(2, device=d)],
     "embedding of floats": lambda d: F.embedding(torch.ones(2, device=d), torch.ones(3, 3, device=d)),
     "cross entropy shapes": lambda d: F.cross_entropy(torch.ones(2, 3, device=d), torch.zeros(4, device=d).long()),

@@ -25,12 +25,14 @@ class Settings:
     """``print(tensor)`` runs the tensor and shows its values."""
     log_intercepts: bool = False
     """Log every recorded operation to the logger ``marid``."""
-    max_pending_nodes: int = 20_000
-    """The tape is cut and run when this many live nodes are pending."""
+    max_pending_nodes: int = 10_000
+    """The tape is cut and run before more live nodes than this are pending (from half of it on)."""
     max_pending_bytes: int = 1 << 30
-    """The tape is cut and run when pending results would hold this many bytes."""
+    """The tape is cut and run before pending results would hold more bytes than this (from half of it on)."""
     cache_programs: int = 1024
     """How many programs are kept; the least recently used goes first."""
+    cache_instructions: int = 30_000
+    """How many instructions the kept programs may have together (about 1 KB each); the newest is always kept."""
     native: bool = True
     """Build and use the C++ device guard when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))

@@ -20,6 +20,7 @@ class ProgramCache:
 
     def __init__(self) -> None:
         self._programs: OrderedDict[tuple[object, ...], FlatProgram] = OrderedDict()
+        self._instructions = 0
 
     def find(self, task: Task) -> FlatProgram:
         """The program of ``task``, built now if it is new."""
@@ -31,8 +32,12 @@ class ProgramCache:
         built = FlatProgram(task.build(), task.result_bytes())
         counters.programs_built += 1
         self._programs[task.key] = built
-        while len(self._programs) > settings.cache_programs:
-            self._programs.popitem(last=False)
+        self._instructions += len(built.program.instructions)
+        while len(self._programs) > 1 and (
+            len(self._programs) > settings.cache_programs or self._instructions > settings.cache_instructions
+        ):
+            _, oldest = self._programs.popitem(last=False)
+            self._instructions -= len(oldest.program.instructions)
         return built
 
     def __len__(self) -> int:
@@ -40,3 +45,4 @@ class ProgramCache:
 
     def clear(self) -> None:
         self._programs.clear()
+        self._instructions = 0

@@ -201,6 +201,7 @@ def _module() -> types.ModuleType:
     names = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # checkpointing keeps the generator's state only of initialised devices
         "init": lambda: None,
         "device_count": lambda: handles.device_count,
         "current_device": handles.current_device,

@@ -27,10 +27,11 @@ _by_identity: dict[int, tuple[weakref.ref[Storage], Any]] = {}
 def untyped_storage(tensor: Any) -> torch.UntypedStorage:
     """The storage object of a lazy tensor; ``nbytes()`` is the size of the memory it lies in."""
     storage = handles.storage_of(tensor)
-    if storage.handle is None:
-        root = root_of(tensor._value)
+    root = root_of(tensor._value)
+    nbytes = max(_extent(root), _extent(tensor._value))
+    if storage.handle is None or storage.handle.nbytes() < nbytes:  # memory may have grown (resize_, out=)
         made = torch._C._construct_storage_from_data_pointer(
-            next(_addresses), torch.device(handles.DEVICE_TYPE, tensor._value.spec.device), _extent(root)
+            next(_addresses), torch.device(handles.DEVICE_TYPE, tensor._value.spec.device), nbytes
         )
         storage.handle = made
         identity = made._cdata
