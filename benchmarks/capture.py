@@ -34,10 +34,10 @@ SHAPE = (4, 4)
 class Bare(torch.Tensor):
     """The least a Python tensor subclass can do for an operation."""
 
-    __torch_function__ = _disabled_torch_function_impl
+    __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _bare()
 
 

@@ -64,7 +64,7 @@ def _run(module: torch.nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any
         total = sum((t.abs() if t.is_complex() else t).sum() for t in differentiable)
         assert isinstance(total, torch.Tensor)
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [t.detach() for t in outputs], [g for g in grads], dict(module.state_dict())
+    return [t.detach() for t in outputs], list(grads), dict(module.state_dict())
 
 
 def _read(tree: Any) -> Any:
@@ -87,7 +87,9 @@ def check_optimizer(info: OptimizerInfo, dtype: torch.dtype) -> int:
                 assert type(actual) is type(expected), f"{kwargs}: eager raises {expected!r}, the device {actual!r}"
                 continue
             assert not isinstance(actual, Exception), f"{kwargs}: only the device raises {actual!r}"
-            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, k=kwargs: f"{k}: {m}")
+            torch.testing.assert_close(
+                actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, k=kwargs: f"{k}: {m}"
+            )
             checked += 1
     return checked
 
@@ -107,7 +109,10 @@ def _train(info: OptimizerInfo, device: str, dtype: torch.dtype, kwargs: dict[st
     target = [torch.randn_like(p) for p in parameters]
     leaves = [torch.nn.Parameter(p.to(device)) for p in parameters]
     goals = [t.to(device) for t in target]
-    kwargs = {name: value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value for name, value in kwargs.items()}
+    kwargs = {
+        name: value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in kwargs.items()
+    }
     sparse = info.optim_cls.__name__ == "SparseAdam"
     optimizer = info.optim_cls(leaves, **kwargs)
 

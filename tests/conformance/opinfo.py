@@ -121,7 +121,9 @@ def cloned(sample: SampleInput) -> SampleInput:
         return memo[key].as_strided(thing.shape, thing.stride(), thing.storage_offset()).detach()
 
     return SampleInput(
-        tree_map(copy, sample.input), args=tree_map(copy, tuple(sample.args)), kwargs=tree_map(copy, dict(sample.kwargs))
+        tree_map(copy, sample.input),
+        args=tree_map(copy, tuple(sample.args)),
+        kwargs=tree_map(copy, dict(sample.kwargs)),
     )
 
 
@@ -149,7 +151,9 @@ def compare(expected: Outcome, actual: Outcome) -> None:
                 raise Mismatch(f"eager raises {type(expected[1]).__name__}: {expected[1]}; the device does not")
             if isinstance(actual[1], type(expected[1])) and _about_values(expected[1]):
                 return
-            raise Mismatch(f"eager raises {type(expected[1]).__name__}: {expected[1]} at the call; the device at the read")
+            raise Mismatch(
+                f"eager raises {type(expected[1]).__name__}: {expected[1]} at the call; the device at the read"
+            )
         if type(expected[1]) is not type(actual[1]):
             raise Mismatch(
                 f"eager raises {type(expected[1]).__name__}: {expected[1]}; the device "
@@ -198,7 +202,17 @@ def compare(expected: Outcome, actual: Outcome) -> None:
 
 
 # Errors about values cannot come before the values do: the device raises them, with the same type, at the read.
-_VALUE_ERRORS = ("out of bounds", "out of range", "element < 0", "sum of probabilities", "probability entry", "Cholesky", "singular", "could not be completed", "is zero, the inv")
+_VALUE_ERRORS = (
+    "out of bounds",
+    "out of range",
+    "element < 0",
+    "sum of probabilities",
+    "probability entry",
+    "Cholesky",
+    "singular",
+    "could not be completed",
+    "is zero, the inv",
+)
 
 
 def _about_values(error: Exception) -> bool:
@@ -260,7 +274,9 @@ def _gradients(op: OpInfo, sample: SampleInput) -> Any:
     if sample.output_process_fn_grad is not None:
         result = sample.output_process_fn_grad(result)
     outputs = [
-        t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad and t.layout is torch.strided
+        t
+        for t in tree_flatten(result)[0]
+        if isinstance(t, torch.Tensor) and t.requires_grad and t.layout is torch.strided
     ]
     if not outputs or not leaves:
         return ()
@@ -309,7 +325,9 @@ def check_out(op: OpInfo, sample: SampleInput) -> None:
 def check_vmap(op: OpInfo, sample: SampleInput) -> None:
     if not isinstance(sample.input, torch.Tensor) or sample.input.layout is not torch.strided:
         return
-    batched = torch.stack([sample.input.detach(), sample.input.detach().flip(0) if sample.input.dim() else sample.input])
+    batched = torch.stack(
+        [sample.input.detach(), sample.input.detach().flip(0) if sample.input.dim() else sample.input]
+    )
     there = moved(sample, op)
     batched_there = to_device(batched)
 
@@ -353,7 +371,9 @@ def failures(op: OpInfo, mode: str) -> list[str]:
     """Run one mode of one operator; a line for each sample that disagrees."""
     found: list[str] = []
     names = (name_of(op), op.name)
-    allowed = next((exceptions()[key] for name in names for key in ((name, mode), (name, "*")) if key in exceptions()), "")
+    allowed = next(
+        (exceptions()[key] for name in names for key in ((name, mode), (name, "*")) if key in exceptions()), ""
+    )
 
     def _collect(found: list[str], label: str, check: Callable[[], None]) -> None:
         try:
@@ -376,7 +396,6 @@ def failures(op: OpInfo, mode: str) -> list[str]:
         for index, sample in enumerate(samples_of(op, dtype, mode == "grad")):
             _collect(found, f"{dtype} sample {index}", lambda sample=sample: CHECKS[mode](op, sample))
     return found
-
 
 
 @functools.cache

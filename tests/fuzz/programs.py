@@ -255,7 +255,7 @@ def minimised(failure: Mismatch, device: str = DEVICE) -> Mismatch:
     return failure
 
 
-_SCRIPT = '''\
+_SCRIPT = """\
 import contextlib
 import copy
 import pickle
@@ -295,7 +295,7 @@ cpu, lazy = run("cpu"), run("{device}")
 print("equal" if repr(cpu) == repr(lazy) else "different")
 for a, b in zip(cpu, lazy):
     print("   " if repr(a) == repr(b) else "!!!", "cpu:", a, "| device:", b)
-'''
+"""
 
 
 def script(program: Program, raising: frozenset[int] = frozenset(), device: str = DEVICE) -> str:

@@ -7,16 +7,17 @@ import threading
 
 import torch
 
-from marid.graph.twister import Twisters
 from marid.errors import MaterializationError
 from marid.execute.cache import ProgramCache
 from marid.execute.flat import Interrupted
 from marid.graph.node import Draw, Node, fail, finish
 from marid.graph.program import Task, bind
+from marid.graph.twister import Twisters
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
 
 __all__ = ["InProcessEngine", "concretely"]
+
 
 # Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction. What
 # resolves conjugate and negative bits stays on; a dispatch into Python would have switched it off with the rest.
@@ -49,7 +50,7 @@ class concretely:
         self._function.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._function.__exit__(*error)
+        self._function.__exit__(*error)  # pyright: ignore[reportArgumentType]
         self._keys.__exit__(*error)
 
 
@@ -94,7 +95,7 @@ class InProcessEngine:
             error.__cause__ = stop.error.with_traceback(None)
             fail(failed, error)
             del task, stop, program
-            raise error
+            raise error from None
         for value, tensor in zip(task.outputs, results, strict=True):
             value.concrete = tensor
         for node in task.nodes:
@@ -136,7 +137,9 @@ def _error_class(kind: type[Exception]) -> type[MaterializationError]:
     if issubclass(MaterializationError, kind):
         return MaterializationError
     try:
-        return type("MaterializationError", (MaterializationError, kind), {"__module__": MaterializationError.__module__})
+        return type(
+            "MaterializationError", (MaterializationError, kind), {"__module__": MaterializationError.__module__}
+        )
     except TypeError:  # the layouts of the two do not combine (OSError, UnicodeError)
         return MaterializationError
 

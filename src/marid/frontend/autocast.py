@@ -6,6 +6,7 @@ Sources: ``aten/src/ATen/autocast_mode.cpp`` (the CPU lists) and ``autocast_mode
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def use_cuda_lists() -> None:
     )
 
 
-def _register(lists: dict[str, list[str]]) -> None:
+def _register(lists: Mapping[str, Sequence[str]]) -> None:
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library = torch.library.Library("aten", "IMPL")

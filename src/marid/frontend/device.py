@@ -50,7 +50,7 @@ def register() -> None:
             f"PyTorch has room for one foreign device, and {taken!r} is registered already; "
             "import marid in a process without that backend"
         )
-    torch.utils.rename_privateuse1_backend(handles.DEVICE_TYPE)
+    torch.utils.rename_privateuse1_backend(handles.DEVICE_TYPE)  # pyright: ignore[reportPrivateImportUsage]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     torch._register_device_module(handles.DEVICE_TYPE, _module())
     hooks = _Hooks()

@@ -101,7 +101,7 @@ def _run_random(recorder: Recorder, call: Any, args: list[Any], kwargs: dict[str
             if takes_generator:
                 returned = recorder.func(*args, **kwargs, generator=source)
             else:
-                default = torch.random.default_generator
+                default = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
                 users = default.get_state()
                 try:
                     default.set_state(before)

@@ -182,7 +182,7 @@ def source(buffer: torch.Tensor, of: Spec, root: Value | None = None) -> Node:
     return node
 
 
-def user_attributes(handle: LazyTensor) -> dict[str, Any]:
+def user_attributes(handle: torch.Tensor) -> dict[str, Any]:
     """The attributes that a user (or ``nn.Parameter``) has set on a tensor."""
     return {name: value for name, value in handle.__dict__.items() if name not in ("_value", "_storage")}
 
@@ -192,5 +192,5 @@ def storage_of(handle: LazyTensor) -> Storage:
     found = handle._storage
     if found is None:
         # Reads before this moment were not noted, so any of them may still be pending.
-        found = handle._storage = Storage(next(_tapes[handle._value.spec.device].sequence))
+        found = handle._storage = Storage(next(_tapes[handle._value.spec.device].sequence))  # pyright: ignore[reportOptionalMemberAccess]
     return found

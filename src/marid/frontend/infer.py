@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._meta_registrations  # Python meta kernels  # noqa: F401
+import torch._meta_registrations  # Python meta kernels
 
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
@@ -128,7 +128,7 @@ def _verify(request: Request, rule: Rule) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 probed, cpu_args = _run(request, "cpu", fill, shrink)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             return  # about the values, which are made up
         except Exception:  # Made-up values can be at fault; only the real ones tell.
             continue

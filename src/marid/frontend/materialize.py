@@ -21,7 +21,18 @@ from marid.report.stats import counters
 from marid.semantics.scopes import Site, capture_site
 from marid.settings import settings
 
-__all__ = ["bytes_of", "concrete", "cost_of", "engine", "materialize", "no_sync", "overflow", "pending_nodes", "run_everything", "run_pending"]
+__all__ = [
+    "bytes_of",
+    "concrete",
+    "cost_of",
+    "engine",
+    "materialize",
+    "no_sync",
+    "overflow",
+    "pending_nodes",
+    "run_everything",
+    "run_pending",
+]
 
 engine: Engine = InProcessEngine()
 
@@ -196,7 +207,9 @@ def _is_host_arithmetic(nodes: list[Node]) -> bool:
 def _is_scalar_work(node: Node) -> bool:
     if node.outs is not None or (node.spec is not None and node.spec.numel > 1):
         return False
-    return all(value.spec is not None and value.spec.numel <= 1 and _is_from_host(value) for value in input_values(node))
+    return all(
+        value.spec is not None and value.spec.numel <= 1 and _is_from_host(value) for value in input_values(node)
+    )
 
 
 def _is_from_host(value: Value) -> bool:

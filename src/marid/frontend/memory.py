@@ -86,7 +86,7 @@ def copy_with_aliases(tensor: Any, memo: dict[Any, Any]) -> Any:
         return _restrided(tensor.detach().clone(), tensor)
     key = ("marid storage", id(tensor._storage))
     if key not in memo:
-        flat = storage_behind(untyped_storage(tensor), root_of(tensor._value).spec.dtype, tensor.device.index)
+        flat = storage_behind(untyped_storage(tensor), root_of(tensor._value).spec.dtype, tensor.device.index)  # pyright: ignore[reportOptionalMemberAccess]
         memo[key] = (flat.clone(), tensor._storage)
     block = memo[key][0]
     if block.dtype != tensor.dtype:

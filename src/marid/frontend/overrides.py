@@ -68,9 +68,7 @@ def _out_by_copy(out_of_place: Any) -> Callable[..., Any]:
             )
         result = out_of_place(*args, **kwargs)
         if not torch.can_cast(result.dtype, out.dtype):
-            raise RuntimeError(
-                f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead"
-            )
+            raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead")
         if out.shape != result.shape:
             out.resize_(result.shape)
         return out.copy_(result)

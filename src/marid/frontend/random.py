@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from marid.graph.twister import PAIR_WORDS
 from marid.frontend import handles
 from marid.graph.node import Draw, Spec
+from marid.graph.twister import PAIR_WORDS
 
 __all__ = ["Generator", "default_generator", "draw", "generator_of", "measure", "seed_all"]
 
@@ -173,7 +173,7 @@ def _integers(generator: Generator, of: Spec, args: tuple[Any, ...], _kwargs: di
 
 def _bernoulli(generator: Generator, of: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
     # By tensor: a number of the probabilities' dtype each. The tensor is the argument p, or else self.
-    probability = args[1] if len(args) > 1 else kwargs.get("p", args[0])
+    probability = args[1] if len(args) > 1 else kwargs.get("p", args[0])  # pyright: ignore[reportGeneralTypeIssues]
     return generator.advance(of.numel * _words(probability.spec), generator.spare)
 
 
@@ -196,7 +196,8 @@ def _multinomial(generator: Generator, of: Spec, args: tuple[Any, ...], kwargs: 
     replacement = args[2] if len(args) > 2 else kwargs.get("replacement", False)
     if replacement and samples > 1:
         return generator.advance(2 * of.numel, generator.spare)
-    return _doubles_or_seed(generator, args[0].spec)  # the largest of probabilities over exponential draws
+    # The largest of probabilities over exponential draws.
+    return _doubles_or_seed(generator, args[0].spec)  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def _randperm(generator: Generator, of: Spec, *_: Any) -> Draw:

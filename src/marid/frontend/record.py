@@ -171,7 +171,9 @@ class Recorder:
             key.append(complex)
             return arg
         if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return self._take(call, arg.node.guard_int("", 0) if isinstance(arg, torch.SymInt) else arg, position, foreign)
+            return self._take(
+                call, arg.node.guard_int("", 0) if isinstance(arg, torch.SymInt) else arg, position, foreign
+            )
         key.append(arg)
         return arg
 
@@ -467,7 +469,7 @@ def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwar
             frame = getframe().f_back
             # capture_site, with its first step written out: most often the caller is the user.
             site = sites.get(id(frame.f_code)) if frame is not None else None
-            if site is None or site is INTERNAL or (site := site.get(frame.f_lasti)) is None:
+            if site is None or site is INTERNAL or (site := site.get(frame.f_lasti)) is None:  # pyright: ignore[reportOptionalMemberAccess]
                 site = capture_site(frame)
             node = Node(
                 next(tape.sequence),
@@ -508,7 +510,7 @@ def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwar
     return recorder.record(args, kwargs or {})
 
 
-def _remember(recorder: Recorder, key: Any, args: tuple[Any, ...], result: Any) -> None:
+def _remember(recorder: Recorder, key: Any, args: tuple[Any, ...], _result: Any) -> None:
     """Let ``dispatch`` record the next call with these specs by itself."""
     rule = recorder.rule_of(recorder.flatten(args, {}))
     if rule.eager is not None or settings.log_intercepts:

@@ -106,5 +106,3 @@ def _placed(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorag
 def install() -> None:
     """Teach ``torch.save`` and ``torch.load`` the location ``remote_accelerator``."""
     torch.serialization.register_package(5, _location_of, _restore)
-
-

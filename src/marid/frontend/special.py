@@ -9,8 +9,8 @@ import torch
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.eager import run_eagerly, unsupported
-from marid.frontend.materialize import concrete, engine, materialize
 from marid.frontend.handles import check_index
+from marid.frontend.materialize import concrete, engine, materialize
 from marid.frontend.memory import storage_behind
 from marid.frontend.record import Recorder, recorder_of, retarget, special
 
@@ -68,7 +68,7 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @special(aten.copy_.default, aten._copy_from.default, aten._copy_from_and_resize.default)
-def _copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if recorder.func is not aten.copy_.default:
         target, source = source, target
@@ -191,9 +191,7 @@ def _set(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     else:
         if source.dtype != tensor.dtype:
-            raise RuntimeError(
-                f"Could not set tensor of type {source.dtype} to a tensor of type {tensor.dtype}"
-            )
+            raise RuntimeError(f"Could not set tensor of type {source.dtype} to a tensor of type {tensor.dtype}")
         base = source
         if geometry:
             size = geometry.get("size", source.shape)
@@ -222,7 +220,7 @@ def _record_stream(*_: Any) -> None:
 
 
 @special(aten._pin_memory.default)
-def _pin_memory(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+def _pin_memory(_recorder: Recorder, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     raise RuntimeError(f"cannot pin '{handles.DEVICE_TYPE}' tensors: only dense CPU tensors can be pinned")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,14 +29,14 @@ class LazyTensor(torch.Tensor):
     (``item``, ``bool``, ``tolist``, ``numpy``, ``cpu``, control flow) runs what it depends on.
     """
 
-    # No __slots__: moving a module swaps a parameter for its lazy counterpart in place, which needs equal object layouts.
+    # No __slots__: moving a module swaps a parameter for its lazy counterpart in place, which needs equal layouts.
     _value: Value
     _storage: Storage | None
 
-    __torch_function__ = _disabled_torch_function_impl
+    __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
     __torch_dispatch__ = classmethod(record.dispatch)  # pyright: ignore[reportAssignmentType]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> LazyTensor:
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         raise TypeError(
             "LazyTensor is not constructed directly; make a tensor on the device "
             f"(torch.zeros(2, device='{handles.DEVICE_TYPE}')) or use LazyTensor.lift(cpu_tensor)"
@@ -138,9 +138,7 @@ class LazyTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """A copy of the values as an array. Raises ``RuntimeError`` if gradients are recorded, unless ``force``."""
         if self.requires_grad and not force:
-            raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-            )
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         for set_bit, name, resolve in ((self.is_conj(), "conjugate", "conj"), (self.is_neg(), "negative", "neg")):
             if set_bit and not force:
                 raise RuntimeError(
@@ -192,7 +190,7 @@ class LazyTensor(torch.Tensor):
         """A made-up address: equal for the same place in the same memory, never readable."""
         if self.numel() == 0:
             return 0
-        return self.untyped_storage().data_ptr() + self.storage_offset() * self.element_size()
+        return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.element_size()
 
     def is_shared(self) -> bool:
         """False: device memory is not in shared memory."""
@@ -202,7 +200,7 @@ class LazyTensor(torch.Tensor):
         """Nothing to do, as for other devices."""
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
@@ -212,7 +210,7 @@ class LazyTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            made = memory.copy_with_aliases(self, memo)
+            made: torch.Tensor = memory.copy_with_aliases(self, memo)
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(made, self.requires_grad)
         elif self.requires_grad:
@@ -223,8 +221,8 @@ class LazyTensor(torch.Tensor):
         made.__dict__.update(copy.deepcopy(user_attributes(self), memo))
         return made
 
-    def __copy__(self) -> LazyTensor:
-        made = self.data
+    def __copy__(self) -> torch.Tensor:
+        made: torch.Tensor = self.data
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(made, self.requires_grad)
         elif self.requires_grad:

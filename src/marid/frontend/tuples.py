@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree
@@ -23,7 +23,7 @@ class LazyTuple(tuple):
 
     _names: tuple[str, ...]
 
-    def __new__(cls, items: Iterable[Any], names: tuple[str, ...] = ()) -> LazyTuple:
+    def __new__(cls, items: Iterable[Any], names: tuple[str, ...] = ()) -> Self:
         self = super().__new__(cls, items)
         self._names = names
         return self
@@ -52,10 +52,12 @@ _FUNCTIONS = ("chunk", "tensor_split", "unbind", "topk", "sort", "kthvalue")
 
 def _tupled(result: Any) -> Any:
     if isinstance(result, (tuple, list)) and not isinstance(result, LazyTuple):
-        if len(result) and all(type(item) is LazyTensor for item in result):
-            names = tuple(n for n in dir(result) if n in _FIELDS) if type(result).__module__ == "torch.return_types" else ()
-            ordered = sorted(names, key=lambda n: [item is getattr(result, n) for item in result].index(True))
-            return LazyTuple(result, tuple(ordered))
+        if not result or any(type(item) is not LazyTensor for item in result):
+            return result
+        named = type(result).__module__ == "torch.return_types"
+        names = [name for name in dir(result) if name in _FIELDS] if named else []
+        names.sort(key=lambda name: [item is getattr(result, name) for item in result].index(True))
+        return LazyTuple(result, tuple(names))
     return result
 
 
@@ -83,7 +85,7 @@ def install() -> None:
     _pytree.register_pytree_node(
         LazyTuple,
         lambda t: (list(t), t._names),
-        lambda items, names: LazyTuple(items, names),
+        LazyTuple,
         serialized_type_name="marid.LazyTuple",
     )
 

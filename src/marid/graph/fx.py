@@ -70,7 +70,7 @@ def to_fx(operations: list[Recorded], asked: list[Value]) -> torch.fx.GraphModul
     fx.lint()
     module = torch.fx.GraphModule(torch.nn.Module(), fx, "MaridGraph")
     buffers = [value.concrete for value in sources]
-    module.inputs = lambda: buffers  # pyright: ignore[reportAttributeAccessIssue]
+    module.inputs = lambda: buffers  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return module
 
 

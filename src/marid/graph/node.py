@@ -43,7 +43,19 @@ class Spec:
     conjugate and negative bits of complex views. ``pattern`` belongs to the recorder.
     """
 
-    __slots__ = ("__weakref__", "conj", "device", "dtype", "nbytes", "neg", "numel", "offset", "pattern", "shape", "stride")
+    __slots__ = (
+        "__weakref__",
+        "conj",
+        "device",
+        "dtype",
+        "nbytes",
+        "neg",
+        "numel",
+        "offset",
+        "pattern",
+        "shape",
+        "stride",
+    )
 
     def __init__(
         self,

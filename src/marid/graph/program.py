@@ -102,7 +102,18 @@ class Task:
     value of the cut to its slot; ``outputs`` are the values that outlive the run, in the program's output order.
     """
 
-    __slots__ = ("escaping", "input_slots", "inputs", "key", "key_parts", "nodes", "outputs", "params", "results", "slots")
+    __slots__ = (
+        "escaping",
+        "input_slots",
+        "inputs",
+        "key",
+        "key_parts",
+        "nodes",
+        "outputs",
+        "params",
+        "results",
+        "slots",
+    )
 
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes
@@ -121,7 +132,8 @@ class Task:
         counter = _Counter()
         instructions = []
         for node, outs in zip(self.nodes, self.results, strict=True):
-            assert node.op is not None and node.args is not None
+            assert node.op is not None
+            assert node.args is not None
             args = tuple(self._argument(a, counter) for a in node.args)
             kwargs = tuple((name, self._argument(a, counter)) for name, a in node.kwargs or ())
             if outs is None:

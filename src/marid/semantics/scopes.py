@@ -19,7 +19,18 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["BACKWARD", "FORWARD", "INTERNAL", "OPTIMIZER", "Scope", "Site", "capture_site", "install_hooks", "sites", "state"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "INTERNAL",
+    "OPTIMIZER",
+    "Scope",
+    "Site",
+    "capture_site",
+    "install_hooks",
+    "sites",
+    "state",
+]
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
