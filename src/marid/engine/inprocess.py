@@ -90,19 +90,20 @@ class InProcessEngine:
             if not isinstance(stop.error, Exception):
                 raise stop.error from None
             failed = task.nodes[stop.index]
+            failure = _explain(failed, stop.error)
             # Tracebacks would keep the tensors of this run alive as long as the error.
-            error = _explain(failed, stop.error)
-            error.__cause__ = stop.error.with_traceback(None)
-            fail(failed, error)
-            del task, stop, program
-            raise error from None
-        for value, tensor in zip(task.outputs, results, strict=True):
-            value.concrete = tensor
-        for node in task.nodes:
-            finish(node)
-        counters.ops_executed += len(task.nodes)
-        counters.epoch += 1
-        return program.transient_bytes
+            failure.__cause__ = stop.error.with_traceback(None)
+            fail(failed, failure)
+        else:
+            for value, tensor in zip(task.outputs, results, strict=True):
+                value.concrete = tensor
+            for node in task.nodes:
+                finish(node)
+            counters.ops_executed += len(task.nodes)
+            counters.epoch += 1
+            return program.transient_bytes
+        del task, failed, program
+        raise failure
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

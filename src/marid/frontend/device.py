@@ -9,9 +9,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils import backend_registration
 
-from marid.frontend import autocast, factories, handles, overrides, random, recurrent, serialize, special, tuples
+from marid.frontend import (
+    autocast,
+    factories,
+    handles,
+    overrides,
+    random,
+    recurrent,
+    serialize,
+    special,
+    tuples,
+    uninitialized,
+)
 from marid.frontend.materialize import bytes_of, run_everything
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
@@ -69,6 +81,7 @@ def register() -> None:
     tuples.install()
     scopes.install_hooks()
     _allow_foreach()
+    uninitialized.install()
     _keep_parameters()
 
 
@@ -90,13 +103,19 @@ def _keep_parameters() -> None:
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         results: dict[int, torch.Tensor] = {}
         for parameter in self._parameters.values():
-            if parameter is not None and not torch.nn.parameter.is_lazy(parameter):
+            if parameter is not None and not is_lazy(parameter):
                 with torch.no_grad():
                     applied = fn(parameter)
                 if (type(applied) is LazyTensor) != (type(parameter) is LazyTensor):
                     applied = _moved_in_place(parameter, applied, fn)
                 results[id(parameter)] = applied
-        return move(self, lambda tensor: results.pop(id(tensor)) if id(tensor) in results else fn(tensor), recurse)
+
+        def apply_once(tensor: Any) -> torch.Tensor:
+            if is_lazy(tensor):
+                return uninitialized.moved(tensor, fn)
+            return results.pop(id(tensor)) if id(tensor) in results else fn(tensor)
+
+        return move(self, apply_once, recurse)
 
     torch.nn.Module._apply = apply
 

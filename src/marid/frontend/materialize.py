@@ -180,15 +180,30 @@ def cost_of(nbytes: int) -> int:
 
 
 def overflow(tape: Tape) -> None:
-    """The tape may have grown too long or too large: count exactly, and run all of it when it has."""
-    nodes, nbytes = tape.measure()
-    used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
-    if used >= 0.5:
-        counters.automatic_cuts += 1
-        run_everything(tape)  # a failure is raised where its value is read
-        used = 0.0
-    # Charges add up bytes and nodes, so half of what is left is safe for both.
-    tape.room = int((1 - used) / 2 * settings.max_pending_bytes)
+    """The tape may have grown too long or too large: count exactly, and run all of it when it has.
+
+    Half of the limits is enough to run, at the next node like the one where this happened before; at the limits, which
+    no charge exceeds, it happens anyway.
+    """
+    newest = tape.entries[-1]()
+    here = None if newest is None else (newest.site, newest.scope, newest.op, newest.spec)
+    if tape.grace <= 0:
+        nodes, nbytes = tape.measure()
+        used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
+        # Charges add up bytes and nodes, so half of what is left is safe for both.
+        tape.room = int((1 - used) / 2 * settings.max_pending_bytes)
+        if used < 0.5:
+            return
+        tape.grace = tape.room if tape.cut_at is not None else 0
+    else:
+        tape.grace += tape.room
+    if tape.grace > 0 and here != tape.cut_at:
+        tape.room = 0  # to be asked again at the next node
+        return
+    counters.automatic_cuts += 1
+    tape.cut_at, tape.grace = here, 0
+    run_everything(tape)  # a failure is raised where its value is read
+    tape.room = settings.max_pending_bytes // 2
 
 
 _HOST_NODES = 16

@@ -7,10 +7,12 @@ taken apart when they arrive whole (in inference mode, when autograd is off).
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
@@ -39,6 +41,10 @@ def register() -> None:
     _library = torch.library.Library("aten", "IMPL")
     for func, replacement in _replacements.items():
         _library.impl(func, replacement, "AutogradPrivateUse1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
+        _library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
+    _choose_linear_cross_entropy_as_on_the_cpu()
 
 
 # Subclasses always compute the vectors too, by another LAPACK routine, in case somebody differentiates.
@@ -128,6 +134,33 @@ def _attention(
     )[0]
 
 
+_VMAP = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)
+
+
+def _attention_in_vmap(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    # vmap takes attention apart before the device's kernels see it.
+    if query.device.type == handles.DEVICE_TYPE:
+        return _attention(query, *args, **kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(_VMAP):
+        return aten.scaled_dot_product_attention.default(query, *args, **kwargs)
+
+
+def _choose_linear_cross_entropy_as_on_the_cpu() -> None:
+    # Chunk sizes and accumulation dtypes are looked up in Python, by the name of the device type.
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None or not hasattr(options, "_adjust"):
+        return
+    adjust = options._adjust
+
+    @functools.wraps(adjust)
+    def wrapper(self: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
+        if device is not None and device.type == handles.DEVICE_TYPE:
+            device = torch.device("cpu")
+        return adjust(self, *args, device=device, **kwargs)
+
+    options._adjust = wrapper
+
+
 @functools.lru_cache(maxsize=4096)
 def _takes_flash(
     specs: tuple[Any, ...],
@@ -140,7 +173,7 @@ def _takes_flash(
 ) -> bool:
     """Whether the CPU takes its flash kernel, asked on empty tensors. Raises what eager attention raises."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    with concretely():
+    with temporarily_clear_interpreter_stack(), concretely():
         metas = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
         mask = metas[3] if len(metas) > 3 else None
         aten.scaled_dot_product_attention.default(*metas[:3], mask, dropout_p, is_causal, **options)

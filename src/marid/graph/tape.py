@@ -24,7 +24,9 @@ class Tape:
     """Pending nodes of one device.
 
     ``room`` is what the recorder may still add before it has to ``measure``: cheap to keep, and never too large,
-    because nodes that die give nothing back.
+    because nodes that die give nothing back. While ``grace`` is positive, the tape is full but waits for a node like
+    ``cut_at``, where it was last run for being full: a loop that never reads is cut once around, at one place, so that
+    what is run repeats.
     """
 
     def __init__(self, device: int) -> None:
@@ -33,6 +35,8 @@ class Tape:
         self.entries: list[weakref.ref[Node]] = []
         self.resident: list[weakref.ref[Value]] = []
         self.room = 0
+        self.grace = 0
+        self.cut_at: tuple[object, ...] | None = None
         self._resident_limit = 4096
         self._recorded = 0
         self._kept = 0
