@@ -101,7 +101,7 @@ def _disputed(request: Request, error: Exception) -> Rule:
             warnings.simplefilter("ignore")
             probed, cpu_args = _run(request, "cpu", 1)
     except Exception as eager_error:
-        raise eager_error from None
+        raise eager_error.with_traceback(None) from None
     if request.func in _WRONGLY_REFUSED:
         return _rule_of(request, probed, cpu_args)
     return Rule(eager="its meta kernel refuses what the CPU kernel accepts")
