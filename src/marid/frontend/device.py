@@ -16,6 +16,7 @@ from marid.frontend import (
     autocast,
     factories,
     handles,
+    nested,
     overrides,
     random,
     recurrent,
@@ -82,6 +83,7 @@ def register() -> None:
     scopes.install_hooks()
     _allow_foreach()
     uninitialized.install()
+    nested.install()
     _keep_parameters()
 
 

@@ -134,6 +134,25 @@ def _attention(
     )[0]
 
 
+# CTC loss: lengths may be on the CPU, as they mostly are, but for subclasses they must not.
+
+
+@_replaces(aten.ctc_loss.Tensor)
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    *options: Any,
+    **named_options: Any,
+) -> torch.Tensor:
+    if handles.is_lazy(input_lengths) or handles.is_lazy(target_lengths):
+        loss = aten.ctc_loss.Tensor.decompose
+        return loss(log_probs, targets, input_lengths, target_lengths, *options, **named_options)
+    lengths = input_lengths.tolist(), target_lengths.tolist()
+    return aten.ctc_loss.IntList(log_probs, targets, *lengths, *options, **named_options)
+
+
 _VMAP = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)
 
 

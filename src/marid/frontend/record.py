@@ -73,6 +73,15 @@ class Call:
         self.kwargs: dict[str, Any] = {}
 
 
+# Arguments that PyTorch takes from the CPU, whatever the device of the others: positions by operator.
+_ON_CPU = {
+    "aten::index": (1,),
+    "aten::index_put": (1,),
+    "aten::index_put_": (1,),
+    "aten::_unsafe_index": (1,),
+}
+
+
 class Recorder:
     """How one operator overload is recorded."""
 
@@ -104,7 +113,7 @@ class Recorder:
         self.handler = _handlers.get(func)
         if self.handler is None and _is_composite(func):
             self.handler = _decompose
-        self.indexes = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"}
+        self.on_cpu = _ON_CPU.get(self.op.name, ())
         single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
         self.simple = single and not mutates and not self.random and not self.dynamic and self.handler is None
         self.exact_floats = self.random or not any("Tensor" in str(a.type) for a in schema.arguments)
@@ -202,8 +211,7 @@ class Recorder:
 
         written = position >= 0 and self.written[position]
         on_cpu = tensor.device.type == "cpu" and tensor.layout is torch.strided
-        index = self.op.name in self.indexes and position == 1
-        if on_cpu and not written and (tensor.dim() == 0 or index or lifts_everything()):
+        if on_cpu and not written and (tensor.dim() == 0 or position in self.on_cpu or lifts_everything()):
             return lift(tensor, call.device)
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "

@@ -35,6 +35,17 @@ def _is_same_size(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str,
     return args[0].shape == args[1].shape
 
 
+@special(aten._has_same_storage_numel.default)
+def _has_same_storage_numel(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    return len({tensor.untyped_storage().nbytes() // tensor.dtype.itemsize for tensor in args}) == 1
+
+
+@special(aten.is_set_to.default)
+def _is_set_to(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    looks = {(t.untyped_storage().data_ptr(), t.storage_offset(), t.shape, t.stride()) for t in args}
+    return len(looks) == 1
+
+
 # --- copies --------------------------------------------------------------------------------------------------------
 
 
