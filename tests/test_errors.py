@@ -384,3 +384,31 @@ def test_log_intercepts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     assert sum("aten::ones" in line for line in lines) == 1
     assert sum("aten::add_" in line for line in lines) == 1
     assert all(f"{__file__}:" in line for line in lines)
+
+
+@pytest.mark.parametrize("values", [(9,), (8,), (1,), ()])
+def test_values_that_may_not_fit_a_mask_are_checked_at_the_line(values: tuple[int, ...]) -> None:
+    """Whether they fit depends on data: the error comes where eager PyTorch raises it."""
+
+    def assign(device: str) -> torch.Tensor:
+        x = torch.arange(9, device=device)
+        x[x > 0] = torch.ones(values, dtype=torch.int64, device=device)
+        return x
+
+    try:
+        expected = assign("cpu")
+    except RuntimeError as error:
+        with pytest.raises(type(error), match="shape mismatch"):
+            assign(DEVICE)
+    else:
+        assert torch.equal(assign(DEVICE).cpu(), expected)
+
+
+def test_values_that_fit_any_mask_are_recorded() -> None:
+    """No wait where the number of chosen elements does not matter."""
+    x, mask = torch.zeros(4, 3, device=DEVICE), torch.arange(4, device=DEVICE) > 1
+    with marid.no_sync():
+        x[mask] = 1.0
+        x[mask] = torch.arange(3.0, device=DEVICE)
+        x[:, torch.tensor([True, False, True], device=DEVICE)] = torch.ones(4, 1, device=DEVICE)
+    assert x.tolist() == [[1, 0, 1], [1, 0, 1], [1, 1, 1], [1, 1, 1]]

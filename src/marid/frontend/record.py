@@ -36,6 +36,8 @@ _UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
 _NEVER_RANDOM = {"aten::_scaled_dot_product_flash_attention_for_cpu"}
 # Operators whose output shape depends on data only where they index by a mask.
 _MASK_INDEXED = {"aten::index", "aten::_unsafe_index"}
+# Operators that raise, depending on data, where the values do not fit what a mask chooses.
+_MASK_WRITTEN = {"aten::index_put", "aten::index_put_", "aten::_unsafe_index_put", "aten::_index_put_impl_"}
 # Operators whose result lies in the memory of its first argument although the schema does not say so.
 _UNMARKED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 
@@ -249,6 +251,8 @@ class Recorder:
         """Record a call, whatever its form; the return value for the user."""
         if self.dynamic and not (self.op.name in _MASK_INDEXED and _indexes_by_number(args[1])):
             return _eagerly(self, args, kwargs, None)
+        if self.op.name in _MASK_WRITTEN and not _fits_any_count(args[0], args[1], args[2]):
+            return _eagerly(self, args, kwargs, None)
         call = self.flatten(args, kwargs)
         rule = self.rule_of(call)
         if rule.eager is not None:
@@ -303,7 +307,20 @@ class Recorder:
 
 
 def _indexes_by_number(indices: Any) -> bool:
-    return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return not any(index is not None and _is_mask(index) for index in indices)
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype is torch.bool or index.dtype is torch.uint8
+
+
+def _fits_any_count(target: torch.Tensor, indices: Any, values: torch.Tensor) -> bool:
+    """Whether values can be written however many elements a mask among the indices chooses."""
+    if _indexes_by_number(indices) or values.numel() == 1:
+        return True
+    (position, mask), *others = [(i, index) for i, index in enumerate(indices) if index is not None]
+    behind = target.dim() - position - mask.dim()  # dimensions of the result to the right of the chosen elements
+    return not others and (values.dim() <= behind or values.shape[-1 - behind] == 1)
 
 
 def _first_occurrences(ids: list[int]) -> tuple[int, ...]:
