@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -39,12 +40,16 @@ def _fuzz(profile: str, count: int) -> None:
         ran += 1
         check(program)
 
+    gc.collect()
+    gc.freeze()  # PyTorch's own objects are many, and collected for each leak that is shrunk
     try:
         run()
     except Mismatch as failure:
         smallest = minimised(failure)
         text = f"{smallest}\n\n{script(smallest.program, smallest.raising)}"
         raise AssertionError(text) from failure
+    finally:
+        gc.unfreeze()
     assert ran >= count
 
 
