@@ -1,0 +1,134 @@
+"""What PyTorch does differently for tensor subclasses or foreign devices, and the device must not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.helpers import DEVICE, on_both
+
+# --- modules without shapes yet --------------------------------------------------------------------------------------
+
+
+def _lazy_model() -> nn.Module:
+    return nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2))
+
+
+def _made_there() -> nn.Module:
+    with torch.device(DEVICE):
+        return _lazy_model()
+
+
+@pytest.mark.parametrize("make", [_made_there, lambda: _lazy_model().to(DEVICE)], ids=["made", "moved"])
+def test_uninitialised_modules_take_their_shapes_on_the_device(make: object) -> None:
+    """Parameters keep their identity, so an optimizer built before holds the right ones."""
+    assert callable(make)
+    model = make()
+    parameters = list(model.parameters())
+    assert all(p.device.type == DEVICE for p in parameters)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    model(torch.ones(2, 3, 6, 6, device=DEVICE)).square().sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert all(type(p) is type(model[0].weight) and p.device.type == DEVICE for p in parameters)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert model[1].running_mean.device.type == DEVICE
+
+
+def test_uninitialised_parameters_move_and_copy() -> None:
+    """There and back, with a dtype, before any shape is known."""
+    layer = nn.LazyLinear(3, device=DEVICE)
+    twin = copy.deepcopy(layer)
+    assert twin.weight.device.type == DEVICE
+    assert layer.to(torch.float64).to("cpu")(torch.ones(2, 2, dtype=torch.float64)).device.type == "cpu"
+    assert twin.to(torch.float64)(torch.ones(2, 2, dtype=torch.float64, device=DEVICE)).dtype is torch.float64
+
+
+def test_state_dict_gives_uninitialised_modules_their_shapes() -> None:
+    """As on the CPU."""
+    source = nn.BatchNorm1d(5)
+    source.running_mean.fill_(3)
+    layer = nn.LazyBatchNorm1d(device=DEVICE)
+    layer.load_state_dict(source.state_dict())
+    assert layer.running_mean.tolist() == [3.0] * 5
+    assert layer.weight.device.type == DEVICE
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_in_vmap(dropout: float) -> None:
+    """Under vmap PyTorch chooses the kernel before the device's own code is asked."""
+
+    def run(device: str) -> torch.Tensor:
+        torch.manual_seed(1)
+        q = torch.rand(3, 2, 4, 8, 16, generator=torch.Generator().manual_seed(0)).to(device)
+        attend = torch.vmap(
+            lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=dropout), randomness="different"
+        )
+        return attend(q)
+
+    on_both(run)
+
+
+def test_gradients_of_attention_by_functional_transforms() -> None:
+    """Within vmap, and around it."""
+    x = torch.rand(3, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x).sum()
+
+    on_both(lambda device: torch.vmap(torch.func.grad(attend))(x.to(device)))
+    on_both(lambda device: torch.func.grad(lambda x: torch.vmap(attend)(x).sum())(x.to(device)))
+
+
+# --- padded encoders, CTC --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("mask", [[[0, 0, 0, 1], [0, 1, 1, 1]], [[1, 0, 0, 0], [0, 0, 0, 0]]], ids=["right", "left"])
+def test_encoder_with_padding(mask: list[list[int]], norm: bool) -> None:
+    """Eager PyTorch runs it on nested tensors where the padding is on the right, and blanks the padded positions."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8) if norm else None).eval()
+    x, padding = torch.randn(2, 4, 8), torch.tensor(mask).bool()
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        actual = encoder.to(DEVICE)(x.to(DEVICE), src_key_padding_mask=padding.to(DEVICE))
+    torch.testing.assert_close(actual.cpu(), expected)
+
+
+def test_ctc_loss_takes_lengths_from_the_cpu() -> None:
+    """As on other accelerators."""
+    scores = torch.rand(6, 2, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+
+    def run(device: str) -> list[torch.Tensor]:
+        x = scores.to(device).requires_grad_()
+        targets = torch.tensor([[1, 2], [1, 2]], device=device)
+        loss = F.ctc_loss(x, targets, torch.tensor([6, 6]), torch.tensor([2, 1]))
+        return [loss, *torch.autograd.grad(loss, x)]
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunked_linear_cross_entropy(dtype: torch.dtype) -> None:
+    """Chunks and accumulation dtypes are those of the CPU."""
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        pytest.skip("this PyTorch has no linear_cross_entropy")
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(16, 8, generator=generator).to(dtype), torch.randn(32, 8, generator=generator).to(dtype)
+
+    def run(device: str) -> torch.Tensor:
+        target = (torch.arange(16, device=device) * 3) % 32
+        options = nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(x.to(device), w.to(device), target, options=options)
+
+    on_both(run)
