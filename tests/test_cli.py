@@ -191,3 +191,29 @@ def test_lines_of_the_summary_are_summed_and_sorted() -> None:
         ("a.py:1", ["item()", "tolist()"], 4, 4.5),
         ("b.py:2", ["item()"], 2, 2.0),
     ]
+
+
+_LOADERS = """
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+
+class Squares(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]) ** 2, index
+
+first, second = random_split(TensorDataset(torch.arange(10.0)), [6, 4], generator=torch.Generator().manual_seed(1))
+torch.manual_seed(2)
+order = torch.Generator().manual_seed(4)
+print([batch.tolist() for (batch,) in DataLoader(first, batch_size=2, shuffle=True, generator=order)])
+for workers in (0, 2):
+    for x, y in DataLoader(Squares(), batch_size=3, num_workers=workers):
+        print(x.flatten().tolist(), y.tolist())
+"""
+
+
+def test_data_loaders(tmp_path: Path) -> None:
+    """Shuffling, splitting and worker processes, in a script that names no device."""
+    assert "[0.0, 1.0, 4.0] [0, 1, 2]" in assert_same(write(tmp_path, _LOADERS)).stdout

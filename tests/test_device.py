@@ -374,3 +374,10 @@ def test_a_small_program_on_every_index() -> None:
     expected = on_both(lambda device: torch.linspace(0, 1, 5, device=device).cumsum(0))
     for index in range(device_module.device_count()):
         assert_same(torch.linspace(0, 1, 5, device=f"{DEVICE}:{index}").cumsum(0), expected.cpu())
+
+
+@pytest.mark.skipif(not marid.settings.native, reason="needs the C++ half of the device")
+def test_storages_cannot_be_made() -> None:
+    """An error, and no end of the process."""
+    with pytest.raises(RuntimeError, match="has no storages of its own"):
+        torch.UntypedStorage(4, device=DEVICE)

@@ -256,3 +256,24 @@ def test_random_work_is_recorded_not_run() -> None:
     assert marid.stats().ops_executed == 0
     assert marid.stats().fallbacks == {}
     assert all(not t.materialized for t in kept)  # type: ignore[attr-defined]
+
+
+def test_generators_of_the_cpu_where_the_device_is_the_default() -> None:
+    """Scripts that name no device make generators without naming one either, and get the numbers they always got."""
+
+    def draw() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        drawn = [torch.randperm(6, generator=generator), torch.randn(4, generator=generator)]
+        return [*drawn, torch.empty(3).uniform_(generator=generator)]
+
+    expected = draw()
+    with torch.device(DEVICE):
+        drawn = draw()
+    assert all(t.device.type == DEVICE for t in drawn)
+    assert [t.tolist() for t in drawn] == [t.tolist() for t in expected]
+
+
+def test_a_generator_of_the_cpu_where_the_device_is_named() -> None:
+    """As on any other device."""
+    with pytest.raises(RuntimeError, match="Expected a 'remote_accelerator' device type for generator"):
+        torch.randn(2, device=DEVICE, generator=torch.Generator())

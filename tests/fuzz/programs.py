@@ -58,6 +58,7 @@ class Interpreter:
         self.device = device
         self.steps: list[Step] = []
         self._reads: list[Any] = []
+        self._exact = True
         self._versions: dict[str, tuple[int, int]] = {}
         torch.manual_seed(0)
         self.names: dict[str, Any] = {
@@ -88,7 +89,11 @@ class Interpreter:
             exec(_compiled(statement), self.names)
         except Exception as raised:  # whatever it is, the other device must raise the same
             error, message = type(raised), str(raised)
-        seen = {name: (*_looks(tensor), self._is_written(name, tensor)) for name, tensor in self.tensors.items()}
+        self._exact &= "grad" not in statement
+        seen = {
+            name: (*_looks(tensor, self._exact), self._is_written(name, tensor))
+            for name, tensor in self.tensors.items()
+        }
         self.steps.append(Step(error, self._reads, seen, message))
         return self.steps[-1]
 
@@ -127,23 +132,21 @@ def _compiled(statement: str) -> CodeType:
     return compile(statement, "<statement>", "exec")
 
 
-def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Everything about a tensor that is known without its values."""
+def _looks(tensor: torch.Tensor, exact: bool) -> tuple[Any, ...]:
+    """Everything about a tensor that is known without its values.
+
+    Not ``exact`` leaves out strides where they mean nothing: gradients of tensor subclasses are added up out of place.
+    """
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
     return (
         tuple(tensor.shape),
         tensor.dtype,
-        tensor.stride(),
+        tuple(0 if size == 1 and not exact else stride for size, stride in strides),
         tensor.storage_offset(),
         tensor.requires_grad,
         tensor.is_conj(),
         *_autograd_looks(tensor),
     )
-
-
-def _grad_looks(grad: torch.Tensor) -> tuple[Any, ...]:
-    # Gradients of tensor subclasses are added up out of place, which may leave other strides where they mean nothing.
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
-    return tuple(grad.shape), grad.dtype, strides, grad.storage_offset(), grad.requires_grad, grad.is_conj()
 
 
 _BROKEN = ("RuntimeError", "RuntimeError")
@@ -153,7 +156,7 @@ def _autograd_looks(tensor: torch.Tensor) -> tuple[Any, Any]:
     # Looking at a view that was written against autograd's rules raises.
     try:
         grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
-        return tensor.is_leaf, grad if grad is None else _grad_looks(grad)
+        return tensor.is_leaf, grad if grad is None else _looks(grad, False)[:-2]
     except RuntimeError:
         return _BROKEN
 
@@ -864,6 +867,7 @@ def identity(w: Writer) -> str:
     x = w.tensor()
     dtype = w.look(x).dtype
     y = w.tensor() if w.chance(5) else w.tensor(lambda t: t.dtype == dtype)
+    z = w.tensor(lambda t: t.dtype == dtype)  # another dtype may need a larger storage, which set_ makes larger then
     filled = "" if w.look(x).is_contiguous() and w.look(x).numel() else ".fill_(1)"
     return w.one(
         f"{x}.data = {y}",
@@ -873,7 +877,7 @@ def identity(w: Writer) -> str:
         # What a tensor grows into is undefined, so it is filled.
         f"{x}.resize_({list(w.look(x).shape)[:-1]}){filled}",
         f"{x}.resize_(2, 4).fill_(1)",
-        f"{x}.set_({y}.untyped_storage(), {y}.storage_offset(), {y}.shape, {y}.stride())",
+        f"{x}.set_({z}.untyped_storage(), {z}.storage_offset(), {z}.shape, {z}.stride())",
         f"{x}.resize_as_({y}).fill_(2)",
     )
 

@@ -82,6 +82,7 @@ def register() -> None:
     tuples.install()
     scopes.install_hooks()
     _allow_foreach()
+    _collate()
     uninitialized.install()
     nested.install()
     _keep_parameters()
@@ -94,6 +95,13 @@ def _allow_foreach() -> None:
     supported: list[Any] = _foreach_utils._foreach_supported_types
     if LazyTensor not in supported:
         supported.append(LazyTensor)
+
+
+def _collate() -> None:
+    # Workers of a DataLoader would stack into a storage in shared memory, which the device has not.
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    default_collate_fn_map[LazyTensor] = lambda batch, *, collate_fn_map=None: torch.stack(batch)  # noqa: ARG005
 
 
 def _keep_parameters() -> None:

@@ -5,6 +5,7 @@
 // the process when a Python exception passes through backward; this guard does neither.
 // Compiled once per PyTorch version on first import (see native.py) and loaded with ctypes.
 #include <ATen/core/GeneratorForPrivateuseone.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -136,6 +137,16 @@ struct DeviceSetter : c10::TensorImpl {
 at::Generator make_generator(c10::DeviceIndex index) {
   return at::make_generator<PositionGenerator>(index < 0 ? current_device : index);
 }
+// Without an allocator PyTorch dereferences a null pointer where a storage is asked for.
+struct NoAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t) override {
+    TORCH_CHECK(false, "remote_accelerator has no storages of its own: make a tensor there instead");
+  }
+  void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "not implemented"); }
+};
+NoAllocator no_allocator;
+const bool allocator_registered = (c10::SetAllocator(kType, &no_allocator), true);
+
 // What REGISTER_GENERATOR_PRIVATEUSE1 does, without its warning at every import.
 const bool generator_registered = (at::GetGeneratorPrivate() = make_generator, true);
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from marid.frontend import handles
 from marid.graph.node import Draw, Spec
@@ -75,14 +76,24 @@ def seed_all(seed: int) -> None:
         generator.manual_seed(seed)
 
 
+def is_of_the_cpu(given: torch.Generator | None) -> bool:
+    """Whether an operation on the device draws from a generator of the CPU.
+
+    That is how scripts that name no device work when the device is the default: ``torch.Generator()`` is always the
+    CPU's (``random_split``, the samplers of a ``DataLoader``). Raises ``RuntimeError`` where the device was named.
+    """
+    if given is None or given.device.type == handles.DEVICE_TYPE:
+        return False
+    default = _device.CURRENT_DEVICE  # get_default_device() says CPU while the default is being applied
+    if given.device.type == "cpu" and default is not None and default.type == handles.DEVICE_TYPE:
+        return True
+    raise RuntimeError(f"Expected a '{handles.DEVICE_TYPE}' device type for generator but found '{given.device.type}'")
+
+
 class generator_of:
     """Context manager: the generator an operation draws from; a ``torch.Generator`` is moved on at the end."""
 
     def __init__(self, given: torch.Generator | None, device: int) -> None:
-        if given is not None and given.device.type != handles.DEVICE_TYPE:
-            raise RuntimeError(
-                f"Expected a '{handles.DEVICE_TYPE}' device type for generator but found '{given.device.type}'"
-            )
         self._given = given
         self._generator = _defaults[device] if given is None else Generator(device, 0)
 

@@ -258,8 +258,8 @@ class Recorder:
         if rule.eager is not None:
             return _eagerly(self, args, kwargs, rule.eager)
         if self.random:
-            drawn = self._draw(call, rule)
-            if drawn is None:
+            given = call.kwargs.get("generator")
+            if random.is_of_the_cpu(given) or self._draw(call, rule) is None:
                 return _eagerly(self, args, kwargs, None)
         return self._append(call, rule)
 
