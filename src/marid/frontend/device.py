@@ -101,7 +101,11 @@ def _collate() -> None:
     # Workers of a DataLoader would stack into a storage in shared memory, which the device has not.
     from torch.utils.data._utils.collate import default_collate_fn_map
 
-    default_collate_fn_map[LazyTensor] = lambda batch, *, collate_fn_map=None: torch.stack(batch)  # noqa: ARG005
+    default_collate_fn_map[LazyTensor] = _stacked
+
+
+def _stacked(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:  # noqa: ARG001
+    return torch.stack(batch)
 
 
 def _keep_parameters() -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable
+from sys import _getframe as getframe
 from typing import Any
 
 import torch
-from torch.utils import _device
+from torch.utils._device import DeviceContext
 
 from marid.frontend import handles
 from marid.graph.node import Draw, Spec
@@ -84,10 +85,22 @@ def is_of_the_cpu(given: torch.Generator | None) -> bool:
     """
     if given is None or given.device.type == handles.DEVICE_TYPE:
         return False
-    default = _device.CURRENT_DEVICE  # get_default_device() says CPU while the default is being applied
-    if given.device.type == "cpu" and default is not None and default.type == handles.DEVICE_TYPE:
+    if given.device.type == "cpu" and _is_called_by_default():
         return True
     raise RuntimeError(f"Expected a '{handles.DEVICE_TYPE}' device type for generator but found '{given.device.type}'")
+
+
+def _is_called_by_default() -> bool:
+    # While a default device is being applied, PyTorch says that there is none; but it is further up the stack.
+    frame = getframe()
+    while frame is not None:
+        if frame.f_code is _APPLIES_DEFAULT:
+            return frame.f_locals["self"].device.type == handles.DEVICE_TYPE
+        frame = frame.f_back
+    return False
+
+
+_APPLIES_DEFAULT = DeviceContext.__torch_function__.__code__
 
 
 class generator_of:
