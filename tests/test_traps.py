@@ -5,6 +5,7 @@ The traps that only a compiled tier or a remote worker can fall into are tested 
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 
@@ -382,3 +383,19 @@ def test_content_is_never_sampled() -> None:
     a, b = torch.zeros(1 << 16), torch.zeros(1 << 16)
     b[12_345] = 1
     assert [marid.LazyTensor.lift(t).sum().item() for t in (a, b, a)] == [0.0, 1.0, 0.0]
+
+
+def test_memory_outlives_everything_but_a_reassigned_view() -> None:
+    """After ``y.data = x[2:]`` only ``y`` holds the memory of ``x``, all of which can still be asked for."""
+
+    def run(device: str) -> list[object]:
+        x = torch.arange(6.0, device=device) * 2
+        y = torch.zeros(1, device=device)
+        y.data = x[2:]
+        del x
+        whole = torch.empty(0, device=device)
+        first = y.tolist()
+        whole.set_(y.untyped_storage(), 0, (6,), (1,))
+        return [first, whole, copy.deepcopy(y)]
+
+    on_both(run)

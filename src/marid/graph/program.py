@@ -88,11 +88,8 @@ class Program:
     key: tuple[Any, ...]
     instructions: tuple[Instruction, ...]
     input_slots: tuple[int, ...]
+    output_slots: tuple[int, ...]
     slot_count: int
-
-    @property
-    def output_slots(self) -> tuple[int, ...]:
-        return tuple(r.slot for i in self.instructions for r in i.results if r.escapes)
 
 
 class Task:
@@ -142,7 +139,8 @@ class Task:
             else:
                 results = tuple(Result(o.path, self.slots[o], self.slots[o] in self.escaping) for o in outs)
             instructions.append(Instruction(node.op, args, kwargs, results))
-        return Program(self.key, tuple(instructions), tuple(self.input_slots), len(self.slots))
+        outputs = tuple(self.slots[value] for value in self.outputs)
+        return Program(self.key, tuple(instructions), tuple(self.input_slots), outputs, len(self.slots))
 
     def result_bytes(self) -> dict[int, int]:
         """Bytes that each result allocates, by slot; views and written arguments allocate none."""
@@ -273,6 +271,7 @@ def _find_escaping(task: Task, inner: dict[int, int], key: list[Any]) -> None:
     references = sys.getrefcount
     slots, nodes, results = task.slots, task.nodes, task.results
     held = 4  # the list, task.slots, the loop variable, the argument of getrefcount
+    roots: list[Value] = []
     for i in range(len(nodes)):
         outs = results[i]
         if outs is None:
@@ -283,6 +282,8 @@ def _find_escaping(task: Task, inner: dict[int, int], key: list[Any]) -> None:
                 key.append(slot)
                 task.escaping.add(slot)
                 task.outputs.append(node)
+                if node.root is not None:
+                    roots.append(node.root)
         else:
             for j in range(len(outs)):
                 out = outs[j]
@@ -293,3 +294,13 @@ def _find_escaping(task: Task, inner: dict[int, int], key: list[Any]) -> None:
                     key.append(_ESCAPES)
                     task.escaping.add(slot)
                     task.outputs.append(out)
+                    if out.root is not None:
+                        roots.append(out.root)
+    # A view keeps its memory, so what it is a view of stays readable too: its storage may be asked for.
+    for root in roots:
+        slot = slots.get(root, -1)
+        if slot >= 0 and slot not in task.escaping and root.concrete is None:
+            key.append(_ESCAPES)
+            key.append(slot)
+            task.escaping.add(slot)
+            task.outputs.append(root)
