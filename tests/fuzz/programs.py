@@ -211,7 +211,7 @@ def _has_more_than(before: tuple[int, int]) -> bool:
     return any(now > then for now, then in zip(_living(), before, strict=True))
 
 
-_ASSIGNMENT = re.compile(r"(t\d+)\[.*\] = (t\d+)")
+_ASSIGNMENT = re.compile(r"(t\d+)\[.*\] = (t\d+)$", re.MULTILINE)
 
 
 def _is_number_in(tensors: dict[str, torch.Tensor], target: str, source: str) -> bool:
@@ -240,8 +240,7 @@ def _on_the_cpu(program: Program) -> tuple[Program, Interpreter]:
         looks: dict[str, tuple[Any, ...]] = {}
         for statement in program:
             groups = cpu.aliases() if "out=" in statement else {}
-            assignment = _ASSIGNMENT.fullmatch(statement)
-            if assignment and _is_number_in(cpu.tensors, *assignment.groups()):
+            if any(_is_number_in(cpu.tensors, *names) for names in _ASSIGNMENT.findall(statement)):
                 cpu.steps.append(Step(None, [], {}))
                 break
             step = cpu.run(statement)
