@@ -191,10 +191,24 @@ THE_MODULE = """
 """
 
 
+LEGACY_TYPES = """
+    import torch
+    x = torch.cuda.FloatTensor([1, 2])
+    assert x.is_cuda and x.dtype is torch.float32 and x.type() == 'torch.cuda.FloatTensor'
+    assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(torch.ones(1), torch.cuda.FloatTensor)
+    assert torch.cuda.LongTensor(2, 3).shape == (2, 3)
+    y = torch.ones(2).type(torch.cuda.LongTensor)
+    assert y.is_cuda and y.dtype is torch.int64 and y.type('torch.cuda.HalfTensor').dtype is torch.float16
+    assert torch.ones(2).type(torch.float64).type() == 'torch.DoubleTensor'
+    torch.set_default_tensor_type('torch.cuda.DoubleTensor')
+    assert torch.ones(1).is_cuda and torch.ones(1).dtype is torch.float64
+"""
+
+
 @pytest.mark.parametrize(
     "script",
-    [NANO_GPT_STYLE, CUDA_EVERYWHERE, RANDOM_NUMBERS, THE_MODULE],
-    ids=["nano_gpt_style", "cuda_everywhere", "random_numbers", "the_module"],
+    [NANO_GPT_STYLE, CUDA_EVERYWHERE, RANDOM_NUMBERS, THE_MODULE, LEGACY_TYPES],
+    ids=["nano_gpt_style", "cuda_everywhere", "random_numbers", "the_module", "legacy_types"],
 )
 def test_a_script_for_gpus_runs(tmp_path: Path, script: str) -> None:
     path = tmp_path / "script.py"

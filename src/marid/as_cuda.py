@@ -5,7 +5,7 @@ that a device is there, ``.cuda()``, ``"cuda"`` and ``torch.device("cuda:0")`` l
 they are on ``cuda:0``. A ``TorchFunctionMode`` translates what passes through PyTorch's functions, in every thread; the
 few entry points that function modes do not see are replaced.
 
-Not covered, because they need CUDA itself: CUDA graphs, custom kernels, NCCL, ``torch.cuda.FloatTensor`` and its kin.
+Not covered, because they need CUDA itself: CUDA graphs, custom kernels, NCCL.
 """
 
 from __future__ import annotations
@@ -93,12 +93,45 @@ def _pin_memory(_func: Any, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.T
     return tensor  # the engine reads ordinary memory
 
 
+class _LegacyType(type):
+    """``torch.cuda.FloatTensor`` and its kin: a constructor, and what ``isinstance`` and ``Tensor.type`` take."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> torch.Tensor:
+        return getattr(torch, cls.__name__)(*args).to(torch.device(_OURS, handles.current_device()))
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return handles.is_lazy(instance) and instance.dtype is cls.dtype
+
+
+def _legacy_types() -> dict[str, _LegacyType]:
+    names = [f"{kind}Tensor" for kind in "Double Float Half BFloat16 Long Int Short Char Byte Bool".split()]
+    return {name: _LegacyType(name, (), {"dtype": getattr(torch, name).dtype}) for name in names}
+
+
+def _legacy_type(given: Any) -> _LegacyType | None:
+    if isinstance(given, str) and given.startswith("torch.cuda."):
+        given = getattr(torch.cuda, given.removeprefix("torch.cuda."), None)
+    return given if isinstance(given, _LegacyType) else None
+
+
+def _type(func: Any, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    if dtype is None:
+        return func(tensor).replace(_OURS, _CUDA)
+    legacy = _legacy_type(dtype)
+    if legacy is not None:
+        return tensor.to(torch.device(_OURS, handles.current_device()), legacy.dtype, non_blocking=non_blocking)
+    return func(tensor, dtype, non_blocking, **kwargs)
+
+
 _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.device: lambda func, *args, **kwargs: func(*args, **kwargs),  # a script's device object keeps saying "cuda"
     torch.Tensor.device.__get__: _device_of,
     torch.Tensor.is_cuda.__get__: _is_cuda,
     torch.Tensor.cuda: _tensor_cuda,
     torch.Tensor.pin_memory: _pin_memory,
+    torch.Tensor.type: _type,
     torch.Tensor.record_stream: lambda *_: None,
 }
 
@@ -240,6 +273,7 @@ def _torch_cuda() -> dict[str, Any]:
         "current_stream": _Stream,
         "default_stream": _Stream,
         "stream": contextlib.nullcontext,
+        **_legacy_types(),
     }
 
 
@@ -307,6 +341,17 @@ def _replace_device_contexts() -> None:
         initialise(self, _from_cuda(torch.device(device)))
 
     _device.DeviceContext.__init__ = __init__
+    set_type = torch.set_default_tensor_type
+
+    def set_default_tensor_type(kind: Any) -> None:
+        legacy = _legacy_type(kind)
+        if legacy is None:
+            set_type(kind)
+        else:
+            torch.set_default_dtype(legacy.dtype)
+            torch.set_default_device(_CUDA)
+
+    torch.set_default_tensor_type = set_default_tensor_type
     default = torch.get_default_device
     torch.get_default_device = functools.wraps(default)(lambda: _to_cuda(default()))
 
