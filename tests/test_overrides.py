@@ -132,3 +132,26 @@ def test_chunked_linear_cross_entropy(dtype: torch.dtype) -> None:
         return F.linear_cross_entropy(x.to(device), w.to(device), target, options=options)
 
     on_both(run)
+
+
+# --- tracing ---------------------------------------------------------------------------------------------------------
+
+
+def test_make_fx_traces_what_it_closes_over() -> None:
+    """PyTorch traces tensors of types that it knows."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    w = torch.full((3,), 2.0, device=DEVICE)
+    traced = make_fx(lambda x: (w.sin() * x).sum())(torch.ones(3, device=DEVICE))
+    x = torch.arange(3.0, device=DEVICE)
+    assert torch.equal(traced(x).cpu(), (w.sin() * x).sum().cpu())
+
+
+def test_linearize() -> None:
+    """The linear function traced at one point."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        value, linear = torch.func.linearize(lambda x: x.sin() * x, torch.linspace(0, 1, 3, device=device))
+        return [value, linear(torch.ones(3, device=device)), linear(torch.arange(3.0, device=device))]
+
+    on_both(run)

@@ -81,17 +81,19 @@ def register() -> None:
     serialize.install()
     tuples.install()
     scopes.install_hooks()
-    _allow_foreach()
+    _allow_exact_type()
     _collate()
     uninitialized.install()
     nested.install()
     _keep_parameters()
 
 
-def _allow_foreach() -> None:
-    # Optimizers group parameters into foreach operators by exact tensor type.
+def _allow_exact_type() -> None:
+    # Optimizers group parameters into foreach operators, and make_fx traces tensors, by exact type.
+    from torch.fx.experimental import proxy_tensor
     from torch.utils import _foreach_utils
 
+    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, LazyTensor)
     supported: list[Any] = _foreach_utils._foreach_supported_types
     if LazyTensor not in supported:
         supported.append(LazyTensor)
