@@ -220,7 +220,7 @@ def _has_more_than(before: tuple[int, int]) -> bool:
 
 _ASSIGNMENT = re.compile(r"(t\d+)\[.*\] = (t\d+)$", re.MULTILINE)
 
-_DETACHED = re.compile(r"(t\d+)\.detach_\(\)")
+_CHANGED = re.compile(r"(t\d+)\.(?:detach|transpose|t|unsqueeze|squeeze)_\(")
 
 
 def _is_number_in(tensors: dict[str, torch.Tensor], target: str, source: str) -> bool:
@@ -239,19 +239,22 @@ def _on_the_cpu(program: Program) -> tuple[Program, Interpreter]:
     It has none after a statement that
 
     * raises when its work is half done: eager PyTorch has resized its ``out=`` by then, the device has done nothing;
-    * resizes memory that other tensors lie in, or takes it out of autograd: where autograd later asks, views of plain
-      tensors are taken as ``as_strided``, and those of tensor subclasses as the operation that made them;
+    * gives a tensor that others are views of another shape in place, or takes it out of autograd: where autograd later
+      asks, views of plain tensors are taken as ``as_strided``, and those of subclasses as the operation that made them;
     * makes integers require gradients, or assigns a number to a tensor that lies in the same memory: on the CPU
-      ``t[0] = number`` is ``fill_`` and not ``copy_``.
+      ``t[0] = number`` is ``fill_`` and not ``copy_``;
+    * pickles a conjugate view, which the device writes as what it is the conjugate of, resolved.
     """
     while True:
         cpu = Interpreter("cpu")
         looks: dict[str, tuple[Any, ...]] = {}
         for statement in program:
-            groups = cpu.aliases() if "out=" in statement or "detach_" in statement else {}
-            detached = [groups.get(name) for name in _DETACHED.findall(statement)]
+            changed = _CHANGED.findall(statement)
+            groups = cpu.aliases() if changed or "out=" in statement else {}
+            shared = any(list(groups.values()).count(groups.get(name)) > 1 for name in changed)
             assigns = any(_is_number_in(cpu.tensors, *names) for names in _ASSIGNMENT.findall(statement))
-            if assigns or any(list(groups.values()).count(group) > 1 for group in detached):
+            pickles = "pickle" in statement and any(t.is_conj() for t in cpu.tensors.values())
+            if shared or assigns or pickles:
                 cpu.steps.append(Step(None, [], {}))
                 break
             step = cpu.run(statement)
