@@ -230,6 +230,31 @@ def test_deepcopy_of_a_module_runs_nothing_and_keeps_gradients() -> None:
     assert model.weight.abs().sum().item() > 0
 
 
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize("part", ["whole", "slice", "leaf", "parameter"])
+def test_what_autograd_sees_of_a_copy(way: str, part: str) -> None:
+    """A copy is a tensor of its own, not a view, with PyTorch's version; its views follow it."""
+
+    def facts(device: str) -> Any:
+        x = torch.ones(3, device=device)
+        x.add_(1)
+        x = {
+            "whole": lambda: x,
+            "slice": lambda: x[1:],
+            "leaf": lambda: x.requires_grad_(),
+            "parameter": lambda: torch.nn.Parameter(x),
+        }[part]()
+        ways = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda t: pickle.loads(pickle.dumps(t))}
+        made = ways[way](x)
+        was = made._version, made._is_view(), made.is_leaf, made.requires_grad
+        with torch.no_grad():
+            view = made[:1]
+        made.requires_grad_()
+        return *was, view.requires_grad, view._base is made
+
+    assert facts(DEVICE) == facts("cpu")
+
+
 def test_deepcopy_of_a_result_is_refused() -> None:
     """As for any tensor with a history, with PyTorch's message."""
     messages = []

@@ -83,7 +83,7 @@ def keep_with(storage: torch.UntypedStorage, base: Any) -> torch.UntypedStorage:
 def copy_with_aliases(tensor: Any, memo: dict[Any, Any]) -> Any:
     """A copy with the same strides; tensors that share memory get copies that share memory, by ``memo``."""
     if tensor._storage is None:
-        return _restrided(tensor.detach().clone(), tensor)
+        return _whole(_restrided(tensor.detach().clone(), tensor))
     key = ("marid storage", id(tensor._storage))
     if key not in memo:
         flat = storage_behind(untyped_storage(tensor), root_of(tensor._value).spec.dtype, tensor.device.index)  # pyright: ignore[reportOptionalMemberAccess]
@@ -91,7 +91,14 @@ def copy_with_aliases(tensor: Any, memo: dict[Any, Any]) -> Any:
     block = memo[key][0]
     if block.dtype != tensor.dtype:
         block = block.view(tensor.dtype)
-    return block.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return _whole(block.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+
+
+def _whole(copied: Any) -> Any:
+    """The same, as PyTorch leaves what it put a storage into: no view to autograd, and changed once."""
+    made = handles.wrap(copied._value, copied._value.spec, copied._storage)
+    torch.autograd.graph.increment_version(made)
+    return made
 
 
 def _restrided(copied: Any, like: Any) -> Any:

@@ -212,7 +212,7 @@ class LazyTensor(torch.Tensor):
         with torch.no_grad():
             made: torch.Tensor = memory.copy_with_aliases(self, memo)
         if isinstance(self, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, self.requires_grad)
+            made = torch.nn.Parameter(made.data, self.requires_grad)
         elif self.requires_grad:
             made.requires_grad_()
         memo[id(self)] = made
@@ -225,8 +225,9 @@ class LazyTensor(torch.Tensor):
         made: torch.Tensor = self.data
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(made, self.requires_grad)
-        elif self.requires_grad:
-            made.requires_grad_()
+        else:
+            torch.autograd.graph.increment_version(made)  # as PyTorch's, which puts the storage into a new tensor
+            made.requires_grad_(self.requires_grad)
         made.__dict__.update(user_attributes(self))
         return made
 
