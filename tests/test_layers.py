@@ -14,9 +14,11 @@ ROOT = Path(marid.__file__).parent
 # From the bottom up; the longest matching prefix places a module.
 LAYERS = [
     {"errors", "settings"},
+    {"native"},
     {"graph"},
     {"semantics"},
     {"report.stats"},
+    {"optimize"},
     {"execute"},
     {"engine"},
     {"frontend"},

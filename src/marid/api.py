@@ -64,6 +64,9 @@ def stats() -> Stats:
         pending_bytes=sum(nbytes for _, nbytes in measured),
         memory_allocated=sum(memory_allocated(index) for index in range(handles.device_count)),
         peak_memory=peak_memory(),
+        planned_peak=counters.planned_peak,
+        planned_lower_bound=counters.planned_lower_bound,
+        unplanned_bytes=counters.unplanned_bytes,
         epoch=counters.epoch,
     )
 

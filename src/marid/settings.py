@@ -33,8 +33,12 @@ class Settings:
     """How many programs are kept; the least recently used goes first."""
     cache_instructions: int = 30_000
     """How many instructions the kept programs may have together (about 1 KB each); the newest is always kept."""
+    plan_bytes: int = 64 << 10
+    """Programs whose results take fewer bytes at once are run without a memory plan."""
+    pool_bytes: int = 128 << 20
+    """How many bytes of freed results are kept to be used again, in place of fresh memory."""
     native: bool = True
-    """Build and use the C++ device guard when a compiler is there."""
+    """Build and use the C++ half when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))
     """Where built files are kept."""
 

@@ -194,9 +194,9 @@ class Mismatch(AssertionError):
 def check(program: Program, device: str = DEVICE, runs: int = 2) -> None:
     """Run a program on the CPU and ``runs`` times on ``device`` and compare all that can be seen. Raises ``Mismatch``.
 
-    The second run meets the programs that the first one built, later ones the memory plans of the earlier. The runs differ in the order of the final reads. When
-    all tensors are gone, no pending nodes and no memory are left, unless the CPU is left with something too: autograd
-    keeps itself alive after an error in backward, or ``x.mul_(x)``.
+    The second run meets the programs that the first one built, later ones the memory plans of the earlier. The runs
+    differ in the order of the final reads. When all tensors are gone, no pending nodes and no memory are left, unless
+    the CPU is left with something too: autograd keeps itself alive after an error in backward, or ``x.mul_(x)``.
     """
     before = _living()
     program = _compare(program, device, runs)

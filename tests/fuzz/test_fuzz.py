@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+import marid
 from tests.fuzz.programs import PROFILES, Mismatch, Program, check, minimised, programs, script
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -22,7 +23,7 @@ PROGRAMS = 2_000
 CONFORMANCE_PROGRAMS = int(os.environ.get("MARID_FUZZ_PROGRAMS", "50000"))
 
 
-def _fuzz(profile: str, count: int) -> None:
+def _fuzz(profile: str, count: int, runs: int = 2) -> None:
     ran = 0
 
     @settings(
@@ -38,7 +39,7 @@ def _fuzz(profile: str, count: int) -> None:
     def run(program: Program) -> None:
         nonlocal ran
         ran += 1
-        check(program)
+        check(program, runs=runs)
 
     gc.collect()
     gc.freeze()  # PyTorch's own objects are many, and collected for each leak that is shrunk
@@ -57,6 +58,13 @@ def _fuzz(profile: str, count: int) -> None:
 def test_random_programs(profile: str) -> None:
     """Values, metadata, errors, gradients and aliasing are equal, and nothing is left behind."""
     _fuzz(profile, PROGRAMS // len(PROFILES))
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_random_programs_in_planned_memory(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, repeated until every program follows a memory plan, however small it is."""
+    monkeypatch.setattr(marid.settings, "plan_bytes", 0)
+    _fuzz(profile, PROGRAMS // 10 // len(PROFILES), runs=7)
 
 
 @pytest.mark.conformance

@@ -8,6 +8,7 @@ import threading
 import torch
 
 from marid.errors import MaterializationError
+from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
 from marid.execute.flat import Interrupted
 from marid.graph.node import Draw, Node, fail, finish
@@ -60,6 +61,7 @@ class InProcessEngine:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.programs = ProgramCache()
+        self.arena = Arena()
         self._twisters = Twisters()
 
     def run(self, nodes: list[Node]) -> int:
@@ -79,10 +81,14 @@ class InProcessEngine:
     def generator(self, draw: Draw) -> torch.Generator:
         return self._twisters.at(draw)
 
+    def trim(self) -> None:
+        with self.lock:
+            self.arena.trim()
+
     def _run(self, task: Task) -> int:
         program = self.programs.find(task)
         try:
-            with concretely():
+            with concretely(), self.arena.run(program.placement(task)):
                 results = program.run(task.inputs, task.params, self._twisters.at)
         except Interrupted as stop:
             self._twisters.forget()

@@ -37,6 +37,10 @@ class Engine(Protocol):
         """A CPU tensor with the values and strides of ``buffer``; a snapshot, never an alias."""
         ...
 
+    def trim(self) -> None:
+        """Give back memory that is only kept to be used again."""
+        ...
+
     def generator(self, draw: Draw) -> torch.Generator:
         """A CPU generator positioned at ``draw``."""
         ...

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from marid.execute.arena import Placement
 from marid.graph.node import Draw
-from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot, Task
+from marid.settings import settings
 
 __all__ = ["FlatProgram", "Interrupted"]
 
 Generator = Callable[[Draw], torch.Generator]
 
 _SOURCE_LIMIT = 20_000  # instructions; beyond it, compiling one function costs more than the loop ever will
+_PLACEMENTS = 16  # plans that a program keeps
+_SEEN = 256
 _file_numbers = itertools.count(1)
 
 
@@ -50,6 +55,8 @@ class FlatProgram:
         self.dying = _last_uses(program)
         self.transient_bytes = _peak(program, self.dying, result_bytes)
         self.runs = 0
+        self._placements: OrderedDict[tuple[Any, ...], Placement] = OrderedDict()
+        self._seen: set[int] = set()
         self._function: Callable[..., list[torch.Tensor]] | None = None
         self._line_of: list[int] = []
         self._call_line: list[int] = []
@@ -67,6 +74,26 @@ class FlatProgram:
             return self._function(inputs, params, generator)
         except BaseException as error:
             raise self._interrupted(error) from error
+
+    def placement(self, task: Task) -> Placement | None:
+        """Where a run of ``task`` puts its blocks; None where planning would not pay: for small programs, and for
+        shapes that have not come twice."""
+        if self.transient_bytes < settings.plan_bytes:
+            return None
+        specs = task.specs()
+        found = self._placements.get(specs)
+        if found is not None:
+            self._placements.move_to_end(specs)
+            return None if found.hopeless else found
+        if not self.runs or hash(specs) not in self._seen:
+            if len(self._seen) >= _SEEN:
+                self._seen.clear()
+            self._seen.add(hash(specs))
+            return None
+        found = self._placements[specs] = Placement()
+        if len(self._placements) > _PLACEMENTS:
+            self._placements.popitem(last=False)
+        return found
 
     @property
     def source(self) -> str:

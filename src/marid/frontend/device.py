@@ -25,7 +25,7 @@ from marid.frontend import (
     tuples,
     uninitialized,
 )
-from marid.frontend.materialize import bytes_of, run_everything
+from marid.frontend.materialize import bytes_of, engine, run_everything
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
 from marid.semantics import scopes
@@ -260,7 +260,7 @@ def _module() -> types.ModuleType:
         "max_memory_reserved": lambda device=None: peak_memory(),  # noqa: ARG005
         "reset_peak_memory_stats": reset_peak_memory_stats,
         "memory_stats": memory_stats,
-        "empty_cache": lambda: None,
+        "empty_cache": engine.trim,
         "get_device_name": lambda device=None: f"marid in-process engine ({_index(device)})",
         "get_device_properties": lambda device=None: types.SimpleNamespace(
             name=f"marid in-process engine ({_index(device)})", index=_index(device)

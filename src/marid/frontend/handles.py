@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from marid.frontend import native
 from marid.graph.node import Node, Spec, Storage, Value
 from marid.graph.tape import Tape
+from marid.native import library
 from marid.semantics.scopes import current_site, state
 from marid.settings import settings
 
@@ -45,7 +45,6 @@ __all__ = [
 
 DEVICE_TYPE = "remote_accelerator"
 
-library: ctypes.CDLL | None = native.load()
 device_count = settings.devices if library is not None else 1
 _tapes = [Tape(index) for index in range(device_count)]
 _handle_class: Any = None

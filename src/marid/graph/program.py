@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from marid.graph.node import Draw, Node, Operation, Output, Value
+from marid.graph.node import Draw, Node, Operation, Output, Spec, Value
 
 __all__ = ["Constant", "Instruction", "ListOf", "Param", "Program", "Result", "Slot", "Task", "bind"]
 
@@ -148,6 +148,10 @@ class Task:
         for node, outs in zip(self.nodes, self.results, strict=True):
             made += [node] if outs is None else outs
         return {self.slots[v]: v.spec.nbytes for v in made if v.spec is not None and v.root is None}
+
+    def specs(self) -> tuple[Spec | None, ...]:
+        """The spec of every tensor, by slot: with the program, all that decides how much memory a run takes."""
+        return tuple([value.spec for value in self.slots])
 
     def _argument(self, arg: Any, counter: _Counter) -> Any:
         kind = type(arg)

@@ -23,6 +23,9 @@ PAIR_WORDS = 4  # a normal pair is made of two doubles in [0, 1), two words each
 _SKIP_CHUNK = 1 << 20
 _CHECKPOINT_EVERY = 1 << 22
 _STREAMS = 16
+# Where numbers go that nobody wants. Made once: a run of a program must not allocate differently the next time.
+_SKIPPED = torch.empty(_SKIP_CHUNK, dtype=torch.uint8)
+_PAIR = torch.empty(1, dtype=torch.float64)
 
 
 class Twisters:
@@ -65,7 +68,7 @@ class _Stream:
             return
         if spare >= 0:
             self._go(spare)
-            torch.empty(1, dtype=torch.float64).normal_(generator=self.generator)
+            _PAIR.normal_(generator=self.generator)
             self.offset = spare + PAIR_WORDS
             self._skip(offset - self.offset)
         else:
@@ -86,6 +89,6 @@ class _Stream:
     def _skip(self, words: int) -> None:
         while words > 0:
             chunk = min(words, _SKIP_CHUNK)
-            torch.empty(chunk, dtype=torch.uint8).random_(generator=self.generator)
+            _SKIPPED[:chunk].random_(generator=self.generator)
             self.offset += chunk
             words -= chunk

@@ -29,7 +29,8 @@ class Stats:
     too large; ``fallbacks`` operator name to count of operations that could not be recorded and ran eagerly;
     ``dynamic`` the same for operations whose output shape depends on data; ``syncs`` by source line, slowest first;
     ``pending_nodes`` and ``pending_bytes`` now waiting; ``memory_allocated`` and ``peak_memory`` in bytes;
-    ``epoch`` counts completed runs.
+    ``planned_peak`` the bytes that the largest memory plan takes, ``planned_lower_bound`` the largest sum of bytes that
+    live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``epoch`` counts completed runs.
     """
 
     ops_captured: int
@@ -45,6 +46,9 @@ class Stats:
     pending_bytes: int
     memory_allocated: int
     peak_memory: int
+    planned_peak: int
+    planned_lower_bound: int
+    unplanned_bytes: int
     epoch: int
 
 
@@ -60,6 +64,9 @@ class Counters:
     automatic_cuts: int = 0
     epoch: int = 0
     peak_memory: int = 0
+    planned_peak: int = 0
+    planned_lower_bound: int = 0
+    unplanned_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     dynamic: dict[str, int] = field(default_factory=dict)
     waits: dict[tuple[Site | None, str], list[float]] = field(default_factory=dict)
@@ -72,6 +79,12 @@ class Counters:
             entry = self.waits.setdefault((site, reason), [0, 0.0])
             entry[0] += 1
             entry[1] += seconds
+
+    def note_plan(self, peak: int, lower_bound: int, unplanned: int) -> None:
+        """A program's memory was planned."""
+        with self.lock:
+            if peak >= self.planned_peak:
+                self.planned_peak, self.planned_lower_bound, self.unplanned_bytes = peak, lower_bound, unplanned
 
     def count_operator(self, table: dict[str, int], name: str) -> int:
         """Count ``name`` in ``fallbacks`` or ``dynamic`` and return how often it has occurred."""

@@ -3,7 +3,7 @@
 // PyTorch asks a device guard for the current device, for streams and for events.
 // The Python guard that PyTorch offers (torch._C._acc) knows one device only and ends
 // the process when a Python exception passes through backward; this guard does neither.
-// Compiled once per PyTorch version on first import (see native.py) and loaded with ctypes.
+// Compiled once per PyTorch version on first import (see __init__.py) and loaded with ctypes.
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/TensorImpl.h>

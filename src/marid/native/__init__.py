@@ -1,0 +1,111 @@
+"""The C++ half of Marid, built once per PyTorch version on first import and called through ctypes.
+
+``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs. Without a compiler PyTorch's Python guard
+is used: then there is one device index, ``torch.Generator`` cannot be made for the device, an exception raised inside
+a backward hook ends the process, and programs allocate as eager PyTorch does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from marid.settings import settings
+
+__all__ = ["library"]
+
+logger = logging.getLogger("marid")
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+
+
+def _load() -> ctypes.CDLL | None:
+    if not settings.native:
+        return None
+    path = _library_path()
+    try:
+        if not path.exists():
+            _build(path)
+        return _declare(ctypes.CDLL(str(path)))
+    except OSError as error:
+        _explain_loss(str(error))
+    except subprocess.CalledProcessError as error:
+        _explain_loss(f"the compiler failed:\n{error.stderr}")
+    return None
+
+
+def _library_path() -> Path:
+    identity = f"{torch.__version__} {sys.platform} {torch._C._GLIBCXX_USE_CXX11_ABI} ".encode()
+    identity += b"".join(source.read_bytes() for source in _SOURCES)
+    return settings.cache_dir / f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+
+
+def _build(path: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise OSError("no C++ compiler (g++ or clang++) was found")
+    root = Path(torch.__file__).parent
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Built under a private name and moved into place, so that processes starting together never see half a file.
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        built = Path(scratch) / "native.so"
+        abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+        command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+        command += [f"-I{root / 'include'}", *map(str, _SOURCES), "-o", str(built)]
+        command += [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        built.replace(path)
+
+
+_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_INT64S = ctypes.POINTER(ctypes.c_int64)
+
+_FUNCTIONS: dict[str, tuple[object, list[object]]] = {
+    "marid_set_geometry": (None, [_POINTER, _INT, _INT, _INT64S, _INT64S, _INT64]),
+    "marid_set_device_count": (None, [_INT]),
+    "marid_set_current_device": (None, [_INT]),
+    "marid_current_device": (_INT, []),
+    "marid_memory_install": (None, [_INT64]),
+    "marid_memory_place": (_INT64, [_INT64, _INT64S, _INT64S, _INT64S, _INT64, _INT64S]),
+    "marid_memory_plan": (_POINTER, [_INT64, _INT64S, _INT64S, _INT64, _INT64S]),
+    "marid_memory_forget": (None, [_POINTER]),
+    "marid_memory_slab": (_POINTER, [_INT64]),
+    "marid_memory_retire": (None, [_POINTER]),
+    "marid_memory_begin": (None, [_POINTER, _POINTER]),
+    "marid_memory_end": (_INT, []),
+    "marid_memory_end_watched": (_POINTER, []),
+    "marid_memory_seen_blocks": (_INT64, [_POINTER]),
+    "marid_memory_seen_events": (_INT64, [_POINTER]),
+    "marid_memory_seen": (None, [_POINTER, _INT64S, _INT64S]),
+    "marid_memory_cached": (_INT64, []),
+    "marid_memory_trim": (None, []),
+}
+
+
+def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def _explain_loss(reason: str) -> None:
+    logger.warning(
+        "marid runs without its C++ half: %s. One device index is available, torch.Generator cannot be made for the "
+        "device, an exception raised in a backward hook ends the process, and memory is not planned. Install g++ to "
+        "lift this.",
+        reason,
+    )
+
+
+library: ctypes.CDLL | None = _load()
+"""The loaded library, or None when it cannot be built (the reason is logged as a warning)."""

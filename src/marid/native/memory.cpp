@@ -1,0 +1,335 @@
+// Memory of programs that run in this process: an allocator of CPU tensors that can watch a run and, the next time,
+// put every result where a plan says.
+//
+// A program makes the same allocations in the same order whenever it runs. A run that is *watched* notes them and when
+// each was freed; from that, optimize/memory.py plans offsets in one slab. A run that *follows* a plan checks every
+// allocation and every free against what was noted, and takes the planned place as long as they agree. What happens out
+// of order (an exception, a finalizer, another thread) ends the plan for the rest of that run, never its correctness.
+//
+// Outside of such runs the allocator is PyTorch's own. Blocks of a slab keep the slab alive, whoever holds them.
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <list>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr size_t kAlign = 64;  // what PyTorch's allocator aligns to
+constexpr int64_t kHugePage = int64_t(2) << 20;
+constexpr size_t kPooled = size_t(64) << 10;  // smaller blocks are cheap to get and to give back
+
+c10::Allocator* plain() { return c10::GetDefaultCPUAllocator(); }
+
+// --- slabs and the pool, under one lock ---
+
+struct Slab {
+  char* base = nullptr;
+  size_t bytes = 0;
+  int64_t users = 0;  // blocks that somebody holds
+  bool retired = false;
+  bool holds(const void* ptr) const {
+    return static_cast<const char*>(ptr) >= base && static_cast<const char*>(ptr) < base + bytes;
+  }
+};
+
+struct Pool {
+  std::list<std::pair<size_t, void*>> order;  // cached blocks, oldest first
+  std::multimap<size_t, std::list<std::pair<size_t, void*>>::iterator> by_size;
+  std::unordered_map<void*, size_t> handed_out;
+  size_t cached = 0;
+  size_t limit = 0;
+};
+
+std::mutex lock;
+std::vector<Slab*> slabs;
+Pool pool;
+
+void drop(Slab* slab) {  // with the lock
+  slabs.erase(std::find(slabs.begin(), slabs.end(), slab));
+  free(slab->base);
+  delete slab;
+}
+
+void trim(size_t limit) {  // with the lock
+  while (pool.cached > limit) {
+    auto oldest = pool.order.begin();
+    auto [first, last] = pool.by_size.equal_range(oldest->first);
+    for (auto at = first; at != last; ++at) {
+      if (at->second == oldest) {
+        pool.by_size.erase(at);
+        break;
+      }
+    }
+    pool.cached -= oldest->first;
+    plain()->raw_deallocate(oldest->second);
+    pool.order.erase(oldest);
+  }
+}
+
+void* take(size_t bytes) {
+  if (bytes < kPooled) return plain()->raw_allocate(bytes);
+  {
+    std::lock_guard<std::mutex> held(lock);
+    auto found = pool.by_size.lower_bound(bytes);
+    if (found != pool.by_size.end() && found->first <= bytes + bytes / 8) {
+      void* ptr = found->second->second;
+      pool.handed_out[ptr] = found->first;
+      pool.cached -= found->first;
+      pool.order.erase(found->second);
+      pool.by_size.erase(found);
+      return ptr;
+    }
+  }
+  void* ptr = plain()->raw_allocate(bytes);
+  std::lock_guard<std::mutex> held(lock);
+  pool.handed_out[ptr] = bytes;
+  return ptr;
+}
+
+// --- runs ---
+
+struct Plan {
+  std::vector<int64_t> sizes;    // of each block, in order of allocation
+  std::vector<int64_t> offsets;  // in the slab; -1 for blocks that outlive the run
+  std::vector<int64_t> events;   // k: block k is allocated; ~k: it is freed
+};
+
+struct Run {
+  const Plan* plan = nullptr;  // to be followed; null when the run is watched
+  Slab* slab = nullptr;
+  size_t next = 0;
+  bool follows = false;
+  Plan seen;
+  std::unordered_map<void*, int64_t> living;  // watched blocks by address
+};
+
+thread_local Run* current = nullptr;
+
+void* allocate_in(Run* run, size_t bytes) {
+  if (run->plan != nullptr) {
+    const Plan& plan = *run->plan;
+    if (run->follows) {
+      int64_t block = run->next < plan.events.size() ? plan.events[run->next] : -1;
+      run->follows = block >= 0 && plan.sizes[block] == static_cast<int64_t>(bytes);
+      if (run->follows) {
+        run->next++;
+        if (plan.offsets[block] >= 0) {
+          std::lock_guard<std::mutex> held(lock);
+          run->slab->users++;
+          return run->slab->base + plan.offsets[block];
+        }
+      }
+    }
+    return take(bytes);
+  }
+  void* ptr = take(bytes);
+  int64_t block = static_cast<int64_t>(run->seen.sizes.size());
+  run->seen.sizes.push_back(static_cast<int64_t>(bytes));
+  run->seen.events.push_back(block);
+  run->living[ptr] = block;
+  return ptr;
+}
+
+void note_free(Run* run, void* ptr) {
+  if (run->plan == nullptr) {
+    auto found = run->living.find(ptr);
+    if (found == run->living.end()) return;
+    run->seen.events.push_back(~found->second);
+    run->living.erase(found);
+  } else if (run->follows && run->slab->holds(ptr)) {
+    const Plan& plan = *run->plan;
+    int64_t block = run->next < plan.events.size() ? ~plan.events[run->next] : -1;
+    run->follows = block >= 0 && run->slab->base + plan.offsets[block] == ptr;
+    if (run->follows) run->next++;
+  }
+}
+
+void release(void* ptr) {
+  if (ptr == nullptr) return;
+  if (current != nullptr) note_free(current, ptr);
+  {
+    std::lock_guard<std::mutex> held(lock);
+    for (Slab* slab : slabs) {
+      if (!slab->holds(ptr)) continue;
+      if (--slab->users == 0 && slab->retired) drop(slab);
+      return;
+    }
+    auto found = pool.handed_out.find(ptr);
+    if (found != pool.handed_out.end()) {
+      size_t bytes = found->second;
+      pool.handed_out.erase(found);
+      if (bytes <= pool.limit) {
+        pool.order.emplace_back(bytes, ptr);
+        pool.by_size.emplace(bytes, std::prev(pool.order.end()));
+        pool.cached += bytes;
+        trim(pool.limit);
+        return;
+      }
+    }
+  }
+  plain()->raw_deallocate(ptr);
+}
+
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    if (current == nullptr || bytes == 0) return plain()->allocate(bytes);
+    void* ptr = allocate_in(current, bytes);
+    return {ptr, ptr, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* dest, const void* src, size_t bytes) const override { default_copy_data(dest, src, bytes); }
+};
+
+Allocator allocator;
+
+// --- placing ---
+
+struct Lifetime {
+  int64_t bytes, birth, death;
+};
+
+// Offsets for blocks in the given order, each in the tightest gap left by those placed that live at the same time.
+int64_t place(const std::vector<Lifetime>& blocks, const std::vector<int64_t>& order, std::vector<int64_t>& offsets) {
+  std::vector<std::pair<int64_t, int64_t>> placed;  // offset, block; sorted
+  int64_t peak = 0;
+  for (int64_t block : order) {
+    const Lifetime& own = blocks[block];
+    int64_t best = -1, tightest = INT64_MAX, end = 0;
+    for (auto [offset, other] : placed) {
+      if (blocks[other].birth >= own.death || blocks[other].death <= own.birth) continue;
+      int64_t gap = offset - end;
+      if (gap >= own.bytes && gap < tightest) {
+        tightest = gap;
+        best = end;
+      }
+      end = std::max(end, offset + blocks[other].bytes);
+    }
+    offsets[block] = best >= 0 ? best : end;
+    peak = std::max(peak, offsets[block] + own.bytes);
+    std::pair<int64_t, int64_t> entry{offsets[block], block};
+    placed.insert(std::upper_bound(placed.begin(), placed.end(), entry), entry);
+  }
+  return peak;
+}
+
+}  // namespace
+
+extern "C" {
+
+void marid_memory_install(int64_t pool_limit) {
+  pool.limit = static_cast<size_t>(pool_limit);
+  c10::SetCPUAllocator(&allocator, 1);
+  // A child starts with the lock open, whatever other threads were doing.
+  pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
+}
+
+// Offsets of `count` blocks (bytes; alive from birth to before death) such that no two that live at the same time
+// overlap; the size of the slab. `lower` is the largest sum of living bytes, which no placement can go below.
+int64_t marid_memory_place(int64_t count, const int64_t* bytes, const int64_t* births, const int64_t* deaths,
+                           int64_t lower, int64_t* offsets) {
+  std::vector<Lifetime> blocks(count);
+  std::vector<int64_t> order(count), trial(count);
+  for (int64_t i = 0; i < count; i++) {
+    blocks[i] = {static_cast<int64_t>((bytes[i] + kAlign - 1) / kAlign * kAlign), births[i], deaths[i]};
+    order[i] = i;
+  }
+  auto area = [&](int64_t i) { return double(blocks[i].bytes) * double(blocks[i].death - blocks[i].birth); };
+  int64_t peak = INT64_MAX;
+  for (int attempt = 0; attempt < 3 && peak > lower; attempt++) {
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+      if (attempt == 0) return blocks[a].bytes > blocks[b].bytes;
+      if (attempt == 1) return area(a) > area(b);
+      return blocks[a].birth < blocks[b].birth;
+    });
+    int64_t reached = place(blocks, order, trial);
+    if (reached < peak) {
+      peak = reached;
+      std::copy(trial.begin(), trial.end(), offsets);
+    }
+  }
+  return count == 0 ? 0 : peak;
+}
+
+void* marid_memory_plan(int64_t blocks, const int64_t* sizes, const int64_t* offsets, int64_t events,
+                        const int64_t* order) {
+  return new Plan{{sizes, sizes + blocks}, {offsets, offsets + blocks}, {order, order + events}};
+}
+void marid_memory_forget(void* plan) { delete static_cast<Plan*>(plan); }
+
+// A slab of so many bytes, or null when there is not enough memory.
+void* marid_memory_slab(int64_t bytes) {
+  void* base = nullptr;
+  if (posix_memalign(&base, bytes >= kHugePage ? kHugePage : kAlign, static_cast<size_t>(bytes)) != 0) return nullptr;
+  if (bytes >= kHugePage) madvise(base, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+  auto* slab = new Slab;
+  slab->bytes = static_cast<size_t>(bytes);
+  slab->base = static_cast<char*>(base);
+  std::lock_guard<std::mutex> held(lock);
+  slabs.push_back(slab);
+  return slab;
+}
+// Give a slab up; its memory goes when nobody holds a block of it.
+void marid_memory_retire(void* given) {
+  auto* slab = static_cast<Slab*>(given);
+  std::lock_guard<std::mutex> held(lock);
+  slab->retired = true;
+  if (slab->users == 0) drop(slab);
+}
+
+// Begin a run on this thread: one that follows `plan` in `slab`, or is watched (both null).
+void marid_memory_begin(void* plan, void* slab) {
+  auto* run = new Run;
+  run->plan = static_cast<Plan*>(plan);
+  run->slab = static_cast<Slab*>(slab);
+  run->follows = plan != nullptr;
+  current = run;
+}
+// End the watched run of this thread; it is read and freed by marid_memory_seen.
+void* marid_memory_end_watched() {
+  Run* run = current;
+  current = nullptr;
+  return run;
+}
+// End a run that follows a plan: 0, plus 1 when it left the plan, plus 2 when blocks of the slab are still held.
+int marid_memory_end() {
+  Run* run = current;
+  current = nullptr;
+  int left = !run->follows || run->next != run->plan->events.size() ? 1 : 0;
+  {
+    std::lock_guard<std::mutex> held(lock);
+    if (run->slab->users != 0) left += 2;
+  }
+  delete run;
+  return left;
+}
+int64_t marid_memory_seen_blocks(void* run) { return static_cast<int64_t>(static_cast<Run*>(run)->seen.sizes.size()); }
+int64_t marid_memory_seen_events(void* run) {
+  return static_cast<int64_t>(static_cast<Run*>(run)->seen.events.size());
+}
+void marid_memory_seen(void* given, int64_t* sizes, int64_t* events) {
+  auto* run = static_cast<Run*>(given);
+  std::copy(run->seen.sizes.begin(), run->seen.sizes.end(), sizes);
+  std::copy(run->seen.events.begin(), run->seen.events.end(), events);
+  delete run;
+}
+
+int64_t marid_memory_cached() {
+  std::lock_guard<std::mutex> held(lock);
+  return static_cast<int64_t>(pool.cached);
+}
+void marid_memory_trim() {
+  std::lock_guard<std::mutex> held(lock);
+  trim(0);
+}
+
+}  // extern "C"

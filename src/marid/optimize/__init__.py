@@ -1,0 +1,1 @@
+"""Making programs better before they run: where their results lie in memory."""
