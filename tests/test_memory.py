@@ -203,6 +203,16 @@ def test_only_what_is_held_outlives_a_run() -> None:
     assert marid.stats().peak_memory - before <= 4 * 4000  # the held ones, and a link with the one before it
 
 
+def test_what_the_last_operation_reads_does_not_outlive_it() -> None:
+    """Of an intermediate that only the asked operation reads, nothing remains."""
+    x = torch.ones(1000, device=DEVICE)
+    marid.materialize(x)
+    before = marid.stats().memory_allocated
+    total = (x + 1).sum()
+    marid.materialize(total)
+    assert marid.stats().memory_allocated - before == 4
+
+
 def test_a_long_pending_chain_is_freed_without_recursion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping the end of 200,000 pending nodes does not overflow the stack, at a low recursion limit."""
     monkeypatch.setattr(settings, "max_pending_nodes", 10_000_000)

@@ -191,11 +191,21 @@ def bind(nodes: list[Node]) -> Task:
     the cut itself holds; an unknown extra reference only keeps a result that could have been dropped.
     """
     task = Task(nodes)
+    _find_escaping(task, _number(task))
+    task.key = tuple(task.key_parts)
+    return task
+
+
+def _number(task: Task) -> dict[int, int]:
+    """Number the tensors, and count the references that the cut holds, by id: the nodes are alive, so ids are unique.
+
+    A function of its own, because what it has in its variables would be counted as held by somebody else.
+    """
     slots, key = task.slots, task.key_parts
-    inner: dict[int, int] = {}  # references held by the cut, by id; the nodes are alive, so ids are unique
+    inner: dict[int, int] = {}
     count = inner.get
     put = key.append
-    for node in nodes:
+    for node in task.nodes:
         put(node.op)
         assert node.args is not None
         for arg in node.args:  # the common kinds of argument, written out
@@ -235,9 +245,7 @@ def bind(nodes: list[Node]) -> Task:
                 if out.root is not None:
                     inner[id(out.root)] = count(id(out.root), 0) + 1
             task.results.append(outs)
-    _find_escaping(task, inner, key)
-    task.key = tuple(key)
-    return task
+    return inner
 
 
 def _bind_arguments(task: Task, args: tuple[Any, ...], inner: dict[int, int]) -> None:
@@ -270,7 +278,8 @@ def _bind_arguments(task: Task, args: tuple[Any, ...], inner: dict[int, int]) ->
             key.append(arg)
 
 
-def _find_escaping(task: Task, inner: dict[int, int], key: list[Any]) -> None:
+def _find_escaping(task: Task, inner: dict[int, int]) -> None:
+    key = task.key_parts
     # Indexed loops: zip and enumerate would hold references of their own.
     references = sys.getrefcount
     slots, nodes, results = task.slots, task.nodes, task.results
