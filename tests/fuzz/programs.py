@@ -150,6 +150,7 @@ def _looks(tensor: torch.Tensor, exact: bool) -> tuple[Any, ...]:
 
 
 _BROKEN = ("RuntimeError", "RuntimeError")
+_ZERO_GRADIENT = "ZeroTensors are immutable"
 _PYTORCH_BUG = "new_fn INTERNAL ASSERT FAILED"
 
 
@@ -245,7 +246,8 @@ def _on_the_cpu(program: Program) -> tuple[Program, Interpreter]:
       asks, views of plain tensors are taken as ``as_strided``, and those of subclasses as the operation that made them;
     * makes integers require gradients, or assigns a number to a tensor that lies in the same memory, or one that
       requires gradients to integers: on the CPU ``t[0] = number`` is ``fill_`` and not ``copy_``;
-    * pickles a conjugate view, which the device writes as what it is the conjugate of, resolved.
+    * pickles a conjugate view, which the device writes as what it is the conjugate of, resolved;
+    * adds to a gradient that is one of autograd's zeros without memory, which eager PyTorch refuses.
     """
     while True:
         cpu = Interpreter("cpu")
@@ -265,7 +267,7 @@ def _on_the_cpu(program: Program) -> tuple[Program, Interpreter]:
                 shared = [name for name in resized if list(groups.values()).count(groups.get(name)) > 1]
                 if step.error is not None or shared:
                     break
-            if _has_integers_with_grad(cpu.tensors):
+            if _has_integers_with_grad(cpu.tensors) or _ZERO_GRADIENT in step.message:
                 break
             looks = step.tensors
         else:
