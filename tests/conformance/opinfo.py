@@ -22,8 +22,9 @@ import marid
 
 DEVICE = "remote_accelerator"
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
-MODES = ("forward", "grad", "inplace", "out", "vmap", "errors")
+MODES = ("forward", "grad", "inplace", "out", "vmap", "repeated", "errors")
 SAMPLES = 12
+REPEATED_SAMPLES = 4
 
 
 class Mismatch(AssertionError):
@@ -253,8 +254,7 @@ def _read(thing: Any) -> Any:
 
 def samples_of(op: OpInfo, dtype: torch.dtype, grad: bool) -> Iterator[SampleInput]:
     torch.manual_seed(7)
-    samples = op.sample_inputs("cpu", dtype, requires_grad=grad)
-    return itertools.islice(iter(samples), SAMPLES)
+    return iter(op.sample_inputs("cpu", dtype, requires_grad=grad))
 
 
 def call(op: Any, sample: SampleInput) -> Any:
@@ -347,6 +347,32 @@ def check_vmap(op: OpInfo, sample: SampleInput) -> None:
         compare(outcome_of(lambda: run(sample, batched)), outcome_of(lambda: run(there, batched_there)))
 
 
+REPETITIONS = 5  # the first runs in a loop, the second as a table, one is watched, the rest follow a memory plan
+
+
+def check_repeated(op: OpInfo, sample: SampleInput) -> None:
+    """The same call again and again, on copies that die in it: results may take over their memory."""
+
+    def run(s: SampleInput) -> Any:
+        with torch.no_grad():
+            copied = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, (s.input, s.args, s.kwargs))
+            return op(copied[0], *copied[1], **copied[2])
+
+    expected = outcome_of(lambda: run(sample))
+    if expected[0] == "error":
+        return
+    there = moved(sample, op)
+    planned, marid.settings.plan_bytes = marid.settings.plan_bytes, 0
+    try:
+        results = [outcome_of(lambda: run(there)) for _ in range(REPETITIONS)]
+        for result in results:  # each is a program of its own until it is read
+            compare(expected, result)
+        for _ in range(REPETITIONS):
+            compare(expected, outcome_of(lambda: run(there)))
+    finally:
+        marid.settings.plan_bytes = planned
+
+
 def check_error(op: OpInfo, error: Any) -> None:
     sample = error.sample_input
     there = moved(sample, op)
@@ -359,6 +385,7 @@ CHECKS: dict[str, Callable[[OpInfo, SampleInput], None]] = {
     "inplace": check_inplace,
     "out": check_out,
     "vmap": check_vmap,
+    "repeated": check_repeated,
 }
 
 
@@ -372,6 +399,8 @@ def dtypes_of(op: OpInfo, mode: str) -> list[torch.dtype]:
             return []
         differentiable = op.supported_backward_dtypes("cpu")
         return [d for d in (torch.float64, torch.complex64) if d in supported and d in differentiable]
+    if mode == "repeated":
+        return [d for d in (torch.float32, torch.int64, torch.complex64) if d in supported][:2]
     preferred = [d for d in (torch.float32, torch.int64, torch.bool, torch.complex64) if d in supported]
     return preferred[:1] if mode == "vmap" else preferred[:2]
 
@@ -401,7 +430,8 @@ def failures(op: OpInfo, mode: str) -> list[str]:
             _collect(found, f"error {index}", lambda error=error: check_error(op, error))
         return found
     for dtype in dtypes_of(op, mode):
-        for index, sample in enumerate(samples_of(op, dtype, mode == "grad")):
+        samples = samples_of(op, dtype, mode == "grad")
+        for index, sample in enumerate(itertools.islice(samples, REPEATED_SAMPLES if mode == "repeated" else SAMPLES)):
             _collect(found, f"{dtype} sample {index}", lambda sample=sample: CHECKS[mode](op, sample))
     return found
 

@@ -10,7 +10,7 @@ import torch
 from marid.errors import MaterializationError
 from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
-from marid.execute.flat import Interrupted
+from marid.execute.interrupted import Interrupted
 from marid.graph.node import Draw, Node, fail, finish
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
@@ -88,8 +88,9 @@ class InProcessEngine:
     def _run(self, task: Task) -> int:
         program = self.programs.find(task)
         try:
-            with concretely(), self.arena.run(program.placement(task)):
-                results = program.run(task.inputs, task.params, self._twisters.at)
+            placement = program.placement(task)
+            with concretely(), self.arena.run(placement):
+                results = program.run(task.inputs, task.params, self._twisters.at, placement)
         except Interrupted as stop:
             self._twisters.forget()
             _salvage(task, stop)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from types import TracebackType
+from typing import Any
 
 from marid.native import library
 from marid.optimize.memory import MemoryPlan, Trace, plan
@@ -25,11 +26,16 @@ _WINDOW = 64  # runs after which a slab that none of them needed is made smaller
 
 
 class Placement:
-    """Where one program, with one set of shapes, puts its blocks. ``plan`` is None until it has been watched."""
+    """Where one program, with one set of shapes, puts its blocks.
 
-    __slots__ = ("__weakref__", "attempts", "native", "plan")
+    ``donors`` says which results take over the memory of an argument (``execute/native.py``). ``plan`` is None until
+    the program has been watched.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "attempts", "donors", "native", "plan")
+
+    def __init__(self, donors: Any) -> None:
+        self.donors = donors
         self.plan: MemoryPlan | None = None
         self.native: int | None = None
         self.attempts = 0

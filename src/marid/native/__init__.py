@@ -1,8 +1,9 @@
 """The C++ half of Marid, built once per PyTorch version on first import and called through ctypes.
 
-``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs. Without a compiler PyTorch's Python guard
-is used: then there is one device index, ``torch.Generator`` cannot be made for the device, an exception raised inside
-a backward hook ends the process, and programs allocate as eager PyTorch does.
+``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs, ``execute.cpp`` runs programs without
+Python. Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be
+made for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
+allocates as eager PyTorch does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from marid.settings import settings
 
-__all__ = ["library"]
+__all__ = ["library", "with_interpreter"]
 
 logger = logging.getLogger("marid")
 
@@ -35,7 +36,7 @@ def _load() -> ctypes.CDLL | None:
     try:
         if not path.exists():
             _build(path)
-        return _declare(ctypes.CDLL(str(path)))
+        return _declare(ctypes.CDLL(str(path)), _FUNCTIONS)
     except OSError as error:
         _explain_loss(str(error))
     except subprocess.CalledProcessError as error:
@@ -59,15 +60,29 @@ def _build(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / "native.so"
         abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-        command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-        command += [f"-I{root / 'include'}", *map(str, _SOURCES), "-o", str(built)]
-        command += [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+        options = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{root / 'include'}"]
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
+        compiling = [
+            (command := [compiler, *options, "-c", str(source), "-o", made], _started(command))
+            for source, made in zip(_SOURCES, objects, strict=True)
+        ]
+        for command, process in compiling:
+            _, errors = process.communicate()
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)
+        libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+        command = [compiler, "-shared", *objects, "-o", str(built), *libraries]
         subprocess.run(command, check=True, capture_output=True, text=True)
         built.replace(path)
 
 
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_INT64S = ctypes.POINTER(ctypes.c_int64)
+_TEXT, _CHAR = ctypes.c_char_p, ctypes.c_char
+_INT64S, _POINTERS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_void_p)
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_set_geometry": (None, [_POINTER, _INT, _INT, _INT64S, _INT64S, _INT64]),
@@ -88,11 +103,30 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_memory_seen": (None, [_POINTER, _INT64S, _INT64S]),
     "marid_memory_cached": (_INT64, []),
     "marid_memory_trim": (None, []),
+    "marid_program_new": (_POINTER, [_INT64]),
+    "marid_program_free": (None, [_POINTER]),
+    "marid_program_operation": (_INT64, [_POINTER, _TEXT, _TEXT]),
+    "marid_program_out": (_INT, [_POINTER, _TEXT, _TEXT]),
+    "marid_program_argument": (_INT, [_POINTER, _INT, _INT64]),
+    "marid_program_result": (None, [_POINTER, _INT64, _INT64, _INT64, _INT64]),
+    "marid_program_dying": (None, [_POINTER, _INT64]),
+    "marid_program_list": (_INT64, [_POINTER, _INT64, _INT64S]),
+    "marid_program_constant": (_INT64, [_POINTER, _CHAR, _INT64, _TEXT]),
+    "marid_run_new": (_POINTER, [_POINTER, _INT64, _POINTERS, _INT64S, _INT64, _TEXT, _POINTER, _POINTER, _INT64S]),
+    "marid_run_free": (None, [_POINTER]),
+    "marid_run_go": (_INT, [_POINTER, _POINTER, ctypes.c_double]),
+    "marid_run_next": (_INT64, [_POINTER]),
+    "marid_run_warning": (_TEXT, [_POINTER, _INT64]),
+    "marid_run_has": (_INT, [_POINTER, _INT64]),
+}
+
+_FUNCTIONS_WITH_INTERPRETER: dict[str, tuple[object, list[object]]] = {
+    "marid_run_tensor": (ctypes.py_object, [_POINTER, _INT64]),
 }
 
 
-def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for name, (result, arguments) in _FUNCTIONS.items():
+def _declare(loaded: ctypes.CDLL, functions: dict[str, tuple[object, list[object]]]) -> ctypes.CDLL:
+    for name, (result, arguments) in functions.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
@@ -109,3 +143,9 @@ def _explain_loss(reason: str) -> None:
 
 library: ctypes.CDLL | None = _load()
 """The loaded library, or None when it cannot be built (the reason is logged as a warning)."""
+
+with_interpreter: ctypes.PyDLL | None = None
+"""The same, for functions that make Python objects: the interpreter's lock stays taken in them."""
+if library is not None:
+    with_interpreter = ctypes.PyDLL(library._name)
+    _declare(with_interpreter, _FUNCTIONS_WITH_INTERPRETER)

@@ -1,0 +1,276 @@
+"""Programs that run without Python between their operations: translated to a table of dispatcher calls, once.
+
+``native/execute.cpp`` goes through the table with the interpreter's lock released. What cannot be translated (an
+argument that is neither tensor, number, text nor dtype) is said at once, and the program runs as Python source.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import itertools
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from marid.graph.node import Draw, Operation, Spec
+from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+from marid.native import library, with_interpreter
+
+__all__ = ["AGAIN", "DONE", "DRAWS", "RAISED", "NativeProgram", "NativeRun", "Untranslatable", "donors", "translate"]
+
+_SLOT, _PARAM, _DRAW, _CONSTANT, _LIST, _DEFAULT = range(6)
+DONE, AGAIN, DRAWS, RAISED = range(4)
+_SECONDS = 0.05  # how long Ctrl-C may go unheard, beside one operation
+
+_MEMORY_FORMATS = [
+    torch.contiguous_format,
+    torch.preserve_format,
+    torch.channels_last,
+    torch.channels_last_3d,
+]
+
+
+class Untranslatable(Exception):
+    """A program has something in it that the table cannot express."""
+
+
+class NativeProgram:
+    """The table of one program."""
+
+    __slots__ = ("__weakref__", "input_slots", "pointer", "slot_count")
+
+    def __init__(self, program: Program) -> None:
+        assert library is not None
+        self.pointer: int = library.marid_program_new(program.slot_count)
+        weakref.finalize(self, library.marid_program_free, self.pointer).atexit = False
+        self.slot_count = program.slot_count
+        self.input_slots = (ctypes.c_int64 * len(program.input_slots))(*program.input_slots)
+
+    def start(self, inputs: list[torch.Tensor], params: list[Any], donors: Any) -> NativeRun:
+        """A run on concrete tensors. Raises ``OverflowError`` for a number that does not fit into 64 bits."""
+        return NativeRun(self, inputs, params, donors)
+
+
+class NativeRun:
+    """One run of a table; it holds its tensors until it is dropped."""
+
+    __slots__ = ("__weakref__", "pointer", "slot_count")
+
+    def __init__(self, program: NativeProgram, inputs: list[torch.Tensor], params: list[Any], donors: Any) -> None:
+        assert library is not None
+        self.pointer: int | None = None
+        tags, ints, doubles = _encode(params)
+        self.slot_count = program.slot_count
+        self.pointer = library.marid_run_new(
+            program.pointer,
+            len(inputs),
+            (ctypes.c_void_p * len(inputs))(*[tensor._cdata for tensor in inputs]),
+            program.input_slots,
+            len(tags),
+            tags,
+            ints.buffer_info()[0],
+            doubles.buffer_info()[0],
+            donors,
+        )
+
+    def __del__(self) -> None:
+        if library is not None:
+            library.marid_run_free(self.pointer)
+
+    def go(self, generator: torch.Generator | None) -> int:
+        """Go on to the end (``DONE``), for a while (``AGAIN``), or up to an operation that wants a generator
+        (``DRAWS``) or raises (``RAISED``). ``generator`` is for the first operation, after ``DRAWS``."""
+        assert library is not None
+        return library.marid_run_go(self.pointer, None if generator is None else generator._cdata, _SECONDS)
+
+    @property
+    def next(self) -> int:
+        """The instruction that comes next."""
+        assert library is not None
+        return library.marid_run_next(self.pointer)
+
+    def warn(self) -> None:
+        """Warn of what the kernels warned of."""
+        assert library is not None
+        for index in itertools.count():
+            text = library.marid_run_warning(self.pointer, index)
+            if text is None:
+                return
+            warnings.warn(text.decode(errors="replace"), UserWarning, stacklevel=2)
+
+    def tensors(self, slots: tuple[int, ...]) -> list[torch.Tensor]:
+        """The tensors in these slots."""
+        assert with_interpreter is not None
+        take = with_interpreter.marid_run_tensor
+        return [take(self.pointer, slot) for slot in slots]
+
+    def existing(self) -> dict[int, torch.Tensor]:
+        """Every tensor that exists now, by slot."""
+        assert library is not None
+        slots = [slot for slot in range(self.slot_count) if library.marid_run_has(self.pointer, slot)]
+        return dict(zip(slots, self.tensors(tuple(slots)), strict=True))
+
+
+def _encode(params: list[Any]) -> tuple[bytes, array.array[int], array.array[float]]:
+    """Numbers as the stream that ``marid_run_new`` reads."""
+    tags, ints, doubles = bytearray(), array.array("q"), array.array("d")
+    for param in params:
+        kind = type(param)
+        if kind is tuple:
+            tags += b"l"
+            ints.append(len(param))
+            for number in param:
+                _encode_number(number, tags, ints, doubles)
+        elif kind is not Draw:
+            _encode_number(param, tags, ints, doubles)
+        else:
+            tags += b"i"
+            ints.append(0)  # generators come when they are wanted
+    return bytes(tags), ints, doubles
+
+
+def _encode_number(number: Any, tags: bytearray, ints: array.array[int], doubles: array.array[float]) -> None:
+    kind = type(number)
+    if kind is int:
+        tags += b"i"
+        ints.append(number)
+    elif kind is float:
+        tags += b"d"
+        doubles.append(number)
+    elif kind is bool:
+        tags += b"b"
+        ints.append(number)
+    else:
+        tags += b"c"
+        doubles.append(number.real)
+        doubles.append(number.imag)
+
+
+# --- translating ---------------------------------------------------------------------------------------------------
+
+
+def translate(program: Program, dying: list[list[int]]) -> NativeProgram:
+    """The table of ``program``. Raises ``Untranslatable``."""
+    assert library is not None
+    native = NativeProgram(program)
+    for instruction, dead in zip(program.instructions, dying, strict=True):
+        _add(native.pointer, instruction, dead)
+    return native
+
+
+def _add(pointer: int, instruction: Instruction, dead: list[int]) -> None:
+    assert library is not None
+    func = instruction.op.func
+    schema = func._schema
+    name = schema.name.encode()
+    if library.marid_program_operation(pointer, name, schema.overload_name.encode()) < 0:
+        raise Untranslatable(f"{func} is not known to the dispatcher")
+    named = dict(instruction.kwargs)
+    for position, formal in enumerate(schema.arguments):
+        if position < len(instruction.args):
+            kind, index = _argument(pointer, instruction.args[position])
+        elif formal.name in named:
+            kind, index = _argument(pointer, named[formal.name])
+        else:
+            kind, index = _DEFAULT, 0
+        if not library.marid_program_argument(pointer, kind, index):
+            raise Untranslatable(f"argument {formal.name} of {func}")
+    out = _out_overload(instruction.op)
+    if out is not None:
+        library.marid_program_out(pointer, name, out.encode())
+    for result in instruction.results:
+        if len(result.path) > 2:
+            raise Untranslatable(f"results of {func}")
+        first, second = (*result.path, 0, 0)[:2]
+        library.marid_program_result(pointer, result.slot, len(result.path), first, second)
+    for slot in dead:
+        library.marid_program_dying(pointer, slot)
+
+
+def _argument(pointer: int, arg: Any) -> tuple[int, int]:
+    assert library is not None
+    if isinstance(arg, Slot):
+        return _SLOT, arg.index
+    if isinstance(arg, Param):
+        return (_DRAW if arg.draw else _PARAM), arg.index
+    if isinstance(arg, ListOf):
+        slots = [_listed(item) for item in arg.items]
+        return _LIST, library.marid_program_list(pointer, len(slots), (ctypes.c_int64 * len(slots))(*slots))
+    assert isinstance(arg, Constant)
+    kind, number, text = _constant(arg.value)
+    return _CONSTANT, library.marid_program_constant(pointer, kind, number, text)
+
+
+def _listed(item: Any) -> int:
+    if isinstance(item, Slot):
+        return item.index
+    if isinstance(item, Constant) and item.value is None:
+        return -1
+    raise Untranslatable(f"{item} in a list")
+
+
+def _constant(value: Any) -> tuple[bytes, int, bytes]:
+    if value is None:
+        return b"n", 0, b""
+    if isinstance(value, bool):
+        return b"b", int(value), b""
+    if isinstance(value, str):
+        return b"s", 0, value.encode()
+    if isinstance(value, torch.device):
+        return b"v", 0, str(value).encode()
+    if isinstance(value, torch.dtype):
+        return b"t", _sample(value)._cdata, b""
+    if value is torch.strided:
+        return b"i", 0, b""
+    if value in _MEMORY_FORMATS:
+        return b"i", _MEMORY_FORMATS.index(value), b""
+    raise Untranslatable(repr(value))
+
+
+@functools.cache
+def _sample(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
+
+
+# --- results in the place of arguments -----------------------------------------------------------------------------
+
+
+@functools.cache
+def _out_overload(op: Operation) -> str | None:
+    """The overload of a pointwise operator that takes the same arguments and the place of its result."""
+    func = op.func
+    if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags or op.mutates or op.view:
+        return None
+    schema = func._schema
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
+        return None
+    wanted = [(a.name, str(a.type)) for a in schema.arguments]
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        formal = getattr(packet, name)._schema.arguments
+        if [(a.name, str(a.type)) for a in formal[:-1]] == wanted and formal[-1].is_out:
+            return "" if name == "default" else name
+    return None
+
+
+def donors(program: Program, dying: list[list[int]], specs: tuple[Spec | None, ...]) -> Any:
+    """For each instruction the argument whose memory its result may take over, or -1, as an array for ``start``.
+
+    An argument qualifies when it dies there, was made in the program and has the very spec of the result. Whether
+    anybody else sees its memory is checked when it happens.
+    """
+    found, inputs = [], set(program.input_slots)
+    for instruction, dead in zip(program.instructions, dying, strict=True):
+        donor = -1
+        if dead and len(instruction.results) == 1 and _out_overload(instruction.op) is not None:
+            spec = specs[instruction.results[0].slot]
+            for position, arg in enumerate(instruction.args):
+                if isinstance(arg, Slot) and arg.index in dead and arg.index not in inputs and specs[arg.index] is spec:
+                    donor = position
+                    break
+        found.append(donor)
+    return (ctypes.c_int64 * len(found))(*found)

@@ -1,0 +1,247 @@
+"""How programs run: in a loop the first time, then as a table in C++ or as Python source. All of them are the same."""
+
+from __future__ import annotations
+
+import math
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import marid
+from marid.execute import flat
+from marid.execute.native import NativeProgram
+from marid.execute.source import SourceProgram
+from marid.frontend.materialize import engine
+from marid.native import library
+from tests.helpers import DEVICE, assert_same
+
+WAYS = [pytest.param(NativeProgram, marks=pytest.mark.skipif(library is None, reason="needs C++")), SourceProgram]
+
+
+@pytest.fixture(params=WAYS, ids=["table", "source"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """How every program runs from the second time on."""
+    engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(marid.settings, "plan_bytes", 0)
+    if request.param is SourceProgram:
+        monkeypatch.setattr(flat, "library", None)
+    yield request.param
+    engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _programs() -> list[flat.FlatProgram]:
+    return list(engine.programs._programs.values())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _every_time(function: Callable[[str], Any], times: int = 5) -> None:
+    for _ in range(times):
+        torch.manual_seed(0)
+        expected = function("cpu")
+        torch.manual_seed(0)
+        assert_same(function(DEVICE), expected)
+
+
+def _numbers(device: str) -> Any:
+    x, n = torch.arange(-3.0, 3.0, device=device), torch.arange(6, device=device)
+    return [
+        *(x + number for number in (1, 2.5, math.inf, -0.0, 7)),
+        *(n + number for number in (1, 2.5, True)),
+        x * 1j,
+        x / -0.0,
+        torch.full((2,), 2**63 - 1, device=device),
+        x.clamp(min=-1),
+        x.clamp(-1, 2.0),
+        torch.addcmul(x, x, x, value=0.5),
+        torch.full((2,), math.nan, device=device),
+    ]
+
+
+def _lists_of_numbers(device: str) -> Any:
+    x = torch.rand(2, 3, 8, 8, device=device)
+    return [
+        x.sum(1),
+        x.sum((0, 2), keepdim=True),
+        x.permute(3, 1, 0, 2).contiguous(),
+        x.view(6, 64)[:, ::2] + 1,
+        nn.functional.interpolate(x, scale_factor=(0.5, 2.0)),
+        nn.functional.avg_pool2d(x, 3, stride=2, padding=1),
+        nn.functional.conv2d(x, torch.ones(4, 3, 3, 3, device=device), padding=1),
+        x.roll((1, 2), (2, 3)),
+        torch._foreach_add([x, x + 1], [1.0, 2.0]),
+        torch.zeros([], device=device) + x.mean(),
+    ]
+
+
+def _lists_of_tensors(device: str) -> Any:
+    x, index = torch.rand(4, 5, device=device), torch.tensor([3, 0], device=device)
+    values, indices = x.topk(2)
+    return [
+        torch.cat([x, x + 1]),
+        torch.stack([x, x], -1),
+        x[index],
+        x[:, index],
+        x[index, index],
+        list(x.split([1, 3])),
+        list(x.unbind(1)),
+        values,
+        indices,
+        *torch.meshgrid(x[0], x[1], indexing="ij"),
+        *torch.linalg.qr(x),
+        torch.einsum("ij,kj->ik", x, x),
+    ]
+
+
+def _constants(device: str) -> Any:
+    x = torch.rand(2, 3, 4, 4, device=device)
+    index = torch.tensor([0, 1, 1], device=device)
+    return [
+        x.to(torch.float64),
+        x.to(memory_format=torch.channels_last) * 2,
+        x.sum(dtype=torch.float64),
+        torch.zeros(3, dtype=torch.int16, device=device),
+        torch.ones(5, device=device).scatter_reduce(0, index, x.view(-1)[:3], "amax", include_self=False),
+        nn.functional.gelu(x, approximate="tanh"),
+        torch.linalg.norm(x[0, 0], "fro"),
+        torch.searchsorted(x.view(-1).sort()[0], x[0, 0, 0], right=True),
+        torch.empty_like(x).zero_(),
+    ]
+
+
+def _random(device: str) -> Any:
+    x = torch.randn(40, device=device)
+    layer = nn.functional.dropout(x, 0.4) + torch.rand_like(x)
+    return [
+        layer,
+        torch.randperm(10, device=device),
+        torch.bernoulli(x.sigmoid()),
+        x.normal_(),
+        x.clone().uniform_(2, 3),
+    ]
+
+
+def _writes(device: str) -> Any:
+    x = torch.zeros(4, 4, device=device)
+    y = x[1:3]
+    y.add_(1).mul_(torch.arange(4.0, device=device))
+    x[0] = 7
+    torch.add(x, x, out=x)
+    x.view(-1)[::5].fill_(-1)
+    return [x, y, x.t()]
+
+
+def _training(device: str) -> Any:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    model.to(device)
+    x, y = torch.rand(2, 1, 6, 6).to(device), torch.tensor([0, 2]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if len(losses) % 2:
+            losses[-1].item()
+    return losses, list(model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    "work", [_numbers, _lists_of_numbers, _lists_of_tensors, _constants, _random, _writes, _training]
+)
+def test_every_way_computes_the_same(work: Callable[[str], Any], way: type) -> None:
+    """Numbers, lists, texts, dtypes, generators and results of every form get through, bit for bit."""
+    _every_time(work)
+    ways = {type(program._prepared) for program in _programs() if program.runs > 1}
+    assert ways == {way}
+
+
+@pytest.mark.usefixtures("way")
+def test_numbers_may_change_between_runs() -> None:
+    """Values, types and lengths: they are no part of the program."""
+    x = torch.rand(2, 3, 4)
+    lazy = x.to(DEVICE)
+    for number in (1, 2.5, -3, 1e300, 0.5, 2**40):
+        for shape in ((6, 4), (24,), (4, 3, 2), (1, 24)):
+            assert_same((lazy * number).view(shape), (x * number).view(shape))
+    big = [torch.full((2,), n, dtype=torch.uint64, device=DEVICE).tolist() for n in (1, 2, 3, 2**64 - 1, 5)]
+    assert big == [[n, n] for n in (1, 2, 3, 2**64 - 1, 5)]
+
+
+@pytest.mark.usefixtures("way")
+def test_an_operation_that_fails_says_the_same_every_time() -> None:
+    """Type and message are those of the first run, in whichever way it ran; later reads work."""
+    x = torch.rand(5, 3, device=DEVICE)
+    marid.materialize(x)
+    messages = []
+    for _ in range(5):
+        for index in (1, 9):
+            y = torch.index_select(x + 1, 0, torch.tensor([index], device=DEVICE)).exp()
+            if index == 1:
+                assert torch.equal(y.cpu(), (x.cpu() + 1)[1:2].exp())
+                continue
+            with pytest.raises(IndexError) as caught:
+                y.cpu()
+            messages.append(str(caught.value).splitlines()[0])
+    assert len(set(messages)) == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_what_kernels_warn_of_is_a_warning_in_python() -> None:
+    """Also when Python was not running."""
+    for _ in range(4):
+        x = torch.rand(1, device=DEVICE)
+        y = x.var()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert math.isnan(y.item())
+        assert any("degrees of freedom" in str(warning.message) for warning in caught)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("way", "one_thread")
+def test_an_interrupt_in_a_run_loses_nothing() -> None:
+    """Ctrl-C is heard within a moment; what has run is kept, the rest runs when it is asked for."""
+    x = torch.rand(200, 200) / 20
+    lazy = x.to(DEVICE)
+
+    def chain(start: torch.Tensor) -> torch.Tensor:
+        y = start
+        for _ in range(400):
+            y = (y @ start).tanh()
+        return y
+
+    expected = chain(x)
+    for _ in range(3):
+        assert torch.equal(chain(lazy).cpu(), expected)
+    interrupts = 0
+    for delay in (0.01, 0.02, 0.05, 0.08):
+        y = chain(lazy)
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        try:
+            y.cpu()
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        assert torch.equal(y.cpu(), expected)
+        assert torch.equal(chain(lazy).cpu(), expected)
+    assert interrupts
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
