@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import marid
+from marid.engine.inprocess import InProcessEngine
 from marid.frontend.materialize import engine
 from marid.native import library
 from marid.optimize.memory import Trace, plan
@@ -362,7 +363,8 @@ def test_freed_results_are_used_again_up_to_a_limit() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_can_free_and_allocate() -> None:
-    """Nothing is locked in a child, and its frees touch only its own copy."""
+    """Nothing is locked in a child, and its frees touch only its own copy; also after a second engine was made."""
+    InProcessEngine()
     x = torch.rand(100_000, device=DEVICE)
     held = [(x * 2).sin() + 1 for _ in range(4)]
     for y in held:

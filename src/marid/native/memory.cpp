@@ -228,9 +228,13 @@ extern "C" {
 
 void marid_memory_install(int64_t pool_limit) {
   pool.limit = static_cast<size_t>(pool_limit);
-  c10::SetCPUAllocator(&allocator, 1);
-  // A child starts with the lock open, whatever other threads were doing.
-  pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
+  static const bool installed = [] {
+    c10::SetCPUAllocator(&allocator, 1);
+    // A child starts with the lock open, whatever other threads were doing.
+    pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
+    return true;
+  }();
+  (void)installed;
 }
 
 // Offsets of `count` blocks (bytes; alive from birth to before death) such that no two that live at the same time
