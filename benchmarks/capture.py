@@ -136,7 +136,7 @@ def replay(rounds: int, length: int) -> dict[str, Any]:
         program = cache.find(task)
         with concretely():
             started = time.perf_counter()
-            program.run(task.inputs, task.params, engine.generator)
+            program.run(task.inputs, task.params, engine.generator, None)
             totals["program"].append(time.perf_counter() - started)
         del task, nodes
         started = time.perf_counter()
@@ -156,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--nodes", type=int, default=1_000_000, help="the longest chain")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.no_grad():
@@ -164,7 +165,7 @@ def main() -> None:
             "python": sys.version.split()[0],
             "recording": recording(options.rounds, 2000),
             "replay": replay(4 * options.rounds, 300),
-            "linearity": linearity((10_000, 100_000, 1_000_000)),
+            "linearity": linearity((options.nodes // 100, options.nodes // 10, options.nodes)),
         }
     print(f"PyTorch {figures['torch']}, Python {figures['python']}, one thread; medians")
     print(f"\n{'recording an operation':28}{'bare µs':>10}{'marid µs':>10}{'ratio':>8}{'samples':>9}")
