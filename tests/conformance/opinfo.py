@@ -23,8 +23,7 @@ import marid
 DEVICE = "remote_accelerator"
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
 MODES = ("forward", "grad", "inplace", "out", "vmap", "repeated", "errors")
-SAMPLES = 12
-REPEATED_SAMPLES = 4
+SAMPLES = 8
 
 
 class Mismatch(AssertionError):
@@ -405,8 +404,8 @@ def dtypes_of(op: OpInfo, mode: str) -> list[torch.dtype]:
     return preferred[:1] if mode == "vmap" else preferred[:2]
 
 
-def failures(op: OpInfo, mode: str) -> list[str]:
-    """Run one mode of one operator; a line for each sample that disagrees."""
+def failures(op: OpInfo, mode: str, count: int | None = SAMPLES) -> list[str]:
+    """Run one mode of one operator on ``count`` samples a dtype (None: all); a line for each that disagrees."""
     found: list[str] = []
     names = (name_of(op), op.name)
     allowed = next(
@@ -431,7 +430,9 @@ def failures(op: OpInfo, mode: str) -> list[str]:
         return found
     for dtype in dtypes_of(op, mode):
         samples = samples_of(op, dtype, mode == "grad")
-        for index, sample in enumerate(itertools.islice(samples, REPEATED_SAMPLES if mode == "repeated" else SAMPLES)):
+        if mode == "repeated" and count is not None:
+            count = min(count, 2)
+        for index, sample in enumerate(itertools.islice(samples, count)):
             _collect(found, f"{dtype} sample {index}", lambda sample=sample: CHECKS[mode](op, sample))
     return found
 
