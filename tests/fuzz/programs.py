@@ -227,7 +227,9 @@ _CHANGED = re.compile(r"(t\d+)\.(?:detach|transpose|t|unsqueeze|squeeze)_\(")
 def _is_number_in(tensors: dict[str, torch.Tensor], target: str, source: str) -> bool:
     if target not in tensors or source not in tensors or tensors[source].dim():
         return False
-    if tensors[source].requires_grad and not tensors[target].is_floating_point():
+    if (tensors[source].requires_grad or tensors[source].is_floating_point()) and not tensors[
+        target
+    ].is_floating_point():
         return True
     return tensors[target].untyped_storage().data_ptr() == tensors[source].untyped_storage().data_ptr()
 
@@ -244,8 +246,8 @@ def _on_the_cpu(program: Program) -> tuple[Program, Interpreter]:
     * raises when its work is half done: eager PyTorch has resized its ``out=`` by then, the device has done nothing;
     * gives a tensor that others are views of another shape in place, or takes it out of autograd: where autograd later
       asks, views of plain tensors are taken as ``as_strided``, and those of subclasses as the operation that made them;
-    * makes integers require gradients, or assigns a number to a tensor that lies in the same memory, or one that
-      requires gradients to integers: on the CPU ``t[0] = number`` is ``fill_`` and not ``copy_``;
+    * makes integers require gradients, or assigns a number to a tensor that lies in the same memory, or a floating one
+      to integers: on the CPU ``t[0] = number`` is ``fill_`` and not ``copy_``, which checks the value;
     * pickles a conjugate view, which the device writes as what it is the conjugate of, resolved;
     * adds to a gradient that is one of autograd's zeros without memory, which eager PyTorch refuses.
     """

@@ -23,13 +23,14 @@ PROGRAMS = 2_000
 CONFORMANCE_PROGRAMS = int(os.environ.get("MARID_FUZZ_PROGRAMS", "50000"))
 
 
-def _fuzz(profile: str, count: int, runs: int = 2) -> None:
+def _fuzz(profile: str, count: int, runs: int = 2, explores: bool = False) -> None:
+    """Check ``count`` programs: the same at each call, or others each time when it ``explores``."""
     ran = 0
 
     @settings(
         max_examples=count,
         deadline=None,
-        derandomize=False,
+        derandomize=not explores,
         print_blob=True,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
@@ -71,7 +72,7 @@ def test_random_programs_in_planned_memory(profile: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("profile", PROFILES)
 def test_many_random_programs(profile: str) -> None:
     """The same over a number of programs that takes long."""
-    _fuzz(profile, CONFORMANCE_PROGRAMS // len(PROFILES))
+    _fuzz(profile, CONFORMANCE_PROGRAMS // len(PROFILES), explores=True)
 
 
 # --- the fuzzer itself -----------------------------------------------------------------------------------------------
