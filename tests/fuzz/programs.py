@@ -221,6 +221,8 @@ def _has_more_than(before: tuple[int, int]) -> bool:
 
 _ASSIGNMENT = re.compile(r"(t\d+)\[.*\] = (t\d+)$", re.MULTILINE)
 
+_STRIDED = re.compile(r"(t\d+)\.as_strided\(")
+
 _CHANGED = re.compile(r"(t\d+)\.(?:detach|transpose|t|unsqueeze|squeeze)_\(")
 
 
@@ -232,6 +234,14 @@ def _is_number_in(tensors: dict[str, torch.Tensor], target: str, source: str) ->
     ].is_floating_point():
         return True
     return tensors[target].untyped_storage().data_ptr() == tensors[source].untyped_storage().data_ptr()
+
+
+def _has_memory_to_spare(tensors: dict[str, torch.Tensor], name: str) -> bool:
+    """Whether a kernel has left a tensor with a storage that is larger than itself."""
+    if name not in tensors:
+        return False
+    whole = tensors[name]._base if tensors[name]._base is not None else tensors[name]
+    return whole.untyped_storage().nbytes() > whole.numel() * whole.element_size()
 
 
 def _has_integers_with_grad(tensors: dict[str, torch.Tensor]) -> bool:
@@ -249,6 +259,7 @@ def _on_the_cpu(program: Program) -> tuple[Program, Interpreter]:
     * makes integers require gradients, or assigns a number to a tensor that lies in the same memory, or a floating one
       to integers: on the CPU ``t[0] = number`` is ``fill_`` and not ``copy_``, which checks the value;
     * pickles a conjugate view, which the device writes as what it is the conjugate of, resolved;
+    * strides over what a kernel has left behind its result (that of ``mse_loss`` lies in the memory of the squares);
     * adds to a gradient that is one of autograd's zeros without memory, which eager PyTorch refuses.
     """
     while True:
@@ -260,7 +271,8 @@ def _on_the_cpu(program: Program) -> tuple[Program, Interpreter]:
             shared = any(list(groups.values()).count(groups.get(name)) > 1 for name in changed)
             assigns = any(_is_number_in(cpu.tensors, *names) for names in _ASSIGNMENT.findall(statement))
             pickles = "pickle" in statement and any(t.is_conj() for t in cpu.tensors.values())
-            if shared or assigns or pickles:
+            spare = any(_has_memory_to_spare(cpu.tensors, name) for name in _STRIDED.findall(statement))
+            if shared or assigns or pickles or spare:
                 cpu.steps.append(Step(None, [], {}))
                 break
             step = cpu.run(statement)
