@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DEVICE", "assert_same", "on_both", "seeded"]
+__all__ = ["DEVICE", "assert_same", "on_both", "seeded", "train_step"]
 
 DEVICE = "remote_accelerator"
 
@@ -49,3 +49,11 @@ def seeded(module: Any, device: str) -> Any:
     module.to(device)
     torch.manual_seed(1)
     return module
+
+
+def train_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
+    """One training step from a loss; the loss as a tensor that holds no graph."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()

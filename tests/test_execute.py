@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,13 +15,13 @@ from torch import nn
 
 import marid
 from marid.execute import flat
-from marid.execute.native import NativeProgram
 from marid.execute.source import SourceProgram
+from marid.execute.table import Table
 from marid.frontend.materialize import engine
 from marid.native import library
-from tests.helpers import DEVICE, assert_same
+from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
-WAYS = [pytest.param(NativeProgram, marks=pytest.mark.skipif(library is None, reason="needs C++")), SourceProgram]
+WAYS = [pytest.param(Table, marks=pytest.mark.skipif(library is None, reason="needs C++")), SourceProgram]
 
 
 @pytest.fixture(params=WAYS, ids=["table", "source"], autouse=True)
@@ -36,14 +37,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def _programs() -> list[flat.FlatProgram]:
     return list(engine.programs._programs.values())  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _every_time(function: Callable[[str], Any], times: int = 5) -> None:
-    for _ in range(times):
-        torch.manual_seed(0)
-        expected = function("cpu")
-        torch.manual_seed(0)
-        assert_same(function(DEVICE), expected)
 
 
 def _numbers(device: str) -> Any:
@@ -135,18 +128,13 @@ def _writes(device: str) -> Any:
 
 
 def _training(device: str) -> Any:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-    model.to(device)
-    x, y = torch.rand(2, 1, 6, 6).to(device), torch.tensor([0, 2]).to(device)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)]
+    model = seeded(nn.Sequential(*layers), device)
+    x, y = torch.rand(2, 1, 6, 6, device=device), torch.tensor([0, 2], device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
     losses = []
     for _ in range(6):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+        losses.append(train_step(optimizer, nn.functional.cross_entropy(model(x), y)))
         if len(losses) % 2:
             losses[-1].item()
     return losses, list(model.state_dict().values())
@@ -157,7 +145,8 @@ def _training(device: str) -> Any:
 )
 def test_every_way_computes_the_same(work: Callable[[str], Any], way: type) -> None:
     """Numbers, lists, texts, dtypes, generators and results of every form get through, bit for bit."""
-    _every_time(work)
+    for _ in range(5):
+        on_both(work)
     ways = {type(program._prepared) for program in _programs() if program.runs > 1}
     assert ways == {way}
 
@@ -192,16 +181,58 @@ def test_an_operation_that_fails_says_the_same_every_time() -> None:
     assert len(set(messages)) == 1
 
 
+needs_library = pytest.mark.skipif(library is None, reason="without C++ kernels warn on standard error")
+
+
+@needs_library
 @pytest.mark.usefixtures("way")
-def test_what_kernels_warn_of_is_a_warning_in_python() -> None:
-    """Also when Python was not running."""
-    for _ in range(4):
-        x = torch.rand(1, device=DEVICE)
-        y = x.var()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+def test_what_kernels_warn_of_is_a_warning_at_the_line_that_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    """In every way to run; by default once for each line, as Python does it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(4):
+            y = torch.rand(1, device=DEVICE).var()
+            marid.materialize(y)
+        line = sys._getframe().f_lineno - 1
+    waited = [w for w in caught if (w.filename, w.lineno) == (__file__, line)]
+    assert len(waited) == 1
+    assert "degrees of freedom" in str(waited[0].message)
+    assert capfd.readouterr().err == ""
+
+
+@needs_library
+@pytest.mark.usefixtures("way")
+def test_a_warning_that_is_an_error_costs_no_result() -> None:
+    """The read raises the warning, as it would eagerly; what was computed is kept, and nothing runs twice."""
+    for _ in range(5):
+        y = torch.rand(1, device=DEVICE).var()
+        total = torch.zeros((), device=DEVICE)
+        total += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="degrees of freedom"):
+                marid.materialize(y, total)
             assert math.isnan(y.item())
-        assert any("degrees of freedom" in str(warning.message) for warning in caught)
+        assert total.item() == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_an_interrupt_while_a_program_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run prepares it again."""
+    x = torch.rand(5, device=DEVICE)
+    expected = (x.cpu() * 2).tanh()
+
+    def run() -> torch.Tensor:
+        return (x * 2).tanh().cpu()
+
+    results = [run()]
+    with monkeypatch.context() as patched:
+        patched.setattr(flat.FlatProgram, "_prepare", lambda _: _interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    results += [run() for _ in range(2)]
+    assert_same(results, [expected] * 3)
+    assert [program.runs for program in _programs() if program._prepared is not None] == [3]
 
 
 @pytest.fixture

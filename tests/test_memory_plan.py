@@ -17,10 +17,11 @@ from torch import nn
 
 import marid
 from marid.engine.inprocess import InProcessEngine
+from marid.execute.arena import Placement
 from marid.frontend.materialize import engine
 from marid.native import library
-from marid.optimize.memory import Trace, plan
-from tests.helpers import DEVICE, assert_same
+from marid.optimize.memory import MemoryPlan, Trace, plan
+from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 pytestmark = pytest.mark.skipif(library is None, reason="needs the C++ half")
 
@@ -121,10 +122,14 @@ def _repeatedly(function: Callable[[str], Any], times: int = 6) -> None:
     assert_same(lazy, expected)
 
 
-def _plans() -> list[Any]:
-    """Every plan of every cached program."""
+def _placements() -> list[Placement]:
+    """Every placement of every cached program."""
     programs = engine.programs._programs.values()  # pyright: ignore[reportAttributeAccessIssue]
-    return [p.plan for program in programs for p in program._placements.values() if p.plan is not None]
+    return [placement for program in programs for placement in program._placements.values()]
+
+
+def _plans() -> list[MemoryPlan]:
+    return [placement.plan for placement in _placements() if placement.plan is not None]
 
 
 @pytest.fixture
@@ -202,22 +207,14 @@ def test_a_training_loop_follows_one_plan() -> None:
     """Losses and weights bit for bit; the plan is within 5 % of the lower bound."""
 
     def train(device: str) -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
-        model.to(device)
+        layers = [nn.Linear(32, 64), nn.Dropout(0.1), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)]
+        model = seeded(nn.Sequential(*layers), device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        x, y = torch.rand(16, 32).to(device), torch.randint(8, (16,)).to(device)
-        torch.manual_seed(1)
-        losses = []
-        for _ in range(12):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        x, y = torch.rand(16, 32, device=device), torch.randint(8, (16,), device=device)
+        losses = [train_step(optimizer, nn.functional.cross_entropy(model(x), y)).item() for _ in range(12)]
         return losses, [p.detach() for p in model.parameters()]
 
-    assert_same(train(DEVICE), train("cpu"))
+    on_both(train)
     stats = marid.stats()
     assert 0 < stats.planned_lower_bound <= stats.planned_peak <= 1.05 * stats.planned_lower_bound
     assert stats.planned_peak < stats.unplanned_bytes / 2
@@ -261,6 +258,23 @@ def test_a_failing_run_keeps_what_it_made() -> None:
     assert len(_plans()) >= 1
 
 
+@pytest.mark.usefixtures("own_programs")
+def test_a_program_of_very_many_blocks_follows_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that stay outside of the slab do not lead away from the plan."""
+    x = torch.rand(4)
+    lazy = x.to(DEVICE)
+
+    def chain(start: torch.Tensor) -> torch.Tensor:
+        kept = [start + i for i in range(8_300)]
+        return torch.stack([torch.stack(kept[i : i + 100]).sum() for i in range(0, len(kept), 100)])
+
+    expected = chain(x)
+    monkeypatch.setattr(marid.settings, "max_pending_nodes", 100_000)
+    for _ in range(4):
+        assert torch.equal(chain(lazy).cpu(), expected)
+    assert [p.plan is not None for p in _placements()] == [True]
+
+
 class _Distraction:
     """Allocates when it dies, which is in the middle of a run."""
 
@@ -287,6 +301,9 @@ def test_finalizers_that_allocate_during_a_run() -> None:
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
+    for _ in range(3):
+        assert torch.equal(((x * 2 + 1).sin() * 3).cpu(), expected)
+    assert any(placement.plan is not None for placement in _placements())
     assert len(_Distraction.made) == 180
     for made in _Distraction.made:
         assert bool((made == len(made)).all())
@@ -338,7 +355,7 @@ def test_a_large_slab_is_replaced_when_only_small_ones_are_needed() -> None:
     assert engine.arena.nbytes < large / 2  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_freed_results_are_used_again_up_to_a_limit() -> None:
+def test_freed_results_are_used_again_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of results go to a pool that never holds more than ``pool_bytes``."""
     assert library is not None
     x = torch.rand(1 << 18, device=DEVICE)
@@ -356,6 +373,9 @@ def test_freed_results_are_used_again_up_to_a_limit() -> None:
         marid.materialize(results[-1])
     del results
     assert library.marid_memory_cached() <= marid.settings.pool_bytes
+    assert library.marid_memory_cached() > 1 << 20
+    monkeypatch.setattr(marid.settings, "pool_bytes", 1 << 20)
+    assert library.marid_memory_cached() <= 1 << 20
     torch.remote_accelerator.empty_cache()
     assert library.marid_memory_cached() == 0
 

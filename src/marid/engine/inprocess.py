@@ -11,6 +11,7 @@ from marid.errors import MaterializationError
 from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
 from marid.execute.interrupted import Interrupted
+from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph.node import Draw, Node, fail, finish
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
@@ -68,7 +69,8 @@ class InProcessEngine:
         with self.lock:
             # Another thread may have run some of them while this one waited for the lock.
             nodes[:] = [node for node in nodes if node.args is not None]
-            return self._run(bind(nodes)) if nodes else 0
+            with KernelWarnings():
+                return self._run(bind(nodes)) if nodes else 0
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():
@@ -94,7 +96,7 @@ class InProcessEngine:
         except Interrupted as stop:
             self._twisters.forget()
             _salvage(task, stop)
-            if not isinstance(stop.error, Exception):
+            if stop.index == len(task.nodes) or not isinstance(stop.error, Exception):
                 raise stop.error from None
             failed = task.nodes[stop.index]
             failure = _explain(failed, stop.error)

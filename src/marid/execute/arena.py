@@ -7,12 +7,11 @@ left alone when that keeps happening.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from types import TracebackType
 from typing import Any
 
-from marid.native import library
+from marid.native import int64s, library
 from marid.optimize.memory import MemoryPlan, Trace, plan
 from marid.report.stats import counters
 from marid.settings import settings
@@ -28,7 +27,7 @@ _WINDOW = 64  # runs after which a slab that none of them needed is made smaller
 class Placement:
     """Where one program, with one set of shapes, puts its blocks.
 
-    ``donors`` says which results take over the memory of an argument (``execute/native.py``). ``plan`` is None until
+    ``donors`` says which results take over the memory of an argument (``execute/table.py``). ``plan`` is None until
     the program has been watched.
     """
 
@@ -42,7 +41,7 @@ class Placement:
 
     @property
     def hopeless(self) -> bool:
-        """It was watched again and again, and never did the same twice."""
+        """It was watched again and again, and never did the same in the next run."""
         return self.plan is None and self.attempts >= _ATTEMPTS
 
     def adopt(self, trace: Trace) -> None:
@@ -50,8 +49,10 @@ class Placement:
         assert library is not None
         self.attempts += 1
         self.plan = plan(trace)
+        offsets = self.plan.offsets
+        events = [event for event in trace.events if event >= 0 or offsets[~event] >= 0]  # others cannot be told apart
         self.native = library.marid_memory_plan(
-            len(trace.sizes), _array(trace.sizes), _array(self.plan.offsets), len(trace.events), _array(trace.events)
+            len(trace.sizes), int64s(trace.sizes), int64s(offsets), len(events), int64s(events)
         )
         weakref.finalize(self, library.marid_memory_forget, self.native).atexit = False
         counters.note_plan(self.plan.peak, self.plan.lower_bound, self.plan.unplanned)
@@ -64,8 +65,8 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        if library is not None:
-            library.marid_memory_install(settings.pool_bytes)
+        _install()
+        settings.when_changed(_install)
         self.nbytes = 0
         self._slab: int | None = None
         self._next: Placement | None = None
@@ -109,8 +110,12 @@ class Arena:
         outcome = library.marid_memory_end()
         if outcome & _HELD:  # a failed run keeps what it has made so far; the slab goes when that does
             self.release()
-        if outcome & _LEFT and completed:
+        if not completed:
+            return
+        if outcome & _LEFT:
             placement.plan = None
+        else:
+            placement.attempts = 0
 
     def trim(self) -> None:
         """Give back the slab, and the blocks that are kept to be used again."""
@@ -141,13 +146,14 @@ class Arena:
         return self._slab is not None
 
 
+def _install() -> None:
+    if library is not None:
+        library.marid_memory_install(settings.pool_bytes)
+
+
 def _read(run: int) -> Trace:
     assert library is not None
-    sizes = (ctypes.c_int64 * library.marid_memory_seen_blocks(run))()
-    events = (ctypes.c_int64 * library.marid_memory_seen_events(run))()
+    sizes = int64s([0] * library.marid_memory_seen_blocks(run))
+    events = int64s([0] * library.marid_memory_seen_events(run))
     library.marid_memory_seen(run, sizes, events)
     return Trace(list(sizes), list(events))
-
-
-def _array(numbers: list[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(numbers))(*numbers)

@@ -1,7 +1,7 @@
 """The flat tier: a program run operation by operation, exactly as it was recorded.
 
 The first time a program runs through a loop in Python, because preparing it costs more than running it once. From the
-second time on it runs as a table in C++ (``native.py``), or as generated source (``source.py``) where that cannot be.
+second time on it runs as a table in C++ (``table.py``), or as generated source (``source.py``) where that cannot be.
 All of them drop every tensor right after its last use, and can say after a failure which instruction failed and which
 results exist by then.
 """
@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from marid.execute import native
 from marid.execute.arena import Placement
 from marid.execute.interrupted import Interrupted
-from marid.execute.native import NativeProgram, NativeRun, Untranslatable
 from marid.execute.source import SourceProgram, source_of
+from marid.execute.table import DONE, DRAWS, RAISED, Table, TableRun, Untranslatable, donors, translate
 from marid.graph.node import Draw
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.native import library
@@ -46,15 +45,19 @@ class FlatProgram:
         self.runs = 0
         self._placements: OrderedDict[tuple[Any, ...], Placement] = OrderedDict()
         self._seen: set[int] = set()
-        self._prepared: NativeProgram | SourceProgram | None = None
+        self._prepared: Table | SourceProgram | None = None
 
     def run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Generator, placement: Placement | None
+        self,
+        inputs: list[torch.Tensor],
+        params: list[Any],
+        generator: Generator,
+        placement: Placement | None,
     ) -> list[torch.Tensor]:
         """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
-        self.runs += 1
-        if self.runs == 2:
+        if self.runs == 1:
             self._prepared = self._prepare()
+        self.runs += 1
         if isinstance(self._prepared, SourceProgram):
             return self._prepared.run(inputs, params, generator)
         if self._prepared is not None:
@@ -81,7 +84,7 @@ class FlatProgram:
                 self._seen.clear()
             self._seen.add(hash(specs))
             return None
-        found = Placement(native.donors(self.program, self.dying, specs))
+        found = Placement(donors(self.program, self.dying, specs))
         self._placements[specs] = found
         if len(self._placements) > _PLACEMENTS:
             self._placements.popitem(last=False)
@@ -91,30 +94,27 @@ class FlatProgram:
     def source(self) -> str:
         return source_of(self.program, self.dying)
 
-    def _prepare(self) -> NativeProgram | SourceProgram | None:
+    def _prepare(self) -> Table | SourceProgram | None:
         if library is not None:
             try:
-                return native.translate(self.program, self.dying)
+                return translate(self.program, self.dying)
             except Untranslatable:
                 pass
         return SourceProgram(self.program, self.dying) if len(self.program.instructions) <= _SOURCE_LIMIT else None
 
-    def _finish(self, run: NativeRun, params: list[Any], generator: Generator) -> list[torch.Tensor]:
+    def _finish(self, run: TableRun, params: list[Any], generator: Generator) -> list[torch.Tensor]:
         try:
             drawn = None
             while True:
                 status = run.go(drawn)
-                if status == native.DONE:
-                    results = run.tensors(self.program.output_slots)
-                    run.warn()
-                    return results
-                if status == native.RAISED:
+                if status == DONE:
+                    return run.tensors(self.program.output_slots)
+                if status == RAISED:
                     break
-                drawn = generator(self._draw(run.next, params)) if status == native.DRAWS else None
+                drawn = generator(self._draw(run.next, params)) if status == DRAWS else None
         except BaseException as error:
             raise Interrupted(run.next, False, run.existing(), error) from error
         tensors, index = run.existing(), run.next
-        run.warn()
         del run
         return self._interpret(tensors, params, generator, index)  # to raise what the operation raises
 

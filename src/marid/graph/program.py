@@ -6,7 +6,7 @@ Grammar of a program::
     instruction ::= operation argument* (name argument)* result*
     argument    ::= slot | parameter | constant | list
     list        ::= argument*                           tensors and Nones; lists of numbers are one parameter
-    result      ::= path slot escapes
+    result      ::= path slot
 
 Slots number the tensors: inputs (concrete before the run) and results, in order of first appearance. Numbers, lists of
 numbers and random positions are parameters: they are passed to each run by position, one for every place where one
@@ -66,11 +66,10 @@ class ListOf:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A result that is used: where it is in the operator's return value, and whether it outlives the program."""
+    """A result that is used, and where it is in the operator's return value."""
 
     path: tuple[int, ...]
     slot: int
-    escapes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +133,9 @@ class Task:
             args = tuple(self._argument(a, counter) for a in node.args)
             kwargs = tuple((name, self._argument(a, counter)) for name, a in node.kwargs or ())
             if outs is None:
-                slot = self.slots[node]
-                results: tuple[Result, ...] = (Result((), slot, slot in self.escaping),)
+                results: tuple[Result, ...] = (Result((), self.slots[node]),)
             else:
-                results = tuple(Result(o.path, self.slots[o], self.slots[o] in self.escaping) for o in outs)
+                results = tuple(Result(o.path, self.slots[o]) for o in outs)
             instructions.append(Instruction(node.op, args, kwargs, results))
         outputs = tuple(self.slots[value] for value in self.outputs)
         return Program(self.key, tuple(instructions), tuple(self.input_slots), outputs, len(self.slots))

@@ -24,8 +24,8 @@ _SKIP_CHUNK = 1 << 20
 _CHECKPOINT_EVERY = 1 << 22
 _STREAMS = 16
 # Where numbers go that nobody wants. Made once: a run of a program must not allocate differently the next time.
-_SKIPPED = torch.empty(_SKIP_CHUNK, dtype=torch.uint8)
-_PAIR = torch.empty(1, dtype=torch.float64)
+_SKIPPED = torch.empty(_SKIP_CHUNK, dtype=torch.uint8, device="cpu")
+_PAIR = torch.empty(1, dtype=torch.float64, device="cpu")
 
 
 class Twisters:

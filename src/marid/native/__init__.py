@@ -16,13 +16,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from marid.settings import settings
 
-__all__ = ["library", "with_interpreter"]
+__all__ = ["int64s", "library", "with_interpreter"]
 
 logger = logging.getLogger("marid")
 
@@ -80,6 +81,11 @@ def _started(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def int64s(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """An array for a function of the library; each number must fit into 64 bits."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _TEXT, _CHAR = ctypes.c_char_p, ctypes.c_char
 _INT64S, _POINTERS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_void_p)
@@ -116,8 +122,10 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_run_free": (None, [_POINTER]),
     "marid_run_go": (_INT, [_POINTER, _POINTER, ctypes.c_double]),
     "marid_run_next": (_INT64, [_POINTER]),
-    "marid_run_warning": (_TEXT, [_POINTER, _INT64]),
     "marid_run_has": (_INT, [_POINTER, _INT64]),
+    "marid_warnings_begin": (_POINTER, []),
+    "marid_warnings_text": (_TEXT, [_POINTER, _INT64]),
+    "marid_warnings_end": (None, [_POINTER]),
 }
 
 _FUNCTIONS_WITH_INTERPRETER: dict[str, tuple[object, list[object]]] = {

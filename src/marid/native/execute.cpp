@@ -1,27 +1,26 @@
 // Runs a program without Python between its operations.
 //
-// execute/native.py translates a program once into a table of dispatcher calls; a run fills in tensors and numbers and
+// execute/table.py translates a program once into a table of dispatcher calls; a run fills in tensors and numbers and
 // goes through the table with the interpreter's lock released. It stops before an operation that needs a generator
 // positioned, after every stretch of time in which Ctrl-C should be heard, and where an operation raises: the caller
 // then goes on in Python, which raises the same error in Python's terms.
-#include <ATen/ScalarOps.h>
-#include <ATen/core/Generator.h>
-#include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-
-#include <c10/util/Exception.h>
 
 #include <chrono>
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 struct _object;
 using PyObject = _object;
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+namespace at::detail {
+// From ATen/ScalarOps.h, which would bring in every operator there is: four seconds of a first import.
+Tensor scalar_tensor_static(const Scalar& s, std::optional<ScalarType> dtype, std::optional<Device> device);
+}  // namespace at::detail
 
 namespace {
 
@@ -112,7 +111,6 @@ struct Run {
   std::vector<at::Tensor> slots;
   std::vector<Parameter> params;
   std::vector<int64_t> donors;  // for each instruction the argument whose memory its result takes over, or -1
-  std::vector<std::string> warnings;
   size_t next = 0;
 };
 
@@ -165,7 +163,7 @@ c10::IValue parameter_of(const Parameter& param, const Argument& arg) {
     }
     case Type::kTensors: return c10::List<at::Tensor>();
     case Type::kMaybeTensors: return c10::List<std::optional<at::Tensor>>();
-    default: TORCH_CHECK(false, "a list of numbers for an argument that takes none");
+    default: throw std::invalid_argument("a list of numbers for an argument that takes none");
   }
 }
 
@@ -202,10 +200,10 @@ bool is_sole(const at::Tensor& tensor) {
          tensor.storage().nbytes() == tensor.numel() * tensor.element_size();
 }
 
-// Keeps what kernels warn of, for Python to warn of when it is running again.
+// Keeps what kernels warn of, for Python to warn of when their results are safe.
 struct Warnings final : c10::WarningHandler {
-  std::vector<std::string>& kept;
-  explicit Warnings(std::vector<std::string>& kept) : kept(kept) {}
+  std::vector<std::string> kept;
+  c10::WarningHandler* outer = c10::WarningUtils::get_warning_handler();
   void process(const c10::Warning& warning) override { kept.push_back(warning.msg()); }
 };
 
@@ -346,8 +344,6 @@ int marid_run_go(void* given, void* generator, double seconds) {
   if (generator != nullptr) {
     from = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(static_cast<c10::GeneratorImpl*>(generator)));
   }
-  Warnings handler(run->warnings);
-  c10::WarningUtils::WarningHandlerGuard guard(&handler);
   auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   while (run->next < instructions.size()) {
     const Instruction& instruction = instructions[run->next];
@@ -364,13 +360,25 @@ int marid_run_go(void* given, void* generator, double seconds) {
   return 0;
 }
 int64_t marid_run_next(void* run) { return static_cast<int64_t>(static_cast<Run*>(run)->next); }
-// The text of a warning, or null after the last.
-const char* marid_run_warning(void* given, int64_t index) {
-  auto* run = static_cast<Run*>(given);
-  return index < static_cast<int64_t>(run->warnings.size()) ? run->warnings[index].c_str() : nullptr;
-}
 int marid_run_has(void* run, int64_t slot) { return static_cast<Run*>(run)->slots[slot].defined() ? 1 : 0; }
 // The tensor in a slot, for Python; with the interpreter's lock.
 PyObject* marid_run_tensor(void* run, int64_t slot) { return THPVariable_Wrap(static_cast<Run*>(run)->slots[slot]); }
+
+// Keep what kernels warn of on this thread, until the end; one inside of another.
+void* marid_warnings_begin() {
+  auto* warnings = new Warnings;
+  c10::WarningUtils::set_warning_handler(warnings);
+  return warnings;
+}
+// The text of a warning, or null after the last.
+const char* marid_warnings_text(void* given, int64_t index) {
+  auto* warnings = static_cast<Warnings*>(given);
+  return index < static_cast<int64_t>(warnings->kept.size()) ? warnings->kept[index].c_str() : nullptr;
+}
+void marid_warnings_end(void* given) {
+  auto* warnings = static_cast<Warnings*>(given);
+  c10::WarningUtils::set_warning_handler(warnings->outer);
+  delete warnings;
+}
 
 }  // extern "C"

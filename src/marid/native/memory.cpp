@@ -226,8 +226,13 @@ int64_t place(const std::vector<Lifetime>& blocks, const std::vector<int64_t>& o
 
 extern "C" {
 
+// Become the allocator of CPU tensors; or, later, change how many bytes the pool may keep.
 void marid_memory_install(int64_t pool_limit) {
-  pool.limit = static_cast<size_t>(pool_limit);
+  {
+    std::lock_guard<std::mutex> held(lock);
+    pool.limit = static_cast<size_t>(pool_limit);
+    trim(pool.limit);
+  }
   static const bool installed = [] {
     c10::SetCPUAllocator(&allocator, 1);
     // A child starts with the lock open, whatever other threads were doing.
@@ -237,14 +242,14 @@ void marid_memory_install(int64_t pool_limit) {
   (void)installed;
 }
 
-// Offsets of `count` blocks (bytes; alive from birth to before death) such that no two that live at the same time
+// Offsets of `count` blocks (bytes, aligned; alive from birth to before death) such that no two that live at the same time
 // overlap; the size of the slab. `lower` is the largest sum of living bytes, which no placement can go below.
 int64_t marid_memory_place(int64_t count, const int64_t* bytes, const int64_t* births, const int64_t* deaths,
                            int64_t lower, int64_t* offsets) {
   std::vector<Lifetime> blocks(count);
   std::vector<int64_t> order(count), trial(count);
   for (int64_t i = 0; i < count; i++) {
-    blocks[i] = {static_cast<int64_t>((bytes[i] + kAlign - 1) / kAlign * kAlign), births[i], deaths[i]};
+    blocks[i] = {bytes[i], births[i], deaths[i]};
     order[i] = i;
   }
   auto area = [&](int64_t i) { return double(blocks[i].bytes) * double(blocks[i].death - blocks[i].birth); };

@@ -8,15 +8,13 @@ orders when that does not reach the lower bound.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marid.native import library
+from marid.native import int64s, library
 
 __all__ = ["MemoryPlan", "Trace", "plan"]
 
-ALIGNMENT = 64
+_ALIGNMENT = 64  # what PyTorch's allocator aligns to
 _MOST_BLOCKS = 8192  # placing is quadratic; beyond this many, the smallest stay outside of the slab
 
 
@@ -58,12 +56,12 @@ def plan(trace: Trace) -> MemoryPlan:
         placed = sorted(sorted(placed, key=lambda block: -trace.sizes[block])[:_MOST_BLOCKS])
     sizes = [_padded(trace.sizes[block]) for block in placed]
     lower_bound = _most_alive(trace, set(placed))
-    found = (ctypes.c_int64 * len(placed))()
+    found = int64s([0] * len(placed))
     peak = library.marid_memory_place(
         len(placed),
-        _array(sizes),
-        _array([births[block] for block in placed]),
-        _array([deaths[block] for block in placed]),
+        int64s(sizes),
+        int64s([births[block] for block in placed]),
+        int64s([deaths[block] for block in placed]),
         lower_bound,
         found,
     )
@@ -85,8 +83,4 @@ def _most_alive(trace: Trace, placed: set[int]) -> int:
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

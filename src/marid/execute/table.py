@@ -9,8 +9,6 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
-import itertools
-import warnings
 import weakref
 from typing import Any
 
@@ -18,9 +16,9 @@ import torch
 
 from marid.graph.node import Draw, Operation, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
-from marid.native import library, with_interpreter
+from marid.native import int64s, library, with_interpreter
 
-__all__ = ["AGAIN", "DONE", "DRAWS", "RAISED", "NativeProgram", "NativeRun", "Untranslatable", "donors", "translate"]
+__all__ = ["AGAIN", "DONE", "DRAWS", "RAISED", "Table", "TableRun", "Untranslatable", "donors", "translate"]
 
 _SLOT, _PARAM, _DRAW, _CONSTANT, _LIST, _DEFAULT = range(6)
 DONE, AGAIN, DRAWS, RAISED = range(4)
@@ -38,7 +36,7 @@ class Untranslatable(Exception):
     """A program has something in it that the table cannot express."""
 
 
-class NativeProgram:
+class Table:
     """The table of one program."""
 
     __slots__ = ("__weakref__", "input_slots", "pointer", "slot_count")
@@ -48,19 +46,19 @@ class NativeProgram:
         self.pointer: int = library.marid_program_new(program.slot_count)
         weakref.finalize(self, library.marid_program_free, self.pointer).atexit = False
         self.slot_count = program.slot_count
-        self.input_slots = (ctypes.c_int64 * len(program.input_slots))(*program.input_slots)
+        self.input_slots = int64s(program.input_slots)
 
-    def start(self, inputs: list[torch.Tensor], params: list[Any], donors: Any) -> NativeRun:
+    def start(self, inputs: list[torch.Tensor], params: list[Any], donors: Any) -> TableRun:
         """A run on concrete tensors. Raises ``OverflowError`` for a number that does not fit into 64 bits."""
-        return NativeRun(self, inputs, params, donors)
+        return TableRun(self, inputs, params, donors)
 
 
-class NativeRun:
+class TableRun:
     """One run of a table; it holds its tensors until it is dropped."""
 
     __slots__ = ("__weakref__", "pointer", "slot_count")
 
-    def __init__(self, program: NativeProgram, inputs: list[torch.Tensor], params: list[Any], donors: Any) -> None:
+    def __init__(self, program: Table, inputs: list[torch.Tensor], params: list[Any], donors: Any) -> None:
         assert library is not None
         self.pointer: int | None = None
         tags, ints, doubles = _encode(params)
@@ -92,15 +90,6 @@ class NativeRun:
         """The instruction that comes next."""
         assert library is not None
         return library.marid_run_next(self.pointer)
-
-    def warn(self) -> None:
-        """Warn of what the kernels warned of."""
-        assert library is not None
-        for index in itertools.count():
-            text = library.marid_run_warning(self.pointer, index)
-            if text is None:
-                return
-            warnings.warn(text.decode(errors="replace"), UserWarning, stacklevel=2)
 
     def tensors(self, slots: tuple[int, ...]) -> list[torch.Tensor]:
         """The tensors in these slots."""
@@ -153,13 +142,13 @@ def _encode_number(number: Any, tags: bytearray, ints: array.array[int], doubles
 # --- translating ---------------------------------------------------------------------------------------------------
 
 
-def translate(program: Program, dying: list[list[int]]) -> NativeProgram:
+def translate(program: Program, dying: list[list[int]]) -> Table:
     """The table of ``program``. Raises ``Untranslatable``."""
     assert library is not None
-    native = NativeProgram(program)
+    table = Table(program)
     for instruction, dead in zip(program.instructions, dying, strict=True):
-        _add(native.pointer, instruction, dead)
-    return native
+        _add(table.pointer, instruction, dead)
+    return table
 
 
 def _add(pointer: int, instruction: Instruction, dead: list[int]) -> None:
@@ -199,7 +188,7 @@ def _argument(pointer: int, arg: Any) -> tuple[int, int]:
         return (_DRAW if arg.draw else _PARAM), arg.index
     if isinstance(arg, ListOf):
         slots = [_listed(item) for item in arg.items]
-        return _LIST, library.marid_program_list(pointer, len(slots), (ctypes.c_int64 * len(slots))(*slots))
+        return _LIST, library.marid_program_list(pointer, len(slots), int64s(slots))
     assert isinstance(arg, Constant)
     kind, number, text = _constant(arg.value)
     return _CONSTANT, library.marid_program_constant(pointer, kind, number, text)
@@ -273,4 +262,4 @@ def donors(program: Program, dying: list[list[int]], specs: tuple[Spec | None, .
                     donor = position
                     break
         found.append(donor)
-    return (ctypes.c_int64 * len(found))(*found)
+    return int64s(found)

@@ -1,0 +1,43 @@
+"""What kernels warn of in a run becomes a warning in Python, at the user's line that waits, once the results are safe.
+
+PyTorch warns when the Python function that was called returns; recorded operations have returned long before they run.
+Without the C++ half such warnings go to standard error, as those of every ATen call without a Python function do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+from marid.native import library
+from marid.semantics.scopes import current_site
+
+__all__ = ["KernelWarnings"]
+
+_shown: dict[str, dict[Any, Any]] = {}  # for each file, what filters that show a warning once have shown
+
+
+class KernelWarnings:
+    """Context manager around a run; may be nested."""
+
+    __slots__ = ("_handler",)
+
+    def __enter__(self) -> None:
+        self._handler = None if library is None else library.marid_warnings_begin()
+
+    def __exit__(self, *_: object) -> None:
+        if library is None:
+            return
+        texts: list[str] = []
+        for index in itertools.count():
+            text = library.marid_warnings_text(self._handler, index)
+            if text is None:
+                break
+            texts.append(text.decode(errors="replace"))
+        library.marid_warnings_end(self._handler)
+        if texts:
+            site = current_site()
+            file, line = (site.file, site.line) if site is not None else ("<unknown>", 0)
+            for text in texts:
+                warnings.warn_explicit(text, UserWarning, file, line, registry=_shown.setdefault(file, {}))
