@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marid
-from tests.helpers import DEVICE, assert_same, on_both, seeded
+from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 
 def _leaf(device: str, *shape: int) -> torch.Tensor:
@@ -353,11 +353,8 @@ def test_reading_the_loss_each_step_gives_the_same_training() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         losses = []
         for _ in range(4):
-            optimizer.zero_grad()
-            loss = model(torch.randn(8, 4, device=device)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item() if read else loss.detach())
+            loss = train_step(optimizer, model(torch.randn(8, 4, device=device)).square().mean())
+            losses.append(loss.item() if read else loss)
         return [[float(loss) for loss in losses], model.weight.detach()]
 
     assert_same(train(DEVICE, read=True), train("cpu", read=True))

@@ -16,7 +16,7 @@ from torch import nn
 
 import marid
 from marid.settings import settings
-from tests.helpers import DEVICE, on_both
+from tests.helpers import DEVICE, on_both, train_step
 
 MEGABYTE = 1 << 20
 
@@ -284,11 +284,8 @@ def test_a_training_loop_stays_flat(read: str) -> None:
     def steps(count: int) -> None:
         nonlocal average
         for _ in range(count):
-            loss = model(torch.randn(16, 8, device=DEVICE)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            average = average * 0.9 + loss.detach() * 0.1
+            loss = train_step(optimizer, model(torch.randn(16, 8, device=DEVICE)).square().mean())
+            average = average * 0.9 + loss * 0.1
             if read == "every step":
                 loss.item()
 

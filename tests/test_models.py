@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import marid
-from tests.helpers import DEVICE, assert_same
+from tests.helpers import DEVICE, assert_same, train_step
 
 pytest.importorskip("transformers")
 from tests.models import CASES, Case
@@ -127,13 +127,7 @@ def _train(case: Case, model: nn.Module, inputs: dict[str, Any], steps: int = 2)
     # CPU tensors take the plain loop by default and device tensors the foreach road: ask both for the same arithmetic.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
     torch.manual_seed(3)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = case.loss(model, inputs)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    losses = [train_step(optimizer, case.loss(model, inputs)) for _ in range(steps)]
     return {
         "losses": losses,
         "gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},

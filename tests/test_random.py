@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import marid
-from tests.helpers import DEVICE, assert_same, on_both, seeded
+from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 device_module: Any = torch.remote_accelerator  # type: ignore[attr-defined]
 
@@ -230,11 +230,7 @@ def test_training_with_dropout_equals_eager() -> None:
         losses = []
         for _ in range(5):
             x = torch.randn(8, 4, device=device)
-            loss = model(x).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
+            losses.append(train_step(optimizer, model(x).square().mean()))
         return losses
 
     on_both(train)

@@ -13,7 +13,7 @@ from torch.testing._internal.common_utils import set_default_dtype
 
 import marid
 
-from .helpers import DEVICE, on_both
+from .helpers import DEVICE, on_both, train_step
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 MODULES: dict[str, Callable[..., Any]] = {
@@ -353,12 +353,9 @@ def test_a_training_loop() -> None:
         torch.manual_seed(3)
         losses = []
         for _ in range(4):
-            optimizer.zero_grad()
             predicted = head(module(embed(tokens))[0][:-1])
             loss = torch.nn.functional.cross_entropy(predicted.flatten(0, 1), tokens[1:].flatten())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(train_step(optimizer, loss).item())
         return losses, [p.detach() for p in model.parameters()]
 
     on_both(run)

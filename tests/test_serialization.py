@@ -16,7 +16,7 @@ from torch import nn
 
 import marid
 from marid.errors import UnsupportedOperationError
-from tests.helpers import DEVICE, assert_same
+from tests.helpers import DEVICE, assert_same, train_step
 
 
 def _saved(thing: Any) -> io.BytesIO:
@@ -188,14 +188,8 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
-        losses = []
-        for _ in range(count):
-            optimizer.zero_grad()
-            loss = model(torch.ones(4, 3, device=DEVICE)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+        x = torch.ones(4, 3, device=DEVICE)
+        return [train_step(optimizer, model(x).square().mean()).item() for _ in range(count)]
 
     model, optimizer = parts()
     whole = steps(model, optimizer, 6)

@@ -15,7 +15,7 @@ from torch import nn
 
 import marid
 from marid.settings import settings
-from tests.helpers import DEVICE, assert_same, on_both
+from tests.helpers import DEVICE, assert_same, on_both, train_step
 
 
 def _model(device: str) -> nn.Sequential:
@@ -23,11 +23,7 @@ def _model(device: str) -> nn.Sequential:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+    return train_step(optimizer, model(x).square().mean())
 
 
 def test_random_op_in_a_never_synced_loop_keeps_the_tape_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
 """Parameters and buffers without a shape yet (``torch.nn.LazyLinear`` and the like) on the device.
 
 PyTorch makes an uninitialised parameter a subclass view of an empty tensor on its device, which a lazy tensor, being a
-subclass
-itself, cannot be. Here the placeholder stays an empty CPU tensor that knows its device, and becomes a lazy tensor
-in place when it is given a shape.
+subclass itself, cannot be. Here it stays an empty CPU tensor that knows its device, and becomes a lazy tensor in place
+when it is given a shape.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from marid.frontend import handles
 
 __all__ = ["install", "moved"]
 
-_DEVICE = "_device"  # the attribute of a placeholder that holds its device, unless that is the tensor's own
+_DEVICE = "_device"  # the attribute that holds the device, unless that is the tensor's own
 
 
 def install() -> None:
-    """Teach PyTorch's placeholders the device."""
+    """Teach PyTorch's uninitialised parameters and buffers the device."""
     for kind in (UninitializedParameter, UninitializedBuffer):
         kind.__new__ = _making(kind.__new__)
         kind.__deepcopy__ = _copying(kind.__deepcopy__)
@@ -31,20 +30,20 @@ def install() -> None:
     UninitializedTensorMixin.materialize = _materializing(UninitializedTensorMixin.materialize)
 
 
-def moved(placeholder: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The same placeholder, with the device and dtype that ``fn`` (of ``Module._apply``) gives to tensors like it."""
+def moved(tensor: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The same uninitialised tensor, with the device and dtype that ``fn`` (of ``Module._apply``) gives to others."""
     with torch.no_grad():
-        like = fn(torch.empty(0, dtype=placeholder.data.dtype, device=placeholder.device))
-        if like.device.type == handles.DEVICE_TYPE or placeholder.device.type == handles.DEVICE_TYPE:
-            placeholder.data = placeholder.data.to(like.dtype)
-            setattr(placeholder, _DEVICE, like.device)
-            return placeholder
-        return fn(placeholder)
+        like = fn(torch.empty(0, dtype=tensor.data.dtype, device=tensor.device))
+        if like.device.type == handles.DEVICE_TYPE or tensor.device.type == handles.DEVICE_TYPE:
+            tensor.data = tensor.data.to(like.dtype)
+            setattr(tensor, _DEVICE, like.device)
+            return tensor
+        return fn(tensor)
 
 
-def _device_of(placeholder: Any) -> torch.device:
-    found = placeholder.__dict__.get(_DEVICE)
-    return torch._C._TensorBase.device.__get__(placeholder) if found is None else found
+def _device_of(tensor: Any) -> torch.device:
+    found = tensor.__dict__.get(_DEVICE)
+    return torch._C._TensorBase.device.__get__(tensor) if found is None else found
 
 
 def _making(make: Callable[..., Any]) -> Callable[..., Any]:
