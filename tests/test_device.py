@@ -87,6 +87,17 @@ def test_factories_make_tensors_on_the_index_they_are_given(make: Any) -> None:
     assert make(2, device=DEVICE).device.index == 2
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_decide_the_shape_of_out() -> None:
+    """The same call with another number makes another shape, also when it writes to a given tensor."""
+    for end in (-8.1, -8.0, -7.9, -3.5):
+        for function in (torch.arange, torch.range):
+            for shape in ((2,), (0,), (2, 2)):
+                expected, out = torch.empty(shape), torch.empty(shape, device=DEVICE)
+                assert_same(function(0.0, end, -4.0, out=out), function(0.0, end, -4.0, out=expected))
+                assert_same(out, expected)
+
+
 @pytest.mark.parametrize("index", [8, 64, 127])
 def test_an_index_that_does_not_exist(index: int) -> None:
     """Every way to name it raises ``RuntimeError`` with the number of devices."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -153,5 +155,35 @@ def test_linearize() -> None:
     def run(device: str) -> list[torch.Tensor]:
         value, linear = torch.func.linearize(lambda x: x.sin() * x, torch.linspace(0, 1, 3, device=device))
         return [value, linear(torch.ones(3, device=device)), linear(torch.arange(3.0, device=device))]
+
+    on_both(run)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+_SHAPES = [(5,), (5, 5), (1, 5, 5), (5, 5, 5), (2, 1, 5, 5), (1, 5, 5, 5), (2, 5, 5, 5)]
+
+
+@pytest.mark.parametrize("trains", [(False, False), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_matmul_takes_the_kernels_of_the_cpu(dtype: torch.dtype, trains: tuple[bool, bool]) -> None:
+    """Values and gradients to the last bit, whatever is broadcast, folded or transposed."""
+
+    def run(device: str) -> Any:
+        found = []
+        for shapes in itertools.product(_SHAPES, _SHAPES):
+            for transposed in (False, True):
+                tensors = [torch.randn(shape, dtype=dtype).to(device) for shape in shapes]
+                if transposed:
+                    tensors = [t.movedim(-1, 0).movedim(0, -1).mT if t.dim() > 1 else t for t in tensors]
+                tensors = [t.detach().requires_grad_(trained) for t, trained in zip(tensors, trains, strict=True)]
+                product = tensors[0] @ tensors[1]
+                found.append(product.detach())
+                if any(trains):
+                    product.abs().sum().backward()
+                    found += [t.grad for t in tensors if t.grad is not None]
+                with torch.no_grad():
+                    found.append(torch.matmul(*tensors, out=torch.empty(0, dtype=dtype, device=device)))
+        return found
 
     on_both(run)

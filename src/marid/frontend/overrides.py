@@ -21,6 +21,7 @@ from marid.frontend.record import special
 
 aten = torch.ops.aten
 
+_whole_matmul = functools.partial(aten.matmul.default._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 _replacements: dict[Any, Callable[..., Any]] = {}
 _library: torch.library.Library | None = None
 
@@ -62,14 +63,34 @@ def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
     return aten._linalg_eigh.default(self, UPLO, vectors)[0]
 
 
+# Subclasses never broadcast a single matrix against a batch: another kernel multiplies them.
+
+
+@_replaces(aten.matmul.default)
+def _matmul(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if self.dim() == other.dim() == 3 and self.shape[0] != other.shape[0]:
+        alone = self if self.shape[0] == 1 else other
+        if alone.shape[0] == 1 and not alone.requires_grad:
+            count = self.shape[0] * other.shape[0]
+            return aten.bmm.default(self.expand(count, -1, -1), other.expand(count, -1, -1))
+    return _whole_matmul(self, other)
+
+
+def _matmul_to_write(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # Where the result is given, what has a gradient is folded no other way than what has none.
+    if self.dim() == other.dim() == 3 and other.shape[0] == 1 != self.shape[0] and other.requires_grad:
+        other = other.squeeze(0)
+    return _matmul(self.detach(), other.detach())
+
+
 # Subclasses are not written to, or are written through C++ storages, which handles do not have.
 
 
-def _out_by_copy(out_of_place: Any) -> Callable[..., Any]:
+def _out_by_copy(written: Any, out_of_place: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def replacement(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*args, out) if isinstance(t, torch.Tensor)):
             raise RuntimeError(
-                f"{out_of_place._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support "
+                f"{written._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support "
                 "automatic differentiation, but one of the arguments requires grad."
             )
         result = out_of_place(*args, **kwargs)
@@ -83,13 +104,13 @@ def _out_by_copy(out_of_place: Any) -> Callable[..., Any]:
 
 
 for _written, _plain in (
-    (aten.matmul.out, aten.matmul.default),
+    (aten.matmul.out, _matmul_to_write),
     (aten.linalg_matrix_rank.out, aten.linalg_matrix_rank.default),
     (aten.linalg_matrix_rank.out_tol_tensor, aten.linalg_matrix_rank.tol_tensor),
     (aten.linalg_matrix_rank.atol_rtol_tensor_out, aten.linalg_matrix_rank.atol_rtol_tensor),
     (aten.linalg_matrix_rank.atol_rtol_float_out, aten.linalg_matrix_rank.atol_rtol_float),
 ):
-    _replaces(_written)(_out_by_copy(_plain))
+    _replaces(_written)(_out_by_copy(_written, _plain))
 
 
 # Dropout: foreign devices get the fused operator, whose arithmetic differs in the last bit.

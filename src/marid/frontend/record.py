@@ -118,7 +118,8 @@ class Recorder:
         self.on_cpu = _ON_CPU.get(self.op.name, ())
         single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
         self.simple = single and not mutates and not self.random and not self.dynamic and self.handler is None
-        self.exact_floats = self.random or not any("Tensor" in str(a.type) for a in schema.arguments)
+        from_numbers = not any("Tensor" in str(a.type) and not a.is_out for a in schema.arguments)
+        self.exact_floats = self.random or from_numbers  # which then may decide the shape
 
     # --- flattening ---
 
