@@ -413,6 +413,25 @@ def test_storage_identity_follows_aliasing() -> None:
 # --- mixing with CPU tensors -----------------------------------------------------------------------------------------
 
 
+def test_set_takes_the_memory_and_leaves_the_conjugation() -> None:
+    """A conjugate tensor stays one whatever it is set to; so does one that is not, and so it is with negation."""
+
+    def run(device: str) -> list[Any]:
+        def conjugate() -> torch.Tensor:
+            return torch.tensor([1 + 2j, 3 + 4j], device=device).conj()
+
+        x, y = conjugate(), torch.tensor([5 + 6j, 7 - 8j], device=device)
+        from_tensor, from_memory, from_nothing = conjugate().set_(y), conjugate(), conjugate().set_()
+        from_memory.set_(from_memory.untyped_storage(), 0, (2,), (1,))
+        plain, negative = y.clone().set_(x), conjugate().imag
+        negative.set_(y.real)
+        y.mul_(2)
+        tensors = [from_tensor, from_memory, from_nothing, plain, negative]
+        return [[t.clone() for t in tensors], [(t.is_conj(), t.is_neg()) for t in tensors]]
+
+    on_both(run)
+
+
 def test_scalars_and_zero_dimensional_cpu_tensors_mix() -> None:
     """As on any device; the result has the type that PyTorch's promotion gives."""
     x = torch.arange(3, device=DEVICE)

@@ -184,14 +184,12 @@ def _set(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensor = args[0]
     source = args[1] if len(args) > 1 else kwargs.get("source")
     device = tensor._value.spec.device
-    if source is None:
-        spec = handles.spec((0,), (1,), 0, tensor.dtype, device)
-        retarget(tensor, handles.source(torch.empty(0, dtype=tensor.dtype), spec), None)
-        return tensor
     names = ("storage_offset", "size", "stride")
     geometry = {name: kwargs[name] for name in names if name in kwargs}
     geometry.update(zip(names, args[2:], strict=False))
-    if isinstance(source, torch.UntypedStorage):
+    if source is None:
+        base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    elif isinstance(source, torch.UntypedStorage):
         base = storage_behind(source, tensor.dtype, device)
         size = geometry.get("size", (base.numel(),))
         stride = geometry.get("stride") or _contiguous(size)
@@ -208,6 +206,11 @@ def _set(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             size = geometry.get("size", source.shape)
             stride = geometry.get("stride") or _contiguous(size)
             base = aten.as_strided.default(source, size, stride, geometry.get("storage_offset", 0))
+    # The memory is taken as it is: whether a tensor is conjugate or negative stays its own.
+    if tensor.is_conj() != base.is_conj():
+        base = aten._conj.default(base)
+    if tensor.is_neg() != base.is_neg():
+        base = aten._neg_view.default(base)
     retarget(tensor, base._value, handles.storage_of(base))
     return tensor
 
