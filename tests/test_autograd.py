@@ -385,6 +385,28 @@ def test_functional_transforms() -> None:
     on_both(run)
 
 
+def test_shapes_first_seen_in_inference_mode_train_later() -> None:
+    """Evaluation before training, between its steps, and what was made there and is used on."""
+
+    def run(device: str) -> list[Any]:
+        net = seeded(nn.Sequential(nn.Linear(13, 29), nn.ReLU(), nn.Dropout(0.3), nn.Linear(29, 2)), device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        found: list[Any] = []
+        for _ in range(4):
+            with torch.inference_mode():
+                x = torch.rand(4, 13, device=device)
+                found.append(net(x).sum().item())
+                made = torch.ones(29, 13, device=device) * 2
+                made.view(13, 29).add_(1)
+            loss = train_step(optimizer, net(x.clone()).square().mean())
+            weight = torch.full((29, 13), 0.5, device=device, requires_grad=True)
+            (weight * made.clone()).sum().backward()
+            found += [loss, weight.grad, *(p.detach().clone() for p in net.parameters())]
+        return found
+
+    on_both(run)
+
+
 def test_no_grad_inference_mode_and_detach() -> None:
     """Nothing is recorded for autograd inside."""
     x = _leaf(DEVICE, 2)

@@ -124,7 +124,8 @@ def spec_of(tensor: torch.Tensor, device: int) -> Spec:
 def _pattern(of: Spec) -> torch.Tensor | None:
     if library is None:
         return None
-    pattern = torch._C._acc.create_empty_tensor((0,), of.dtype)
+    with torch.inference_mode(False):  # else every handle like it would be an inference tensor, for good
+        pattern = torch._C._acc.create_empty_tensor((0,), of.dtype)
     rank = len(of.shape)
     array = ctypes.c_int64 * max(rank, 1)
     library.marid_set_geometry(pattern._cdata, of.device, rank, array(*of.shape), array(*of.stride), of.offset)
