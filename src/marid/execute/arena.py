@@ -66,7 +66,6 @@ class Arena:
 
     def __init__(self) -> None:
         _install()
-        settings.when_changed(_install)
         self.nbytes = 0
         self._slab: int | None = None
         self._next: Placement | None = None
@@ -149,6 +148,9 @@ class Arena:
 def _install() -> None:
     if library is not None:
         library.marid_memory_install(settings.pool_bytes)
+
+
+settings.when_changed(_install)
 
 
 def _read(run: int) -> Trace:

@@ -48,11 +48,7 @@ class FlatProgram:
         self._prepared: Table | SourceProgram | None = None
 
     def run(
-        self,
-        inputs: list[torch.Tensor],
-        params: list[Any],
-        generator: Generator,
-        placement: Placement | None,
+        self, inputs: list[torch.Tensor], params: list[Any], generator: Generator, placement: Placement | None
     ) -> list[torch.Tensor]:
         """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
         if self.runs == 1:
