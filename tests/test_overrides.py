@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers import DEVICE, on_both
+from tests.helpers import DEVICE, on_both, seeded, train_step
 
 # --- modules without shapes yet --------------------------------------------------------------------------------------
 
@@ -155,6 +155,29 @@ def test_linearize() -> None:
     def run(device: str) -> list[torch.Tensor]:
         value, linear = torch.func.linearize(lambda x: x.sin() * x, torch.linspace(0, 1, 3, device=device))
         return [value, linear(torch.ones(3, device=device)), linear(torch.arange(3.0, device=device))]
+
+    on_both(run)
+
+
+# --- averaged weights ------------------------------------------------------------------------------------------------
+
+
+def test_averaged_weights() -> None:
+    """Stochastic weight averaging, and moving averages: the formula of the CPU."""
+
+    def run(device: str) -> Any:
+        model = seeded(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 1)), device)
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        averaged = [torch.optim.swa_utils.AveragedModel(model)]
+        averaged.append(torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average, use_buffers=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [torch.rand(6, 4, device=device) for _ in range(6)]
+        for x in batches:
+            train_step(optimizer, model(x).square().mean())
+            for one in averaged:
+                one.update_parameters(model)
+        torch.optim.swa_utils.update_bn(batches, averaged[0])
+        return [[value.detach() for value in one.state_dict().values()] for one in averaged]
 
     on_both(run)
 

@@ -46,6 +46,7 @@ def register() -> None:
         warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
         _library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
     _choose_linear_cross_entropy_as_on_the_cpu()
+    _average_weights_as_on_the_cpu()
 
 
 # Subclasses always compute the vectors too, by another LAPACK routine, in case somebody differentiates.
@@ -199,6 +200,13 @@ def _choose_linear_cross_entropy_as_on_the_cpu() -> None:
         return adjust(self, *args, device=device, **kwargs)
 
     options._adjust = wrapper
+
+
+def _average_weights_as_on_the_cpu() -> None:
+    # Averaged models take another formula where the device has foreach kernels.
+    module: Any = torch.optim.swa_utils
+    supported = module._get_foreach_kernels_supported_devices
+    module._get_foreach_kernels_supported_devices = lambda: [n for n in supported() if n != handles.DEVICE_TYPE]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -188,7 +188,7 @@ def _set(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     geometry = {name: kwargs[name] for name in names if name in kwargs}
     geometry.update(zip(names, args[2:], strict=False))
     if source is None:
-        base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        base: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     elif isinstance(source, torch.UntypedStorage):
         base = storage_behind(source, tensor.dtype, device)
         size = geometry.get("size", (base.numel(),))
