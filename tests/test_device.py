@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -85,6 +86,44 @@ def test_factories_make_tensors_on_the_index_they_are_given(make: Any) -> None:
     with device_module.device(1):
         assert make(2, device=DEVICE).device.index == 1
     assert make(2, device=DEVICE).device.index == 2
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_dtype")
+def test_the_default_dtype_may_change() -> None:
+    """It decides what operations on whole numbers and factories make, when they are written."""
+
+    def run(device: str) -> list[Any]:
+        found = []
+        for dtype in (torch.float32, torch.float64, torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            x = torch.arange(4, device=device)
+            found += [x / 3, x.sqrt(), x * 0.5, x + 1j, x > 2, (x > 2) * 1.5, torch.linspace(0, 1, 3, device=device)]
+            found += [
+                torch.full((2,), 0.1, device=device),
+                torch.tensor([0.1], device=device),
+                torch.rand(2, device=device),
+            ]
+            found += [nn.Linear(1, 1, device=device).weight.dtype, x.to(device).float() / 3, torch.fft.fft(x)]
+        return [*found, *found[:7]]
+
+    on_both(run)
+    torch.set_default_dtype(torch.float32)
+    x = torch.ones(3, dtype=torch.int64, device=DEVICE) / 3
+    marid.reset_stats()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64)
+    [sync] = marid.stats().syncs
+    assert sync.reason == "set_default_dtype()"
+    assert sync.source is not None
+    assert "test_device.py" in sync.source
+    assert x.dtype is torch.float32
+    assert x.cpu().dtype is torch.float32
 
 
 @pytest.mark.filterwarnings("ignore")

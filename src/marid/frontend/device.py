@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from marid.frontend import (
     uninitialized,
 )
 from marid.frontend.materialize import bytes_of, engine, run_everything
+from marid.frontend.record import follow_default_dtype
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
 from marid.semantics import scopes
@@ -83,6 +85,7 @@ def register() -> None:
     scopes.install_hooks()
     _allow_exact_type()
     _collate()
+    _follow_default_dtype()
     uninitialized.install()
     nested.install()
     _keep_parameters()
@@ -97,6 +100,28 @@ def _allow_exact_type() -> None:
     supported: list[Any] = _foreach_utils._foreach_supported_types
     if LazyTensor not in supported:
         supported.append(LazyTensor)
+
+
+def _follow_default_dtype() -> None:
+    # Kernels ask for the default dtype when they run, so what was recorded by another one runs before it changes.
+    private: Any = torch._C
+    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+        setattr(private, name, _running_everything_before(getattr(private, name)))
+
+
+def _running_everything_before(setter: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(setter)
+    def wrapper(value: Any) -> None:
+        tapes = [handles.tape(index) for index in range(handles.device_count)]
+        if value is not torch.get_default_dtype() and any(tape.pending() for tape in tapes):
+            started = time.perf_counter()
+            for tape in tapes:
+                run_everything(tape)  # a failure is raised where its value is read
+            counters.count_sync(scopes.current_site(), "set_default_dtype()", time.perf_counter() - started)
+        setter(value)
+        follow_default_dtype()
+
+    return wrapper
 
 
 def _collate() -> None:

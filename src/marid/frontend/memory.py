@@ -60,7 +60,7 @@ def storage_behind(storage: torch.UntypedStorage, dtype: torch.dtype, device: in
         if storage.device.type != "cpu":
             raise RuntimeError(f"set_() got a storage on {storage.device} that belongs to no living tensor")
         with concretely():
-            buffer = torch.empty(0, dtype=dtype).set_(storage)
+            buffer = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
         spec = handles.spec_of(buffer, device)
         return handles.wrap(handles.source(engine.upload(buffer), spec), spec)
     whole = handles.wrap(root, root.spec, shared)

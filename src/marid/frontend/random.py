@@ -211,7 +211,7 @@ def _doubles_or_seed(generator: Generator, of: Spec, *_: Any) -> Draw:
 def _draws_doubles() -> bool:
     probe = torch.Generator().manual_seed(0)
     before = probe.get_state()
-    torch.empty(32).exponential_(generator=probe)
+    torch.empty(32, dtype=torch.float32, device="cpu").exponential_(generator=probe)
     return measure(Generator(0, 0), before, probe).end == 64
 
 
@@ -298,7 +298,7 @@ def _spare_of(state: torch.Tensor) -> torch.Tensor:
 
 def _skip(generator: torch.Generator, words: int) -> None:
     if words:
-        torch.empty(words, dtype=torch.uint8).random_(generator=generator)
+        torch.empty(words, dtype=torch.uint8, device="cpu").random_(generator=generator)
 
 
 def _find_spare(generator: Generator, before: torch.Tensor, words: int, reached: torch.Tensor) -> int:
@@ -309,7 +309,7 @@ def _find_spare(generator: Generator, before: torch.Tensor, words: int, reached:
         trial = torch.Generator()
         trial.set_state(torch.cat([before[:_TWISTER_BYTES], _spare_of(empty)]))
         _skip(trial, words - back)
-        torch.empty(1, dtype=torch.float64).normal_(generator=trial)
+        torch.empty(1, dtype=torch.float64, device="cpu").normal_(generator=trial)
         if torch.equal(_spare_of(trial.get_state()), _spare_of(reached)):
             return generator.offset + words - back
     raise AssertionError("the generator holds a spare normal number that no drawn pair explains")

@@ -24,7 +24,7 @@ from marid.graph.tape import Tape
 from marid.semantics.scopes import INTERNAL, capture_site, sites, state
 from marid.settings import settings
 
-__all__ = ["Call", "Recorder", "dispatch", "recorder_of", "special"]
+__all__ = ["Call", "Recorder", "dispatch", "follow_default_dtype", "recorder_of", "special"]
 
 logger = logging.getLogger("marid")
 
@@ -438,11 +438,19 @@ def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:
 
 # By identity, because hashing an OpOverload runs Python; a recorder keeps its operator alive.
 _recorders: dict[int, Recorder] = {}
+_tables = {torch.get_default_dtype(): _recorders}  # the dtype of a result may be the default
+
+
+def follow_default_dtype() -> None:
+    """Record by the rules of the default dtype that is set now."""
+    global _recorders
+    _recorders = _tables.setdefault(torch.get_default_dtype(), {})
 
 
 def _settings_changed() -> None:
-    for recorder in _recorders.values():
-        recorder.known.clear()  # what dispatch remembers has charges in it, and does not log
+    for recorders in _tables.values():
+        for recorder in recorders.values():
+            recorder.known.clear()  # what dispatch remembers has charges in it, and does not log
 
 
 settings.when_changed(_settings_changed)
