@@ -126,6 +126,16 @@ def test_the_default_dtype_may_change() -> None:
     assert x.cpu().dtype is torch.float32
 
 
+def test_what_was_written_under_deterministic_algorithms_runs_under_them() -> None:
+    """They fill memory that nobody has written."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        x = torch.empty(3, device=DEVICE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert x.isnan().all()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_numbers_decide_the_shape_of_out() -> None:
     """The same call with another number makes another shape, also when it writes to a given tensor."""

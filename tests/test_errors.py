@@ -104,6 +104,21 @@ WRONG: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16])
+def test_numbers_that_do_not_fit(dtype: torch.dtype) -> None:
+    """The same call has succeeded with other numbers; where eager PyTorch raises, the device does, at that line."""
+    numbers = [2.0, 200.0, 300.0, 5e4, 7e4, 3e9, 5e9, 1e19, 1e39, float("inf"), float("nan")]
+    for number in [*numbers, *(-number for number in numbers)]:
+        for fill in (lambda x, n=number: torch.full_like(x, n), lambda x, n=number: x.new_full((2,), n)):
+            try:
+                expected = fill(torch.ones(2, dtype=dtype))
+            except RuntimeError:
+                with pytest.raises(RuntimeError):
+                    fill(torch.ones(2, dtype=dtype, device=DEVICE))
+            else:
+                assert_same(fill(torch.ones(2, dtype=dtype, device=DEVICE)), expected)
+
+
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.filterwarnings("ignore")
 def test_errors_are_pytorchs_at_the_same_line(name: str) -> None:

@@ -85,7 +85,7 @@ def register() -> None:
     scopes.install_hooks()
     _allow_exact_type()
     _collate()
-    _follow_default_dtype()
+    _run_before_switches()
     uninitialized.install()
     nested.install()
     _keep_parameters()
@@ -102,24 +102,36 @@ def _allow_exact_type() -> None:
         supported.append(LazyTensor)
 
 
-def _follow_default_dtype() -> None:
-    # Kernels ask for the default dtype when they run, so what was recorded by another one runs before it changes.
+# What kernels ask for when they run, and set with these functions of ``torch._C``.
+_SWITCHES = (
+    "_set_default_dtype",
+    "_set_default_tensor_type",
+    "_set_deterministic_algorithms",
+    "_set_deterministic_fill_uninitialized_memory",
+    "_set_float32_matmul_precision",
+    "_set_mkldnn_enabled",
+)
+
+
+def _run_before_switches() -> None:
     private: Any = torch._C
-    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+    for name in _SWITCHES:
         setattr(private, name, _running_everything_before(getattr(private, name)))
 
 
-def _running_everything_before(setter: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(setter)
-    def wrapper(value: Any) -> None:
+def _running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(switch)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         tapes = [handles.tape(index) for index in range(handles.device_count)]
-        if value is not torch.get_default_dtype() and any(tape.pending() for tape in tapes):
+        if args != (torch.get_default_dtype(),) and any(tape.pending() for tape in tapes):
             started = time.perf_counter()
             for tape in tapes:
                 run_everything(tape)  # a failure is raised where its value is read
-            counters.count_sync(scopes.current_site(), "set_default_dtype()", time.perf_counter() - started)
-        setter(value)
+            reason = f"{switch.__name__.removeprefix('_')}()"
+            counters.count_sync(scopes.current_site(), reason, time.perf_counter() - started)
+        result = switch(*args, **kwargs)
         follow_default_dtype()
+        return result
 
     return wrapper
 

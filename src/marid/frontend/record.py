@@ -8,6 +8,7 @@ once on their real inputs (``eager.py``); operators that need special care have 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from sys import _getframe as getframe
 from typing import Any
@@ -338,11 +339,23 @@ def _decompose(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     return recorder.func.decompose(*args, **kwargs)
 
 
+# Beyond these, a number does not fit into some dtype: filling a tensor with it raises.
+_BOUNDS = sorted(
+    [float(torch.iinfo(dtype).max) for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)]
+    + [float(torch.iinfo(dtype).max) for dtype in (torch.uint32, torch.int64, torch.uint64)]
+    + [torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+)
+_LARGE = ["large", *(f"beyond {bound}" for bound in _BOUNDS)]
+_NEGATIVE = ["negative", *(f"beyond -{bound}" for bound in _BOUNDS)]
+
+
 def _bucket(number: float) -> str:
     """The metadata of a result may depend on the sign and range of a number, never on the number."""
+    if number != number:
+        return "nan"
     if 0.0 <= number <= 1.0:
         return "unit"
-    return "negative" if number < 0 else "large" if number > 1 else "nan"
+    return _LARGE[bisect_left(_BOUNDS, number)] if number > 0 else _NEGATIVE[bisect_left(_BOUNDS, -number)]
 
 
 def _index_of(device: Any) -> int:
@@ -492,7 +505,10 @@ def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwar
                 key = (value.spec, operand.spec)
                 values = (value, operand)
             elif kind is float:
-                key = (value.spec, "unit" if 0.0 <= second <= 1.0 else "large" if second > 1.0 else _bucket(second))
+                key = (
+                    value.spec,
+                    "unit" if 0.0 <= second <= 1.0 else "large" if 1.0 < second <= 127.0 else _bucket(second),
+                )
                 values = (value, second)
             elif kind is int:
                 key = (value.spec, second)
