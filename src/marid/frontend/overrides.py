@@ -21,6 +21,7 @@ from marid.frontend.record import special
 
 aten = torch.ops.aten
 
+# Not ``.decompose``, which prefers PyTorch's decomposition in Python.
 _whole_matmul = functools.partial(aten.matmul.default._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 _replacements: dict[Any, Callable[..., Any]] = {}
 _library: torch.library.Library | None = None
