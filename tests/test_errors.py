@@ -104,6 +104,27 @@ WRONG: dict[str, Callable[[str], Any]] = {
 }
 
 
+def _overlaps(device: str) -> list[str]:
+    found = []
+    for shape in ((), (3,)):
+        x = torch.ones(shape, dtype=torch.complex64, device=device)
+        flat = torch.view_as_real(x).flatten()
+        for part in (x.real, x.imag, flat[: max(x.numel(), 1)].view(shape)):
+            try:
+                x.add_(part)
+                found.append("added")
+            except RuntimeError as error:
+                found.append(str(error).split(":")[0])
+    return found
+
+
+def test_writing_to_what_is_read_as_another_dtype() -> None:
+    """Memory that two views of different dtypes share is refused where it is written, as eager PyTorch refuses it."""
+    expected = _overlaps("cpu")
+    assert "unsupported operation" in expected
+    assert _overlaps(DEVICE) == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16])
 def test_numbers_that_do_not_fit(dtype: torch.dtype) -> None:
     """The same call has succeeded with other numbers; where eager PyTorch raises, the device does, at that line."""

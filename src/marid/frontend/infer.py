@@ -190,15 +190,24 @@ class _StandIns:
         self.fill = fill
         self.shrink = shrink
         self.sizes: dict[int, int] = {}
-        self.blocks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        spans: dict[tuple[int, torch.dtype], int] = {}
+        self.blocks: dict[int, torch.Tensor] = {}  # by identity of the value whose memory it stands for
+        spans: dict[int, int] = {}  # in bytes
+        widest: dict[int, int] = {}
         for value in request.tensors:
+            assert value.spec is not None
             shape, stride, offset = self._geometry(value)
             span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-            key = self._key(value)
-            spans[key] = max(spans.get(key, 0), offset if 0 in shape else span)
-        for key, span in spans.items():
-            self.blocks[key] = self._block(span, key[1])
+            root = id(root_of(value))
+            width = value.spec.dtype.itemsize
+            spans[root] = max(spans.get(root, 0), (offset if 0 in shape else span) * width)
+            widest[root] = max(widest.get(root, 0), width)
+        for value in request.tensors:
+            root = id(root_of(value))
+            if root not in self.blocks:
+                assert value.spec is not None
+                # Whole elements of the widest dtype, so that the block can be seen as any of them.
+                nbytes = -(-spans[root] // widest[root]) * widest[root]
+                self.blocks[root] = self._block(nbytes // value.spec.dtype.itemsize, value.spec.dtype)
 
     def place(self, arg: Any) -> Any:
         """The argument with stand-ins in place of values; values are met in the order of ``request.tensors``."""
@@ -212,16 +221,13 @@ class _StandIns:
     def _make(self, value: Value) -> torch.Tensor:
         spec = value.spec
         assert spec is not None
-        tensor = self.blocks[self._key(value)].as_strided(*self._geometry(value))
+        block = self.blocks[id(root_of(value))]
+        tensor = (block if block.dtype is spec.dtype else block.view(spec.dtype)).as_strided(*self._geometry(value))
         if spec.conj:
             torch._C._set_conj(tensor, True)
         if spec.neg:
             torch._C._set_neg(tensor, True)
         return tensor
-
-    def _key(self, value: Value) -> tuple[int, torch.dtype]:
-        assert value.spec is not None
-        return id(root_of(value)), value.spec.dtype
 
     def _geometry(self, value: Value) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         spec = value.spec
@@ -231,8 +237,8 @@ class _StandIns:
         shape = tuple(self._small(size) for size in spec.shape)
         return shape, _dense_like(shape, spec.stride), 0
 
-    def _block(self, span: int, dtype: torch.dtype) -> torch.Tensor:
-        block = torch.empty(span, dtype=dtype, device=self.device)
+    def _block(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        block = torch.empty(size, dtype=dtype, device=self.device)
         if self.fill is not None:
             # Integers index and divide; zero indexes anything that is not empty, so it is tried first for them.
             integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
