@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 PROGRAMS = 2_000
 CONFORMANCE_PROGRAMS = int(os.environ.get("MARID_FUZZ_PROGRAMS", "50000"))
+# Hypothesis remembers every program of a run and slows down as they grow, so that many are taken in batches.
+BATCHES = -(-CONFORMANCE_PROGRAMS // (500 * len(PROFILES)))
 
 
 def _fuzz(profile: str, count: int, runs: int = 2, explores: bool = False) -> None:
@@ -69,10 +71,11 @@ def test_random_programs_in_planned_memory(profile: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.conformance
+@pytest.mark.parametrize("batch", range(BATCHES))
 @pytest.mark.parametrize("profile", PROFILES)
-def test_many_random_programs(profile: str) -> None:
+def test_many_random_programs(profile: str, batch: int) -> None:
     """The same over a number of programs that takes long."""
-    _fuzz(profile, CONFORMANCE_PROGRAMS // len(PROFILES), explores=True)
+    _fuzz(profile, -(-CONFORMANCE_PROGRAMS // (BATCHES * len(PROFILES))), explores=True)
 
 
 # --- the fuzzer itself -----------------------------------------------------------------------------------------------
