@@ -1036,9 +1036,25 @@ def backward(w: Writer) -> str:
     return f"{loss}.backward({retain})"
 
 
+def _through_empty_view(tensor: torch.Tensor) -> bool:
+    """Whether a gradient of ``tensor`` passes a view without elements that was written: see docs/decisions.md."""
+    pending, seen = [tensor.grad_fn], set()
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        if 0 in getattr(function, "_saved_size", ()):
+            return True
+        seen.add(function)
+        pending += [following for following, _ in function.next_functions]
+    return False
+
+
 def gradient(w: Writer) -> str:
     x, y = _requires(w), _requires(w)
     options = w.one("allow_unused=True", "allow_unused=True, retain_graph=True", "allow_unused=True, create_graph=True")
+    if "create_graph" in options and _through_empty_view(w.look(x)):
+        raise Unfit
     new = w.new()
     return f"{new}, = torch.autograd.grad(({x} * {x}).sum(), [{y}], {options})\nif {new} is None:\n    del {new}"
 
