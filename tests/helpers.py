@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["DEVICE", "assert_same", "on_both", "seeded", "train_step"]
+__all__ = ["DEVICE", "assert_same", "interrupted", "on_both", "seeded", "train_step"]
 
 DEVICE = "remote_accelerator"
 
@@ -57,3 +60,22 @@ def train_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Te
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+@contextmanager
+def interrupted(delay: float, error: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
+    """Raise ``error`` in the main thread after ``delay`` seconds, if the block lasts as long."""
+
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    old = signal.signal(signal.SIGALRM, interrupt)
+    gc.disable()  # what is raised in a callback of the collector is lost
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+        gc.enable()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
-import signal
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ from marid.errors import (
     WireError,
     WorkerLostError,
 )
-from tests.helpers import DEVICE, assert_same
+from tests.helpers import DEVICE, assert_same, interrupted
 
 WRONG: dict[str, Callable[[str], Any]] = {
     "add shapes": lambda d: torch.ones(2, device=d) + torch.ones(3, device=d),
@@ -248,7 +248,7 @@ def test_a_compiled_program_fails_like_the_first_run() -> None:
     assert look_up(1).tolist() == [2.0]
 
 
-def test_keyboard_interrupt_in_the_middle_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_in_the_middle_of_a_run() -> None:
     """Ctrl-C arrives as itself, and what was pending can be read afterwards, each write done once."""
     x = torch.zeros(512, 512, device=DEVICE)
     expected = torch.zeros(512, 512)
@@ -258,20 +258,8 @@ def test_keyboard_interrupt_in_the_middle_of_a_run(monkeypatch: pytest.MonkeyPat
         expected = expected @ expected
         expected.add_(step % 3)
         x, expected = x.clamp(-1, 1), expected.clamp(-1, 1)
-    previous = signal.setitimer(signal.ITIMER_REAL, 0)
-    assert previous == (0.0, 0.0)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    old = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        with pytest.raises(KeyboardInterrupt):
-            x.tolist()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+    with pytest.raises(KeyboardInterrupt), interrupted(0.02):
+        x.tolist()
     assert_same(x, expected)
     assert torch.ones(2, device=DEVICE).sum().item() == 2.0
 
@@ -283,24 +271,14 @@ def test_keyboard_interrupt_while_recording_and_running(delay: float) -> None:
     class Stop(BaseException):
         pass
 
-    def interrupt(*_: Any) -> None:
-        raise Stop
-
     counter = torch.zeros(8, device=DEVICE)
     done = 0
-    old = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, delay)
+    with contextlib.suppress(Stop), interrupted(delay, Stop):
         for _ in range(1_000_000):
             counter = counter + 1
             done += 1
             if done % 50 == 0:
                 counter.sum().item()
-    except Stop:
-        pass
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
     assert counter.tolist()[0] in (done, done + 1)
     y = torch.arange(4.0, device=DEVICE)
     y[1:].mul_(3)

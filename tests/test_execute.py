@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from marid.execute.source import SourceProgram
 from marid.execute.table import Table
 from marid.frontend.materialize import engine
 from marid.native import library
-from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
+from tests.helpers import DEVICE, assert_same, interrupted, on_both, seeded, train_step
 
 WAYS = [pytest.param(Table, marks=pytest.mark.skipif(library is None, reason="needs C++")), SourceProgram]
 
@@ -225,9 +224,12 @@ def test_an_interrupt_while_a_program_is_prepared(monkeypatch: pytest.MonkeyPatc
     def run() -> torch.Tensor:
         return (x * 2).tanh().cpu()
 
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
     results = [run()]
     with monkeypatch.context() as patched:
-        patched.setattr(flat.FlatProgram, "_prepare", lambda _: _interrupt())
+        patched.setattr(flat.FlatProgram, "_prepare", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run()
     results += [run() for _ in range(2)]
@@ -261,18 +263,11 @@ def test_an_interrupt_in_a_run_loses_nothing() -> None:
     interrupts = 0
     for delay in (0.01, 0.02, 0.05, 0.08):
         y = chain(lazy)
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, delay)
         try:
-            y.cpu()
+            with interrupted(delay):
+                y.cpu()
         except KeyboardInterrupt:
             interrupts += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         assert torch.equal(y.cpu(), expected)
         assert torch.equal(chain(lazy).cpu(), expected)
     assert interrupts
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
