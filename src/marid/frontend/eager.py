@@ -14,6 +14,7 @@ import torch
 from marid.engine.inprocess import concretely
 from marid.errors import UnsupportedOperationError
 from marid.frontend import handles, random
+from marid.frontend.calls import Call, writes_of
 from marid.frontend.materialize import engine, materialize, run_pending
 from marid.graph.node import Draw, Node, Output, input_values, root_of
 from marid.report.stats import counters
@@ -30,26 +31,27 @@ logger = logging.getLogger("marid")
 def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> Any:
     """Run one operator now. ``reason`` says why it fell back (warned once for each operator); None for no fallback."""
     name = recorder.op.name
-    call = recorder.flatten(args, kwargs)
+    call = recorder.read(args, kwargs)
+    writes = writes_of(recorder, call)
     if reason == "unsupported layout":
         raise unsupported(name, "its result has a layout other than torch.strided")
     if reason is None:
         counters.count_operator(counters.dynamic, name)
     else:
         _note_fallback(name, reason)
-    readers = _readers_of_written(call)
+    readers = _readers_of_written(call, writes)
     materialize(call.tensors, f"{name} (data-dependent)" if reason is None else f"{name} (eager fallback)")
     for node in readers:
         tape = handles.tape(call.device)
         run_pending(tape, tape.cut([node]))
     plain = [_placed(arg) for arg in call.args]
-    named = {key: _placed(arg) for key, arg in call.kwargs.items()}
+    named = {name: _placed(arg) for name, arg in call.kwargs or ()}
     if recorder.random:
         returned = _run_random(recorder, call, plain, named)
     else:
         with concretely():
             returned = recorder.func(*plain, **named)
-    return _hand_back(recorder, call, returned)
+    return _hand_back(recorder, call, writes, returned)
 
 
 def _placed(arg: Any) -> Any:
@@ -77,11 +79,11 @@ def _note_fallback(name: str, reason: str) -> None:
         )
 
 
-def _readers_of_written(call: Any) -> list[Any]:
+def _readers_of_written(call: Call, writes: list[int]) -> list[Any]:
     """Pending nodes that read memory which the operator is about to write."""
-    if not call.writes:
+    if not writes:
         return []
-    written = {root_of(call.tensors[index]._value) for index in call.writes}
+    written = {root_of(call.tensors[index]._value) for index in writes}
     return [
         node
         for node in handles.tape(call.device).pending()
@@ -89,19 +91,18 @@ def _readers_of_written(call: Any) -> list[Any]:
     ]
 
 
-def _run_random(recorder: Recorder, call: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    given = kwargs.pop("generator", None)
+def _run_random(recorder: Recorder, call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    given = call.generator
     if random.is_of_the_cpu(given):
         with concretely():
             return recorder.func(*args, **kwargs, generator=given)
-    takes_generator = any(a.name == "generator" for a in recorder.func._schema.arguments)
     with random.generator_of(given, call.device) as generator:
         here = Draw(generator.seed, generator.offset, generator.spare, generator.offset, generator.spare)
         source = torch.Generator()
         source.set_state(engine.generator(here).get_state())
         before = source.get_state()
         with concretely():
-            if takes_generator:
+            if recorder.takes_generator:
                 returned = recorder.func(*args, **kwargs, generator=source)
             else:
                 default = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
@@ -116,12 +117,12 @@ def _run_random(recorder: Recorder, call: Any, args: list[Any], kwargs: dict[str
     return returned
 
 
-def _hand_back(recorder: Recorder, call: Any, returned: Any) -> Any:
+def _hand_back(recorder: Recorder, call: Call, writes: list[int], returned: Any) -> Any:
     """Handles for what the operator returned, and up-to-date geometry for what it wrote."""
     from marid.frontend.record import retarget
 
     handed = _HandBack(recorder, call)
-    for index in call.writes:
+    for index in writes:
         tensor = call.tensors[index]
         spec = handles.spec_of(tensor._value.concrete, call.device)
         if spec is not tensor._value.spec:
@@ -133,7 +134,7 @@ def _hand_back(recorder: Recorder, call: Any, returned: Any) -> Any:
 class _HandBack:
     """Finds the handle for a returned tensor: an argument itself, an alias of one, or a new one."""
 
-    def __init__(self, recorder: Recorder, call: Any) -> None:
+    def __init__(self, recorder: Recorder, call: Call) -> None:
         self.name = recorder.op.name
         self.device = call.device
         self.by_identity = {id(tensor._value.concrete): tensor for tensor in call.tensors}

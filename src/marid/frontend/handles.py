@@ -16,7 +16,7 @@ import torch
 
 from marid.graph.node import Node, Spec, Storage, Value
 from marid.graph.tape import Tape
-from marid.native import library
+from marid.native import library, module
 from marid.semantics.scopes import current_site, state
 from marid.settings import settings
 
@@ -32,7 +32,6 @@ __all__ = [
     "device_count",
     "is_lazy",
     "library",
-    "make_subclass",
     "new_handle",
     "source",
     "spec",
@@ -50,7 +49,7 @@ _tapes = [Tape(index) for index in range(device_count)]
 _handle_class: Any = None
 _specs: weakref.WeakValueDictionary[tuple[Any, ...], Spec] = weakref.WeakValueDictionary()
 _specs_lock = threading.Lock()
-make_subclass = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
+_make_subclass = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -58,6 +57,8 @@ def bind_handle_class(cls: type) -> None:
     """Name the tensor class that handles are made of; called once, where it is defined."""
     global _handle_class
     _handle_class = cls
+    if module is not None:
+        module.make_handles(cls)
 
 
 def current_device() -> int:
@@ -129,11 +130,15 @@ def _pattern(of: Spec) -> torch.Tensor | None:
     rank = len(of.shape)
     array = ctypes.c_int64 * max(rank, 1)
     library.marid_set_geometry(pattern._cdata, of.device, rank, array(*of.shape), array(*of.stride), of.offset)
-    if of.conj:
-        torch._C._set_conj(pattern, True)
-    if of.neg:
-        torch._C._set_neg(pattern, True)
+    _set_bits(pattern, of)
     return pattern
+
+
+def _set_bits(tensor: torch.Tensor, of: Spec) -> None:
+    if of.conj:
+        torch._C._set_conj(tensor, True)
+    if of.neg:
+        torch._C._set_neg(tensor, True)
 
 
 # A handle copied from a pattern must not share the pattern's version counter: nothing that tracks views may see it.
@@ -150,7 +155,7 @@ def below_autograd() -> Any:
 def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
     """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``."""
     if of.pattern is not None:
-        handle = make_subclass(_handle_class, of.pattern)
+        handle = _make_subclass(_handle_class, of.pattern)
     else:
         handle = _make_wrapper(
             _handle_class,
@@ -162,6 +167,7 @@ def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
             torch.strided,
             torch.device(DEVICE_TYPE, of.device),
         )
+        _set_bits(handle, of)
     handle._value = value
     handle._storage = storage
     return handle

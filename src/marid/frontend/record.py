@@ -1,16 +1,18 @@
 """Recording: what ``LazyTensor.__torch_dispatch__`` does with an operation.
 
-Every operator overload gets a ``Recorder`` when it is first seen. A recorder looks up the rule for the input specs and
-constants, appends a node to the tape, and returns handles for the results. Operators that cannot be recorded run at
-once on their real inputs (``eager.py``); operators that need special care have handlers in ``special.py``.
+Every operator overload gets a ``Recorder`` when it is first seen. A recorder looks up what is known of calls with the
+same input specs and constants, appends a node to the tape, and returns handles for the results. Operators that cannot
+be recorded run at once on their real inputs (``eager.py``); operators that need special care have handlers in
+``special.py``. ``native/record.cpp`` does all of this for the usual calls, in a fraction of the time, where it can be
+built: ``dispatch`` and ``Recorder.append`` say what it does.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable
 from sys import _getframe as getframe
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -18,14 +20,16 @@ import torch
 from torch._C import _current_graph_task_id as current_graph_task
 
 from marid.frontend import handles, infer, random
-from marid.frontend.handles import make_subclass, new_handle, storage_of
+from marid.frontend.calls import NOT_RECORDED, OTHER_TYPES, Call, bucket, read, take, writes_of
+from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, overflow
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
 from marid.graph.tape import Tape
+from marid.native import module
 from marid.semantics.scopes import INTERNAL, capture_site, sites, state
 from marid.settings import settings
 
-__all__ = ["Call", "Recorder", "dispatch", "follow_default_dtype", "recorder_of", "special"]
+__all__ = ["Recorder", "dispatch", "follow_default_dtype", "recorder_of", "special"]
 
 logger = logging.getLogger("marid")
 
@@ -59,34 +63,27 @@ def special(*funcs: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-class Call:
-    """One call of an operator, flattened: ``key`` finds its rule; ``values`` stand in ``args``/``kwargs`` for tensors.
+class Recorder:
+    """How one operator overload is recorded.
 
-    ``tensors`` are the lazy tensors in order of appearance (CPU scalars lifted), ``writes`` those of them written.
+    ``known`` has what is known of its calls, by key. A ``plain`` operator needs nothing but the key to be recorded.
+    ``exact_floats`` makes floating-point numbers part of the key.
     """
 
-    __slots__ = ("args", "device", "key", "kwargs", "tensors", "writes")
-
-    def __init__(self) -> None:
-        self.key: list[Any] = []
-        self.tensors: list[Any] = []
-        self.writes: list[int] = []
-        self.device = -1
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-
-
-# Arguments that PyTorch takes from the CPU, whatever the device of the others: positions by operator.
-_ON_CPU = {
-    "aten::index": (1,),
-    "aten::index_put": (1,),
-    "aten::index_put_": (1,),
-    "aten::_unsafe_index": (1,),
-}
-
-
-class Recorder:
-    """How one operator overload is recorded."""
+    __slots__ = (
+        "bumps",
+        "dynamic",
+        "exact_floats",
+        "func",
+        "handler",
+        "known",
+        "op",
+        "plain",
+        "position",
+        "random",
+        "takes_generator",
+        "written",
+    )
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -102,8 +99,9 @@ class Recorder:
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
         self.op = Operation(func, mutates, view and not mutates)
-        self.random = torch.Tag.nondeterministic_seeded in func.tags and name not in _NEVER_RANDOM
         self.takes_generator = "generator" in self.position
+        draws = torch.Tag.nondeterministic_seeded in func.tags and name not in _NEVER_RANDOM
+        self.random = draws or self.takes_generator
         # An operator that returns nothing and writes nothing is there to check values, and must run.
         checks = not schema.returns and not mutates
         self.dynamic = (
@@ -111,131 +109,58 @@ class Recorder:
         )
         # Operators on lists leave it to their kernels to note that tensors changed.
         self.bumps = mutates and name.startswith("aten::_foreach_")
-        self.rules: dict[tuple[Any, ...], infer.Rule] = {}
-        self.known: dict[Any, tuple[Spec, torch.Tensor, Tape, int]] = {}
+        self.known: dict[Any, Known] = {}
         self.handler = _handlers.get(func)
         if self.handler is None and _is_composite(func):
             self.handler = _decompose
-        self.on_cpu = _ON_CPU.get(self.op.name, ())
-        single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-        self.simple = single and not mutates and not self.random and not self.dynamic and self.handler is None
         from_numbers = not any("Tensor" in str(a.type) and not a.is_out for a in schema.arguments)
         self.exact_floats = self.random or from_numbers  # which then may decide the shape
+        self.plain = not self.random and not self.dynamic and name not in _MASK_WRITTEN and self.handler is None
 
-    # --- flattening ---
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call, whatever its form; the return value for the user."""
+        if self.dynamic and not (self.op.name in _MASK_INDEXED and _indexes_by_number(args[1])):
+            return _eagerly(self, args, kwargs, None)
+        if self.op.name in _MASK_WRITTEN and not _fits_any_count(args[0], args[1], args[2]):
+            return _eagerly(self, args, kwargs, None)
+        call = self.read(args, kwargs)
+        known = self._known(call)
+        if known.rule.eager is not None:
+            return _eagerly(self, args, kwargs, known.rule.eager)
+        if self.random and (random.is_of_the_cpu(call.generator) or not self._draw(call, known.rule)):
+            return _eagerly(self, args, kwargs, None)
+        for tensor in {id(call.tensors[index]): call.tensors[index] for index, _ in known.rule.resized}.values():
+            _unshare(tensor, call)
+        for index, spec in known.rule.resized:
+            _set_geometry(call.tensors[index], spec)
+        if settings.log_intercepts:
+            logger.info("recorded %s at %s", self.op.name, capture_site(getframe()))
+        return self.append(known, call.args, call.kwargs, call.tensors, getframe())
 
-    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Read the arguments. Raises torch's device error for tensors of other devices."""
-        call = Call()
-        foreign: list[torch.Tensor] = []
-        self._find_device(args, kwargs, call)
-        plain = tuple([self._take(call, arg, index, foreign) for index, arg in enumerate(args)])
-        named: dict[str, Any] = {}
-        for name, arg in kwargs.items():
-            if name == "device" or name == "pin_memory" or (name == "layout" and arg is torch.strided):
-                continue
-            call.key.append(name)
-            named[name] = self._take(call, arg, self.position.get(name, -1), foreign)
-        call.args, call.kwargs = plain, named
-        if not call.tensors:
-            call.key.append(call.device)
-        if self.op.mutates and len(call.tensors) > 1:
-            # Whether a result lies in an input decides which errors PyTorch raises.
-            call.key.append(_first_occurrences([id(root_of(t._value)) for t in call.tensors]))
-            call.key.append(_first_occurrences([id(t) for t in call.tensors]))
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A call whose tensors are all on one device. Raises torch's device error for others."""
+        call = read(self, args, kwargs)
+        call.key = self.key_of(call.key, call.tensors) if call.tensors else (call.key, call.device)
         return call
 
-    def _find_device(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
-        cls = handles._handle_class
-        for arg in (*args, *kwargs.values()):
-            if type(arg) is cls:
-                call.device = arg._value.spec.device
-                return
-            if isinstance(arg, (list, tuple)):
-                for item in arg:
-                    if type(item) is cls:
-                        call.device = item._value.spec.device
-                        return
-        device = kwargs.get("device")
-        call.device = _index_of(device)
+    def key_of(self, key: Any, tensors: list[Any]) -> Any:
+        """The key of a call in ``known``: where an argument is written, which of them share memory is part of it."""
+        if not self.op.mutates:
+            return key
+        roots = [id(root_of(tensor._value)) for tensor in tensors]
+        if len(set(roots)) == len(roots):
+            return key
+        return key, _first_occurrences(roots), _first_occurrences([id(tensor) for tensor in tensors])
 
-    def _take(self, call: Call, arg: Any, position: int, foreign: list[torch.Tensor]) -> Any:
-        kind = type(arg)
-        key = call.key
-        if kind is handles._handle_class:
-            return self._take_tensor(call, arg, position)
-        if kind is float:
-            key.append(arg if self.exact_floats else _bucket(arg))
-            key.append(kind)
-            return arg
-        if kind is int or kind is bool:
-            key.append(arg)
-            key.append(kind)
-            return arg
-        if kind is list or kind is tuple or isinstance(arg, (list, tuple)):
-            key.append(len(arg))
-            key.append(tuple)
-            return tuple([self._take_exact(call, item, position, foreign) for item in arg])
-        if isinstance(arg, torch.Tensor):
-            return self._take_tensor(call, self._lift(call, arg, position), position)
-        if isinstance(arg, torch.Generator):
-            return arg
-        if isinstance(arg, complex):
-            key.append(complex)
-            return arg
-        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return self._take(
-                call, arg.node.guard_int("", 0) if isinstance(arg, torch.SymInt) else arg, position, foreign
-            )
-        key.append(arg)
-        return arg
-
-    def _take_exact(self, call: Call, arg: Any, position: int, foreign: list[torch.Tensor]) -> Any:
-        if type(arg) is float:
-            call.key.append(arg)
-            call.key.append(float)
-            return arg
-        return self._take(call, arg, position, foreign)
-
-    def _take_tensor(self, call: Call, tensor: Any, position: int) -> Value:
-        value = tensor._value
-        if value.spec.device != call.device:
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{handles.DEVICE_TYPE}:{call.device} and {handles.DEVICE_TYPE}:{value.spec.device}!"
-            )
-        if position >= 0 and self.written[position]:
-            call.writes.append(len(call.tensors))
-        call.key.append(value.spec)
-        call.tensors.append(tensor)
-        return value
-
-    def _lift(self, call: Call, tensor: torch.Tensor, position: int) -> Any:
-        from marid.frontend.capture import lift, lifts_everything
-
-        written = position >= 0 and self.written[position]
-        on_cpu = tensor.device.type == "cpu" and tensor.layout is torch.strided
-        if on_cpu and not written and (tensor.dim() == 0 or position in self.on_cpu or lifts_everything()):
-            return lift(tensor, call.device)
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{handles.DEVICE_TYPE}:{call.device} and {tensor.device}!"
-            f" (in {self.op.name} at {capture_site(getframe())}; move it with .to('{handles.DEVICE_TYPE}') or "
-            "marid.LazyTensor.lift)"
-        )
-
-    # --- recording ---
-
-    def rule_of(self, call: Call) -> infer.Rule:
-        """The cached rule of a call, inferred when it is new."""
-        key = tuple(call.key)
-        rule = self.rules.get(key)
-        if rule is None:
+    def _known(self, call: Call) -> Known:
+        """What is known of calls like this one, inferred when it is the first."""
+        known = self.known.get(call.key)
+        if known is None:
             rule = infer.infer(
                 infer.Request(
                     self.func,
                     call.args,
-                    {k: v for k, v in call.kwargs.items() if k != "generator"},
+                    dict(call.kwargs or ()),
                     [t._value for t in call.tensors],
                     list(_first_occurrences([id(t) for t in call.tensors])),
                     call.device,
@@ -244,68 +169,90 @@ class Recorder:
                     self.op.mutates,
                 )
             )
-            if len(self.rules) >= _RULES_PER_OPERATOR:
-                self.rules.clear()
-            self.rules[key] = rule
-        return rule
+            if len(self.known) >= _RULES_PER_OPERATOR:
+                self.known.clear()
+            known = self.known[call.key] = Known(rule, writes_of(self, call), handles.tape(call.device))
+        return known
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call, whatever its form; the return value for the user."""
-        if self.dynamic and not (self.op.name in _MASK_INDEXED and _indexes_by_number(args[1])):
-            return _eagerly(self, args, kwargs, None)
-        if self.op.name in _MASK_WRITTEN and not _fits_any_count(args[0], args[1], args[2]):
-            return _eagerly(self, args, kwargs, None)
-        call = self.flatten(args, kwargs)
-        rule = self.rule_of(call)
-        if rule.eager is not None:
-            return _eagerly(self, args, kwargs, rule.eager)
-        if self.random:
-            given = call.kwargs.get("generator")
-            if random.is_of_the_cpu(given) or self._draw(call, rule) is None:
-                return _eagerly(self, args, kwargs, None)
-        return self._append(call, rule)
-
-    def _draw(self, call: Call, rule: infer.Rule) -> Any:
+    def _draw(self, call: Call, rule: infer.Rule) -> bool:
+        """Take the numbers that the call will need from its generator; whether that is known beforehand."""
         if not self.takes_generator:
-            return None
+            return False
         of = rule.outs[0].spec
         assert of is not None
-        with random.generator_of(call.kwargs.get("generator"), call.device) as generator:
-            drawn = random.draw(self.func.name(), generator, of, call.args, call.kwargs)
+        named = dict(call.kwargs or ())
+        with random.generator_of(call.generator, call.device) as generator:
+            drawn = random.draw(self.func.name(), generator, of, call.args, named)
         if drawn is not None:
-            call.kwargs["generator"] = drawn
-        return drawn
+            call.kwargs = tuple({**named, "generator": drawn}.items())
+        return drawn is not None
 
-    def _append(self, call: Call, rule: infer.Rule) -> Any:
-        tape = handles.tape(call.device)
-        tensors = call.tensors
-        for tensor in {id(tensors[index]): tensors[index] for index, _ in rule.resized}.values():
-            _unshare(tensor, call)
+    def append(
+        self,
+        known: Known,
+        args: tuple[Any, ...],
+        kwargs: tuple[tuple[str, Any], ...] | None,
+        tensors: list[Any],
+        frame: FrameType | None,
+    ) -> Any:
+        """Add a node for a call to the tape, with the user's line at or outside ``frame``; handles for its results."""
+        tape = known.tape
         node = Node(
             next(tape.sequence),
             self.op,
-            call.args,
-            tuple(call.kwargs.items()) if call.kwargs else None,
+            args,
+            kwargs,
+            known.spec,
             None,
-            None,
-            capture_site(getframe()),
+            capture_site(frame),
             state.scope if current_graph_task() < 0 else state.scope.backward,
         )
-        _order(node, tensors, call.writes)
-        outs: list[ref[Output]] = []
-        returned = _results(node, rule.returns, tensors, outs)
-        if not (len(rule.outs) == 1 and rule.outs[0].path == () and rule.outs[0].same_as is None):
-            node.outs = outs
-        for index, spec in rule.resized:
-            _set_geometry(tensors[index], spec)
+        _order(node, tensors, known.writes)
+        if known.spec is None:
+            node.outs = []
+            returned = _results(node, known.rule.returns, tensors, node.outs)
+        else:
+            storage = None
+            if known.view_of is not None:
+                base = tensors[known.view_of]
+                node.root, storage = root_of(base._value), storage_of(base)
+            returned = new_handle(node, known.spec, storage)
         if self.bumps:
-            torch.autograd.graph.increment_version([tensors[index] for index in call.writes])
-        tape.append(node, cost_of(rule.nbytes))
-        if settings.log_intercepts:
-            logger.info("recorded %s at %s", self.op.name, node.site)
+            torch.autograd.graph.increment_version([tensors[index] for index in known.writes])
+        tape.append(node, known.cost)
         if tape.room < 0:
             overflow(tape)
         return returned
+
+
+_NOTHING = infer.OutSpec((), None)
+
+
+class Known:
+    """What is known of calls with one key: the rule, which tensors they write, and what recording them needs.
+
+    ``repeats`` says that another such call needs nothing but one more node. Where there is one result, it is an
+    argument (``returned``), or new: of ``spec``, a view of argument ``view_of`` if that is not None, and copied from
+    the pattern at the address ``pattern`` where there are patterns.
+    """
+
+    __slots__ = ("cost", "pattern", "repeats", "returned", "rule", "spec", "tape", "view_of", "writes")
+
+    def __init__(self, rule: infer.Rule, writes: list[int], tape: Tape) -> None:
+        self.rule = rule
+        self.writes = writes
+        self.tape = tape
+        self.follow_settings()
+        one = rule.returns if isinstance(rule.returns, infer.OutSpec) else _NOTHING
+        self.returned = one.same_as
+        self.spec = one.spec if one.same_as is None else None
+        self.view_of = one.view_of
+        self.pattern = None if self.spec is None or self.spec.pattern is None else self.spec.pattern._cdata
+
+    def follow_settings(self) -> None:
+        """Work out again what depends on ``marid.settings``."""
+        self.cost = cost_of(self.rule.nbytes)
+        self.repeats = self.rule.eager is None and not self.rule.resized and not settings.log_intercepts
 
 
 def _indexes_by_number(indices: Any) -> bool:
@@ -339,41 +286,12 @@ def _decompose(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     return recorder.func.decompose(*args, **kwargs)
 
 
-# Beyond these, a number does not fit into some dtype: filling a tensor with it raises.
-_BOUNDS = sorted(
-    [float(torch.iinfo(dtype).max) for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)]
-    + [float(torch.iinfo(dtype).max) for dtype in (torch.uint32, torch.int64, torch.uint64)]
-    + [torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
-)
-_LARGE = ["large", *(f"beyond {bound}" for bound in _BOUNDS)]
-_NEGATIVE = ["negative", *(f"beyond -{bound}" for bound in _BOUNDS)]
-
-
-def _bucket(number: float) -> str:
-    """The metadata of a result may depend on the sign and range of a number, never on the number."""
-    if number != number:
-        return "nan"
-    if 0.0 <= number <= 1.0:
-        return "unit"
-    return _LARGE[bisect_left(_BOUNDS, number)] if number > 0 else _NEGATIVE[bisect_left(_BOUNDS, -number)]
-
-
-def _index_of(device: Any) -> int:
-    if device is None:
-        return handles.current_device()
-    device = torch.device(device)
-    return handles.current_device() if device.index is None else device.index
-
-
 def _order(node: Node, tensors: list[Any], writes: list[int]) -> None:
     """Note what the node must see and, for what it writes, who may still have to read."""
-    after: list[Node] = []
-    for tensor in tensors:
-        storage = tensor._storage
-        if storage is not None:
-            write = last_write(storage)
-            if write is not None:
-                after.append(write)
+    storages = [storage for tensor in tensors if (storage := tensor._storage) is not None]
+    if not storages and not writes:
+        return
+    after = [write for storage in storages if (write := last_write(storage)) is not None]
     overwrites: list[Value] = []
     for index in writes:
         storage = storage_of(tensors[index])
@@ -384,9 +302,8 @@ def _order(node: Node, tensors: list[Any], writes: list[int]) -> None:
     for tensor in tensors:
         if tensor._storage is not None:
             tensor._storage.last_read = node.seq
-    if writes:
-        for index in writes:
-            tensors[index]._storage.last_read = 0
+    for index in writes:
+        tensors[index]._storage.last_read = 0
     node.after = tuple(after) if after else None
     node.overwrites = tuple(overwrites) if overwrites else None
 
@@ -405,9 +322,6 @@ def _results(node: Node, described: Any, tensors: list[Any], outs: list[ref[Outp
     if described.view_of is not None:
         base = tensors[described.view_of]
         root, storage = root_of(base._value), storage_of(base)
-    if described.path == ():
-        node.spec, node.root = spec, root
-        return new_handle(node, spec, storage)
     out = Output(node, described.path, spec, root)
     outs.append(ref(out))
     return new_handle(out, spec, storage)
@@ -418,14 +332,13 @@ def _unshare(tensor: Any, call: Call) -> None:
     old = tensor._value
     own = recorder_of(torch.ops.aten.alias.default).record((tensor,), {})._value
     tensor._value = own
+    call.args, call.kwargs = _swapped(call.args, old, own), _swapped(call.kwargs, old, own)
 
-    def swap(arg: Any) -> Any:
-        if type(arg) is tuple:
-            return tuple([own if item is old else item for item in arg])
-        return own if arg is old else arg
 
-    call.args = tuple([swap(arg) for arg in call.args])
-    call.kwargs = {name: swap(arg) for name, arg in call.kwargs.items()}
+def _swapped(arg: Any, old: Value, new: Value) -> Any:
+    if type(arg) is tuple:
+        return tuple([_swapped(item, old, new) for item in arg])
+    return new if arg is old else arg
 
 
 def _set_geometry(tensor: Any, spec: Spec) -> None:
@@ -458,12 +371,15 @@ def follow_default_dtype() -> None:
     """Record by the rules of the default dtype that is set now."""
     global _recorders
     _recorders = _tables.setdefault(torch.get_default_dtype(), {})
+    if module is not None:
+        module.use(_recorders)
 
 
 def _settings_changed() -> None:
     for recorders in _tables.values():
         for recorder in recorders.values():
-            recorder.known.clear()  # what dispatch remembers has charges in it, and does not log
+            for known in recorder.known.values():
+                known.follow_settings()
 
 
 settings.when_changed(_settings_changed)
@@ -477,103 +393,54 @@ def recorder_of(func: Any) -> Recorder:
     return found
 
 
-def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """``__torch_dispatch__``: record one operation.
+def dispatch_in_python(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """``__torch_dispatch__``: record one operation."""
+    recorder = recorder_of(func)
+    if recorder.plain:
+        taken = take(cls, args, kwargs, recorder.exact_floats)
+        if taken is not None:
+            key, values, named, tensors = taken
+            known = recorder.known.get(recorder.key_of(key, tensors))
+            if known is not None and known.repeats:
+                return recorder.append(known, values, named, tensors, getframe().f_back)
+    return _record(func, args, kwargs)
 
-    The common case is written out, because it is most of what recording costs: an operator that returns one tensor and
-    writes none, on one tensor, two tensors, or a tensor and a number, seen before with these specs. Everything else
-    goes through ``Recorder.record``, which does the same in general.
-    """
-    recorder = _recorders.get(id(func))
-    if recorder is None:
-        recorder = recorder_of(func)
-    if recorder.simple and not kwargs and type(first := args[0]) is cls:
-        value = first._value
-        storage = first._storage
-        other = None
-        key: Any = None
-        values: tuple[Any, ...] = ()
-        if len(args) == 1:
-            key = value.spec
-            values = (value,)
-        elif len(args) == 2:
-            second = args[1]
-            kind = type(second)
-            if kind is cls:
-                operand = second._value
-                other = second._storage
-                key = (value.spec, operand.spec)
-                values = (value, operand)
-            elif kind is float:
-                key = (
-                    value.spec,
-                    "unit" if 0.0 <= second <= 1.0 else "large" if 1.0 < second <= 127.0 else _bucket(second),
-                )
-                values = (value, second)
-            elif kind is int:
-                key = (value.spec, second)
-                values = (value, second)
-        known = recorder.known.get(key)
-        if known is not None:
-            spec, pattern, tape, cost = known
-            frame = getframe().f_back
-            # capture_site, with its first step written out: most often the caller is the user.
-            site = sites.get(id(frame.f_code)) if frame is not None else None
-            if site is None or site is INTERNAL or (site := site.get(frame.f_lasti)) is None:  # pyright: ignore[reportOptionalMemberAccess]
-                site = capture_site(frame)
-            node = Node(
-                next(tape.sequence),
-                recorder.op,
-                values,
-                None,
-                spec,
-                None,
-                site,
-                state.scope if current_graph_task() < 0 else state.scope.backward,
-            )
-            if storage is not None:
-                storage.last_read = node.seq
-                if storage.last_write is not None and (write := last_write(storage)) is not None:
-                    node.after = (write,)
-            if other is not None:
-                other.last_read = node.seq
-                if other.last_write is not None and (write := last_write(other)) is not None:
-                    node.after = (write,) if node.after is None else (*node.after, write)
-            tape.entries.append(ref(node))
-            handle = make_subclass(cls, pattern)
-            handle._value = node
-            if recorder.op.view:
-                node.root = value.root or value
-                handle._storage = storage if storage is not None else storage_of(first)
-            else:
-                handle._storage = None
-            tape.room -= cost
-            if tape.room < 0:
-                overflow(tape)
-            return handle
-        if key is not None:
-            result = recorder.record(args, {})
-            _remember(recorder, key, args, result)
-            return result
+
+def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Record a call that is not like one recorded before, or needs more than a node."""
+    recorder = recorder_of(func)
     if recorder.handler is not None:
         return recorder.handler(recorder, args, kwargs or {})
     return recorder.record(args, kwargs or {})
-
-
-def _remember(recorder: Recorder, key: Any, args: tuple[Any, ...], _result: Any) -> None:
-    """Let ``dispatch`` record the next call with these specs by itself."""
-    rule = recorder.rule_of(recorder.flatten(args, {}))
-    if rule.eager is not None or settings.log_intercepts:
-        return
-    spec = rule.outs[0].spec
-    assert spec is not None
-    if spec.pattern is not None:
-        if len(recorder.known) >= _RULES_PER_OPERATOR:
-            recorder.known.clear()
-        recorder.known[key] = (spec, spec.pattern, handles.tape(spec.device), cost_of(rule.nbytes))
 
 
 def _eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> Any:
     from marid.frontend.eager import run_eagerly
 
     return run_eagerly(recorder, args, kwargs, reason)
+
+
+dispatch: Callable[..., Any] = dispatch_in_python
+if module is not None:
+    module.configure(
+        Operation=Operation,
+        Node=Node,
+        Output=Output,
+        Storage=Storage,
+        Tape=Tape,
+        Recorder=Recorder,
+        Known=Known,
+        other_types=OTHER_TYPES,
+        not_recorded=NOT_RECORDED,
+        bucket=bucket,
+        sites=sites,
+        internal=INTERNAL,
+        capture_site=capture_site,
+        state=state,
+        storage_of=storage_of,
+        append=Recorder.append,
+        record=_record,
+        overflow=overflow,
+    )
+    module.use(_recorders)
+    dispatch = module.dispatch

@@ -31,7 +31,7 @@ class LazyTensor(torch.Tensor):
 
     # No __slots__: moving a module swaps a parameter for its lazy counterpart in place, which needs equal layouts.
     _value: Value
-    _storage: Storage | None
+    _storage: Storage | None = None
 
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
     __torch_dispatch__ = classmethod(record.dispatch)  # pyright: ignore[reportAssignmentType]

@@ -29,6 +29,19 @@ class Tape:
     what is run repeats.
     """
 
+    __slots__ = (
+        "_kept",
+        "_recorded",
+        "_resident_limit",
+        "cut_at",
+        "device",
+        "entries",
+        "grace",
+        "resident",
+        "room",
+        "sequence",
+    )
+
     def __init__(self, device: int) -> None:
         self.device = device
         self.sequence = itertools.count(1)

@@ -1,8 +1,11 @@
-"""The C++ half of Marid, built once per PyTorch version on first import and called through ctypes.
+"""The C++ half of Marid, built once per PyTorch and Python version on first import.
 
-``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs, ``execute.cpp`` runs programs without
-Python. Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be
-made for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
+A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
+``execute.cpp`` runs programs without Python. The same file is a Python module: ``record.cpp`` records the usual
+operations. Where Python's headers are not installed that one is left out, and Python records everything.
+
+Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
+for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
 allocates as eager PyTorch does.
 """
 
@@ -10,24 +13,31 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.machinery
+import importlib.util
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from marid.settings import settings
 
-__all__ = ["int64s", "library", "with_interpreter"]
+__all__ = ["int64s", "library", "module", "with_interpreter"]
 
 logger = logging.getLogger("marid")
 
-_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_MODULE = "marid_native"
+_PYTHON = Path(sysconfig.get_paths()["include"])
+_HAS_MODULE = (_PYTHON / "Python.h").exists()
+_SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.name != "record.cpp"]
 
 
 def _load() -> ctypes.CDLL | None:
@@ -46,8 +56,8 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _library_path() -> Path:
-    identity = f"{torch.__version__} {sys.platform} {torch._C._GLIBCXX_USE_CXX11_ABI} ".encode()
-    identity += b"".join(source.read_bytes() for source in _SOURCES)
+    identity = f"{torch.__version__} {sys.version} {sys.platform} {torch._C._GLIBCXX_USE_CXX11_ABI} ".encode()
+    identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(Path(__file__).parent.glob("*.h"))])
     return settings.cache_dir / f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
 
 
@@ -61,7 +71,8 @@ def _build(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / "native.so"
         abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-        options = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{root / 'include'}"]
+        options = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+        options += [f"-I{root / 'include'}", f"-I{_PYTHON}"]
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
         compiling = [
             (command := [compiler, *options, "-c", str(source), "-o", made], _started(command))
@@ -75,6 +86,17 @@ def _build(path: Path) -> None:
         command = [compiler, "-shared", *objects, "-o", str(built), *libraries]
         subprocess.run(command, check=True, capture_output=True, text=True)
         built.replace(path)
+
+
+def _load_module() -> Any:
+    if library is None or not _HAS_MODULE:
+        return None
+    loader = importlib.machinery.ExtensionFileLoader(_MODULE, library._name)
+    spec = importlib.util.spec_from_loader(_MODULE, loader)
+    assert spec is not None
+    loaded = importlib.util.module_from_spec(spec)
+    loader.exec_module(loaded)
+    return loaded
 
 
 def _started(command: list[str]) -> subprocess.Popen[str]:
@@ -157,3 +179,6 @@ with_interpreter: ctypes.PyDLL | None = None
 if library is not None:
     with_interpreter = ctypes.PyDLL(library._name)
     _declare(with_interpreter, _FUNCTIONS_WITH_INTERPRETER)
+
+module: Any = _load_module()
+"""The Python module of the library, or None where there is no library or Python's headers are not installed."""

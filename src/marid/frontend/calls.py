@@ -1,0 +1,206 @@
+"""Reading the calls of operators: what a node holds, and the key under which what is known of such calls is found.
+
+A key has a spec for each tensor and everything else that can decide the metadata of a result: whole numbers, texts and
+types as they are, floating-point numbers only by their kind (``bucket``) where they cannot decide a shape.
+``native/record.cpp`` does what ``take`` does, where it can be built.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from marid.frontend import handles
+from marid.graph.node import Node, Output
+from marid.semantics.scopes import current_site
+
+if TYPE_CHECKING:
+    from marid.frontend.record import Recorder
+
+__all__ = ["NOT_RECORDED", "OTHER_TYPES", "Call", "bucket", "read", "take", "writes_of"]
+
+# Objects of these types are their own keys.
+OTHER_TYPES = frozenset({torch.dtype, torch.memory_format, torch.layout})
+# Keywords that are no part of the call that is recorded.
+NOT_RECORDED = frozenset({"device", "generator", "layout", "pin_memory"})
+# Arguments that PyTorch takes from the CPU, whatever the device of the others: positions by operator.
+_ON_CPU = {
+    "aten::index": (1,),
+    "aten::index_put": (1,),
+    "aten::index_put_": (1,),
+    "aten::_unsafe_index": (1,),
+}
+
+Pairs = tuple[tuple[str, Any], ...]
+Taken = tuple[tuple[Any, ...], tuple[Any, ...], Pairs | None, list[Any]]
+
+
+class Call:
+    """One call of an operator: values stand in ``args`` and ``kwargs`` (pairs) for tensors, tuples for lists.
+
+    ``tensors`` are the lazy tensors in order of appearance, CPU scalars lifted.
+    """
+
+    __slots__ = ("args", "device", "generator", "key", "kwargs", "tensors")
+
+    def __init__(self, taken: Taken, device: int, generator: torch.Generator | None) -> None:
+        self.key: Any
+        self.key, self.args, self.kwargs, self.tensors = taken
+        self.device = device
+        self.generator = generator
+
+
+# --- the usual calls -----------------------------------------------------------------------------------------------
+
+
+class _Unusual(Exception):
+    """An argument that has to be looked at."""
+
+
+def take(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None, exact: bool) -> Taken | None:
+    """Key, arguments, keyword arguments and lazy tensors (instances of ``cls``) of a usual call; None for another one.
+
+    ``exact`` makes floating-point numbers part of the key.
+    """
+    try:
+        return _take(cls, args, kwargs, exact, False)
+    except _Unusual:
+        return None
+
+
+def _take(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None, exact: bool, unusual: bool) -> Taken:
+    key: list[Any] = []
+    tensors: list[Any] = []
+    values: list[Any] = []
+    for arg in args:
+        if type(arg) is cls:  # as in _take_one, written out for most arguments
+            value = arg._value
+            tensors.append(arg)
+            key.append(value.spec)
+            values.append(value)
+        else:
+            values.append(_take_one(cls, arg, exact, unusual, key, tensors))
+    pairs: list[tuple[str, Any]] = []
+    for name, arg in kwargs.items() if kwargs else ():
+        if name in NOT_RECORDED and not unusual:
+            raise _Unusual
+        key.append(name)
+        pairs.append((name, _take_one(cls, arg, exact, unusual, key, tensors)))
+    return tuple(key), tuple(values), tuple(pairs) if pairs else None, tensors
+
+
+def _take_one(cls: type, arg: Any, exact: bool, unusual: bool, key: list[Any], tensors: list[Any]) -> Any:
+    kind = type(arg)
+    if kind is cls:
+        tensors.append(arg)
+        key.append(arg._value.spec)
+        return arg._value
+    if kind is list or kind is tuple:
+        parts: list[Any] = []
+        values = tuple([_take_one(cls, item, True, unusual, parts, tensors) for item in arg])
+        key.append(tuple(parts))
+        return values
+    if kind is float:
+        key.append((arg,) if exact else bucket(arg))  # a tuple, because 1.0 equals 1
+    elif kind is bool:
+        key.append("True" if arg else "False")
+    elif kind is complex:
+        key.append(complex)
+    elif unusual or kind is int or kind is str or arg is None or kind in OTHER_TYPES:
+        key.append(arg)
+    else:
+        raise _Unusual
+    return arg
+
+
+# Beyond these, a number does not fit into some dtype: filling a tensor with it raises.
+_BOUNDS = sorted(
+    [float(torch.iinfo(dtype).max) for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)]
+    + [float(torch.iinfo(dtype).max) for dtype in (torch.uint32, torch.int64, torch.uint64)]
+    + [torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+)
+_LARGE = ["large", *(f"beyond {bound}" for bound in _BOUNDS)]
+_NEGATIVE = ["negative", *(f"beyond -{bound}" for bound in _BOUNDS)]
+
+
+def bucket(number: float) -> str:
+    """The metadata of a result may depend on the sign and range of a number, never on the number."""
+    if number != number:
+        return "nan"
+    if 0.0 <= number <= 1.0:
+        return "unit"
+    return _LARGE[bisect_left(_BOUNDS, number)] if number > 0 else _NEGATIVE[bisect_left(_BOUNDS, -number)]
+
+
+# --- any call ------------------------------------------------------------------------------------------------------
+
+
+def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Any call. Raises torch's device error for tensors of other devices."""
+    device = _device_of(args, kwargs)
+    cleaned = tuple([_clean(recorder, arg, index, device) for index, arg in enumerate(args)])
+    named = {
+        name: _clean(recorder, arg, recorder.position.get(name, -1), device)
+        for name, arg in kwargs.items()
+        if name not in NOT_RECORDED or (name == "layout" and arg is not torch.strided)
+    }
+    taken = _take(handles._handle_class, cleaned, named, recorder.exact_floats, unusual=True)
+    return Call(taken, device, kwargs.get("generator"))
+
+
+def _clean(recorder: Recorder, arg: Any, position: int, device: int) -> Any:
+    if type(arg) is handles._handle_class:
+        if arg._value.spec.device != device:
+            raise _on_other_device(device, f"{handles.DEVICE_TYPE}:{arg._value.spec.device}")
+        return arg
+    if isinstance(arg, (list, tuple)):
+        return [_clean(recorder, item, position, device) for item in arg]
+    if isinstance(arg, torch.Tensor):
+        return _lifted(recorder, arg, position, device)
+    if isinstance(arg, torch.SymInt):
+        return arg.node.guard_int("", 0)
+    return arg
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    for arg in (*args, *kwargs.values()):
+        for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if type(item) is handles._handle_class:
+                return item._value.spec.device
+    device = kwargs.get("device")
+    index = None if device is None else torch.device(device).index
+    return handles.current_device() if index is None else index
+
+
+def _lifted(recorder: Recorder, tensor: torch.Tensor, position: int, device: int) -> Any:
+    from marid.frontend.capture import lift, lifts_everything
+
+    written = position >= 0 and recorder.written[position]
+    on_cpu = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    from_cpu = tensor.dim() == 0 or position in _ON_CPU.get(recorder.op.name, ())
+    if on_cpu and not written and (from_cpu or lifts_everything()):
+        return lift(tensor, device)
+    hint = f"move it with .to('{handles.DEVICE_TYPE}') or marid.LazyTensor.lift"
+    raise _on_other_device(device, f"{tensor.device}", f" (in {recorder.op.name} at {current_site()}; {hint})")
+
+
+def _on_other_device(device: int, other: str, more: str = "") -> RuntimeError:
+    return RuntimeError(
+        "Expected all tensors to be on the same device, but found at least two devices, "
+        f"{handles.DEVICE_TYPE}:{device} and {other}!{more}"
+    )
+
+
+def writes_of(recorder: Recorder, call: Call) -> list[int]:
+    """Which of the tensors of a call are written."""
+    writes: list[int] = []
+    seen = 0
+    arguments = [*enumerate(call.args), *((recorder.position[name], value) for name, value in call.kwargs or ())]
+    for position, arg in arguments:
+        count = sum(isinstance(item, (Node, Output)) for item in (arg if type(arg) is tuple else (arg,)))
+        if recorder.written[position]:
+            writes += range(seen, seen + count)
+        seen += count
+    return writes

@@ -1,0 +1,68 @@
+// Python objects in C++: references that are given back, and attributes of classes with __slots__.
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+namespace marid {
+
+// A reference that is given back.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* owned) : object_(owned) {}
+  Ref(Ref&& other) noexcept : object_(other.release()) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+  static Ref to(PyObject* borrowed) { return Ref(Py_NewRef(borrowed)); }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// A class with __slots__, and where its objects keep them: by position among the names that were given.
+class Slots {
+ public:
+  PyTypeObject* type = nullptr;
+
+  // An error when the class has no slot of a name.
+  bool find(PyObject* of, std::initializer_list<const char*> names) {
+    type = reinterpret_cast<PyTypeObject*>(Py_NewRef(of));
+    offsets_.clear();
+    for (const char* name : names) {
+      Ref member(PyObject_GetAttrString(of, name));
+      if (!member) return false;
+      if (Py_TYPE(member.get()) != &PyMemberDescr_Type) {
+        PyErr_Format(PyExc_TypeError, "%s is no slot of %R", name, of);
+        return false;
+      }
+      offsets_.push_back(reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset);
+    }
+    return true;
+  }
+
+  PyObject* at(PyObject* object, int index) const { return place(object, index); }  // borrowed
+
+  void set(PyObject* object, int index, Ref value) const {
+    Ref old(std::exchange(place(object, index), value.release()));
+  }
+
+ private:
+  PyObject*& place(PyObject* object, int index) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offsets_[index]);
+  }
+
+  std::vector<Py_ssize_t> offsets_;
+};
+
+}  // namespace marid
