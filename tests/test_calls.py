@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from typing import Any
@@ -171,3 +172,16 @@ def test_both_recorders_record_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     after, _more = recorded()
     assert len(before) > 40
     assert before == after
+
+
+@needs_module
+def test_nodes_are_none_of_the_collectors_business() -> None:
+    """A long tape is not walked by Python's collector, nor does it make the collector walk everything else."""
+    x = torch.ones(2, 3, device=DEVICE)
+    for _ in range(2):
+        results = [x + 1, x.view(3, 2), torch.cat([x, x]), x.sum(0, keepdim=True), x.add_(1)]
+    nodes = [result._value for result in results[:-1]] + [results[-1]._storage.last_write]
+    assert all(node.args is not None for node in nodes)
+    held = [item for node in nodes for item in (node, node.args, node.kwargs, node.after, node.overwrites)]
+    held += [item for node in nodes for item in (*node.args, *(node.kwargs or ())) if type(item) is tuple]
+    assert [item for item in held if gc.is_tracked(item)] == []

@@ -209,8 +209,8 @@ class Recorder:
         )
         _order(node, tensors, known.writes)
         if known.spec is None:
-            node.outs = []
-            returned = _results(node, known.rule.returns, tensors, node.outs)
+            node.outs = outs = []
+            returned = _results(node, known.rule.returns, tensors, outs)
         else:
             storage = None
             if known.view_of is not None:

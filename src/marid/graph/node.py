@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -168,7 +168,7 @@ class Node:
         self.scope = scope
         self.after: tuple[Node, ...] | None = None
         self.overwrites: tuple[Value, ...] | None = None
-        self.outs: list[weakref.ref[Output]] | None = None
+        self.outs: Sequence[weakref.ref[Output]] | None = None
         self.concrete: torch.Tensor | None = None
 
     @property

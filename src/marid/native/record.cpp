@@ -62,6 +62,14 @@ struct Call {
   c10::SmallVector<PyObject*, 8> tensors, values;
 };
 
+// A tuple that no reference cycle can go through. Nodes refer only to what is older, so neither they nor what they hold
+// need Python's collector, which would else walk all of them again and again, and then everything else in the process.
+Ref untracked_tuple(size_t size) {
+  Ref made(PyTuple_New(static_cast<Py_ssize_t>(size)));
+  if (made) PyObject_GC_UnTrack(made.get());
+  return made;
+}
+
 // The key and the value of one argument.
 Outcome read(PyObject* arg, bool exact, Call& call, PyObject** part, PyObject** stored) {
   PyTypeObject* type = Py_TYPE(arg);
@@ -77,7 +85,7 @@ Outcome read(PyObject* arg, bool exact, Call& call, PyObject** part, PyObject** 
   }
   if (type == &PyList_Type || type == &PyTuple_Type) {
     Py_ssize_t count = PySequence_Fast_GET_SIZE(arg);
-    Ref parts(PyTuple_New(count)), items(PyTuple_New(count));
+    Ref parts = untracked_tuple(count), items = untracked_tuple(count);
     if (!parts || !items) return Outcome::kError;
     for (Py_ssize_t i = 0; i < count; i++) {
       PyObject *one, *other;
@@ -118,9 +126,9 @@ Outcome read(PyObject* arg, bool exact, Call& call, PyObject** part, PyObject** 
 Outcome read_call(PyObject* args, PyObject* kwargs, bool exact, Call& call) {
   Py_ssize_t positional = PyTuple_GET_SIZE(args);
   Py_ssize_t named = kwargs == nullptr || kwargs == Py_None ? 0 : PyDict_GET_SIZE(kwargs);
-  call.key = Ref(PyTuple_New(positional + 2 * named));
-  call.args = Ref(PyTuple_New(positional));
-  call.kwargs = named == 0 ? Ref::to(Py_None) : Ref(PyTuple_New(named));
+  call.key = untracked_tuple(positional + 2 * named);
+  call.args = untracked_tuple(positional);
+  call.kwargs = named == 0 ? Ref::to(Py_None) : untracked_tuple(named);
   if (!call.key || !call.args || !call.kwargs) return Outcome::kError;
   PyObject *part, *stored;
   for (Py_ssize_t i = 0; i < positional; i++) {
@@ -140,9 +148,11 @@ Outcome read_call(PyObject* args, PyObject* kwargs, bool exact, Call& call) {
     PyTuple_SET_ITEM(call.key.get(), positional + 2 * i, Py_NewRef(name));
     PyTuple_SET_ITEM(call.key.get(), positional + 2 * i + 1, part);
     Ref value(stored);
-    PyObject* pair = PyTuple_Pack(2, name, value.get());
-    if (pair == nullptr) return Outcome::kError;
-    PyTuple_SET_ITEM(call.kwargs.get(), i++, pair);
+    Ref pair = untracked_tuple(2);
+    if (!pair) return Outcome::kError;
+    PyTuple_SET_ITEM(pair.get(), 0, Py_NewRef(name));
+    PyTuple_SET_ITEM(pair.get(), 1, value.release());
+    PyTuple_SET_ITEM(call.kwargs.get(), i++, pair.release());
   }
   return Outcome::kDone;
 }
@@ -262,7 +272,7 @@ bool order(PyObject* of, const Call& call, PyObject* writes) {
   }
   for (auto [found, index] : {std::pair(&after, kAfter), std::pair(&overwrites, kOverwrites)}) {
     if (found->empty()) continue;
-    Ref all(PyTuple_New(static_cast<Py_ssize_t>(found->size())));
+    Ref all = untracked_tuple(found->size());
     if (!all) return false;
     for (size_t i = 0; i < found->size(); i++) PyTuple_SET_ITEM(all.get(), i, Py_NewRef((*found)[i]));
     node.set(of, index, std::move(all));
@@ -299,6 +309,7 @@ Ref add(PyObject* by, PyObject* like, const Call& call) {
   if (!seq || !site || !scope) return Ref();
   Ref made(node.type->tp_alloc(node.type, 0));
   if (!made) return Ref();
+  PyObject_GC_UnTrack(made.get());
   PyObject* of = made.get();
   node.set(of, kSeq, std::move(seq));
   node.set(of, kOp, Ref::to(recorder.at(by, kRecorderOp)));
@@ -317,13 +328,14 @@ Ref add(PyObject* by, PyObject* like, const Call& call) {
   PyObject* view_of = known.at(like, kViewOf);
   Ref result;
   if (returned != Py_None) {
-    node.set(of, kOuts, Ref(PyList_New(0)));
+    node.set(of, kOuts, untracked_tuple(0));
     result = Ref::to(call.tensors[PyLong_AsSize_t(returned)]);
   } else {
     result = new_handle(known.at(like, kPattern), of);
     if (!result) return Ref();
   }
   Ref entry(PyWeakref_NewRef(of, nullptr));
+  if (entry) PyObject_GC_UnTrack(entry.get());
   if (!entry || !order(of, call, known.at(like, kWrites))) return Ref();
   if (view_of != Py_None) {
     size_t base = PyLong_AsSize_t(view_of);
