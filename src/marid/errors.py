@@ -6,10 +6,13 @@ these classes are for what only a lazy device can get wrong.
 
 from __future__ import annotations
 
+import torch
+
 __all__ = [
     "AuthenticationError",
     "LazyTensorError",
     "MaterializationError",
+    "MemoryLimitError",
     "SyncForbiddenError",
     "UnsupportedOperationError",
     "WireError",
@@ -26,6 +29,14 @@ class MaterializationError(LazyTensorError):
 
     Raised where the value was read; the message names the line where the operation was written, and ``__cause__`` is
     the error of the operation itself.
+    """
+
+
+class MemoryLimitError(LazyTensorError, torch.OutOfMemoryError):
+    """What would have to run does not fit into ``marid.settings.memory_limit``.
+
+    Raised before anything has run: the values are as pending as they were, and can be read once there is room. Also a
+    ``torch.OutOfMemoryError``, for code that handles those.
     """
 
 

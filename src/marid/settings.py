@@ -35,6 +35,8 @@ class Settings:
     """How many instructions the kept programs may have together (about 1 KB each); the newest is always kept."""
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""
+    memory_limit: int = 0
+    """A run that would make the devices hold more bytes than this is refused before it starts; 0 for no limit."""
     pool_bytes: int = 128 << 20
     """How many bytes of freed results are kept to be used again, in place of fresh memory."""
     native: bool = True

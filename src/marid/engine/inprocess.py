@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from marid.errors import MaterializationError
+from marid.errors import MaterializationError, MemoryLimitError
 from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
 from marid.execute.interrupted import Interrupted
@@ -15,10 +15,14 @@ from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph.node import Draw, Node, fail, finish
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
+from marid.optimize.forecast import forecast
 from marid.report.stats import counters
+from marid.report.units import bytes_text
 from marid.semantics.scopes import current_site
 
 __all__ = ["InProcessEngine", "concretely"]
+
+_LARGEST = 5  # results named when memory does not suffice
 
 
 # Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction. What
@@ -65,12 +69,12 @@ class InProcessEngine:
         self.arena = Arena()
         self._twisters = Twisters()
 
-    def run(self, nodes: list[Node]) -> int:
+    def run(self, nodes: list[Node], room: int | None = None) -> int:
         with self.lock:
             # Another thread may have run some of them while this one waited for the lock.
             nodes[:] = [node for node in nodes if node.args is not None]
             with KernelWarnings():
-                return self._run(bind(nodes)) if nodes else 0
+                return self._run(bind(nodes), room) if nodes else 0
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():
@@ -87,7 +91,9 @@ class InProcessEngine:
         with self.lock:
             self.arena.trim()
 
-    def _run(self, task: Task) -> int:
+    def _run(self, task: Task, room: int | None) -> int:
+        if room is not None:
+            _refuse_beyond(room, task)
         program = self.programs.find(task)
         try:
             placement = program.placement(task)
@@ -113,6 +119,22 @@ class InProcessEngine:
             return program.transient_bytes
         del task, failed, program
         raise failure
+
+
+def _refuse_beyond(room: int, task: Task) -> None:
+    expected = forecast(task)
+    if expected.nbytes <= room:
+        return
+    largest = [
+        f"    {bytes_text(nbytes)}  {node.op.name if node.op else 'an operation'} written at {node.site}"
+        for nbytes, node in expected.held[:_LARGEST]
+    ]
+    raise MemoryLimitError(
+        f"running {len(task.nodes)} recorded operation(s) would take {bytes_text(expected.nbytes)} at once, and "
+        f"marid.settings.memory_limit leaves {bytes_text(max(room, 0))}; nothing was run\n"
+        f"  read at {current_site()}\n"
+        "  the largest results at the fullest moment:\n" + "\n".join(largest)
+    )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

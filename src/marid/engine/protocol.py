@@ -18,14 +18,15 @@ class Engine(Protocol):
     through ``download``.
     """
 
-    def run(self, nodes: list[Node]) -> int:
+    def run(self, nodes: list[Node], room: int | None = None) -> int:
         """Run pending nodes, given in program order and closed under the hazard rule (``Tape.cut``).
 
         The list must be the only one that holds them: what nobody else refers to is dropped during the run. Returns
         how many bytes the run needed at its peak beyond what was resident before; an estimate. Afterwards each has
         run and every value of theirs that outlives the run has its buffer. Raises ``MaterializationError`` when an
         operation fails: what ran before it keeps its results, it has failed (``graph.node.fail``), and what follows
-        stays pending.
+        stays pending. Raises ``MemoryLimitError``, and runs nothing, when the results would take more than ``room``
+        bytes at once.
         """
         ...
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 from marid.execute.flat import FlatProgram
 from marid.graph.program import Task
+from marid.optimize.forecast import forecast
 from marid.report.stats import counters
 from marid.settings import settings
 
@@ -29,7 +30,7 @@ class ProgramCache:
             self._programs.move_to_end(task.key)
             counters.programs_reused += 1
             return found
-        built = FlatProgram(task.build(), task.result_bytes())
+        built = FlatProgram(task.build(), forecast(task).nbytes)
         counters.programs_built += 1
         self._programs[task.key] = built
         self._instructions += len(built.program.instructions)

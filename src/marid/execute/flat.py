@@ -35,13 +35,13 @@ _SEEN = 256
 class FlatProgram:
     """A program ready to run on concrete tensors. ``source`` is it as Python text.
 
-    ``transient_bytes`` is the largest sum of live results, with the sizes (by slot) of the run it was built for.
+    ``transient_bytes`` is the forecast of what its results take at once, with the sizes of the run it was built for.
     """
 
-    def __init__(self, program: Program, result_bytes: dict[int, int]) -> None:
+    def __init__(self, program: Program, transient_bytes: int) -> None:
         self.program = program
         self.dying = _last_uses(program)
-        self.transient_bytes = _peak(program, self.dying, result_bytes)
+        self.transient_bytes = transient_bytes
         self.runs = 0
         self._placements: OrderedDict[tuple[Any, ...], Placement] = OrderedDict()
         self._seen: set[int] = set()
@@ -151,15 +151,6 @@ def _last_uses(program: Program) -> list[list[int]]:
         needed |= touched
     dying.reverse()
     return dying
-
-
-def _peak(program: Program, dying: list[list[int]], result_bytes: dict[int, int]) -> int:
-    live = peak = 0
-    for instruction, dead in zip(program.instructions, dying, strict=True):
-        live += sum(result_bytes.get(result.slot, 0) for result in instruction.results)
-        peak = max(peak, live)
-        live -= sum(result_bytes.get(slot, 0) for slot in dead)
-    return peak
 
 
 def _slots_of(instruction: Instruction) -> list[int]:

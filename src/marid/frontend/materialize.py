@@ -13,7 +13,7 @@ import torch
 
 from marid.engine.inprocess import InProcessEngine
 from marid.engine.protocol import Engine
-from marid.errors import MaterializationError, SyncForbiddenError
+from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
 from marid.graph.node import Node, Value, input_values, last_write
 from marid.graph.tape import Tape
@@ -107,6 +107,9 @@ def _run_for(tape: Tape, asked: list[Node], reason: str, site: Site | None) -> b
             run_pending(tape, nodes)
         except MaterializationError:
             continue  # the next cut raises it if the asked values need what failed
+        except MemoryLimitError as error:
+            nodes.clear()  # whoever keeps the error must not keep the nodes: they would count as results that are used
+            raise error.with_traceback(None) from None
         return not quiet
 
 
@@ -117,10 +120,13 @@ def concrete(tensor: Any, reason: str) -> torch.Tensor:
 
 
 def run_pending(tape: Tape, nodes: list[Node]) -> None:
-    """Run a cut and keep the books. Raises ``MaterializationError`` for the first operation that fails."""
+    """Run a cut and keep the books. Raises ``MaterializationError`` for the first operation that fails and, before any
+    has run, ``MemoryLimitError``."""
     try:
-        resident = _resident_bytes()
-        counters.peak_memory = max(counters.peak_memory, resident + engine.run(nodes))
+        limit = settings.memory_limit
+        resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
+        taken = engine.run(nodes, limit - resident if limit else None)
+        counters.peak_memory = max(counters.peak_memory, resident + taken)
     except MaterializationError:
         tape.fail_dependents()
         raise
@@ -128,14 +134,17 @@ def run_pending(tape: Tape, nodes: list[Node]) -> None:
         _note_results(tape, nodes)
 
 
-def run_everything(tape: Tape) -> MaterializationError | None:
-    """Run all that is pending; the first failure, after running what does not depend on it."""
+def run_everything(tape: Tape) -> LazyTensorError | None:
+    """Run all that is pending; the first failure, after running what does not depend on it. Runs nothing more when
+    memory does not suffice."""
     first = None
     while nodes := tape.pending():
         try:
             run_pending(tape, nodes)
         except MaterializationError as error:
             first = first or error
+        except MemoryLimitError as error:
+            return first or error.with_traceback(None)
     return first
 
 

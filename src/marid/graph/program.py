@@ -140,13 +140,6 @@ class Task:
         outputs = tuple(self.slots[value] for value in self.outputs)
         return Program(self.key, tuple(instructions), tuple(self.input_slots), outputs, len(self.slots))
 
-    def result_bytes(self) -> dict[int, int]:
-        """Bytes that each result allocates, by slot; views and written arguments allocate none."""
-        made: list[Value] = []
-        for node, outs in zip(self.nodes, self.results, strict=True):
-            made += [node] if outs is None else outs
-        return {self.slots[v]: v.spec.nbytes for v in made if v.spec is not None and v.root is None}
-
     def specs(self) -> tuple[Spec | None, ...]:
         """The spec of every tensor, by slot: with the program, all that decides how much memory a run takes."""
         return tuple([value.spec for value in self.slots])

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from marid.report.stats import Stats, Sync
+from marid.report.units import bytes_text
 
 __all__ = ["render", "show"]
 
@@ -46,7 +47,7 @@ def render(stats: Stats) -> RenderableType:
         "fallbacks": _counts(stats.fallbacks),
         "data-dependent": _counts(stats.dynamic),
         "automatic cuts": f"{stats.automatic_cuts:,}",
-        "peak memory": f"{_bytes(stats.peak_memory)} on the device{_process_peak()}",
+        "peak memory": f"{bytes_text(stats.peak_memory)} on the device{_process_peak()}",
         "materialisations": f"{stats.materializations:,}, waited {_seconds(sum(line.seconds for line in lines))}",
     }
     for name, text in rows.items():
@@ -110,14 +111,6 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
 def _process_peak() -> str:
     """The process's largest resident memory, where the system tells."""
     try:
@@ -125,4 +118,4 @@ def _process_peak() -> str:
     except ImportError:  # Windows
         return ""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f", {_bytes(peak if sys.platform == 'darwin' else peak * 1024)} resident in the process"
+    return f", {bytes_text(peak if sys.platform == 'darwin' else peak * 1024)} resident in the process"
