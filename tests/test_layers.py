@@ -17,7 +17,7 @@ LAYERS = [
     {"native"},
     {"graph"},
     {"semantics"},
-    {"report.stats"},
+    {"report.stats", "report.units"},
     {"optimize"},
     {"execute"},
     {"engine"},
