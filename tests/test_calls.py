@@ -1,4 +1,4 @@
-"""Reading the arguments of operators: C++ and Python read the same, and keys tell apart what must be told apart."""
+"""Recording calls: C++ and Python read and record the same, and keys tell apart what must be told apart."""
 
 from __future__ import annotations
 

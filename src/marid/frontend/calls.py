@@ -73,22 +73,14 @@ def take(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None, exact:
 def _take(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None, exact: bool, unusual: bool) -> Taken:
     key: list[Any] = []
     tensors: list[Any] = []
-    values: list[Any] = []
-    for arg in args:
-        if type(arg) is cls:  # as in _take_one, written out for most arguments
-            value = arg._value
-            tensors.append(arg)
-            key.append(value.spec)
-            values.append(value)
-        else:
-            values.append(_take_one(cls, arg, exact, unusual, key, tensors))
+    values = tuple([_take_one(cls, arg, exact, unusual, key, tensors) for arg in args])
     pairs: list[tuple[str, Any]] = []
     for name, arg in kwargs.items() if kwargs else ():
         if name in NOT_RECORDED and not unusual:
             raise _Unusual
         key.append(name)
         pairs.append((name, _take_one(cls, arg, exact, unusual, key, tensors)))
-    return tuple(key), tuple(values), tuple(pairs) if pairs else None, tensors
+    return tuple(key), values, tuple(pairs) or None, tensors
 
 
 def _take_one(cls: type, arg: Any, exact: bool, unusual: bool, key: list[Any], tensors: list[Any]) -> Any:
