@@ -20,7 +20,7 @@ import torch
 from torch._C import _current_graph_task_id as current_graph_task
 
 from marid.frontend import handles, infer, random
-from marid.frontend.calls import NOT_RECORDED, OTHER_TYPES, Call, bucket, read, take, writes_of
+from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, overflow
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
@@ -99,6 +99,8 @@ class Recorder:
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
         self.op = Operation(func, mutates, view and not mutates)
+        if module is not None:
+            module.adopt(func.name() if func._overloadname != "default" else f"{name}.default", id(func))
         self.takes_generator = "generator" in self.position
         draws = torch.Tag.nondeterministic_seeded in func.tags and name not in _NEVER_RANDOM
         self.random = draws or self.takes_generator
@@ -393,7 +395,7 @@ def recorder_of(func: Any) -> Recorder:
     return found
 
 
-def dispatch_in_python(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """``__torch_dispatch__``: record one operation."""
     recorder = recorder_of(func)
     if recorder.plain:
@@ -420,7 +422,6 @@ def _eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return run_eagerly(recorder, args, kwargs, reason)
 
 
-dispatch: Callable[..., Any] = dispatch_in_python
 if module is not None:
     module.configure(
         Operation=Operation,
@@ -430,7 +431,6 @@ if module is not None:
         Tape=Tape,
         Recorder=Recorder,
         Known=Known,
-        other_types=OTHER_TYPES,
         not_recorded=NOT_RECORDED,
         bucket=bucket,
         sites=sites,
@@ -438,9 +438,5 @@ if module is not None:
         capture_site=capture_site,
         state=state,
         storage_of=storage_of,
-        append=Recorder.append,
-        record=_record,
-        overflow=overflow,
     )
     module.use(_recorders)
-    dispatch = module.dispatch

@@ -7,17 +7,31 @@
 // Nodes, storages and what is known of calls are Python objects with __slots__, read and written where the slots lie.
 #include "python.h"
 
-#include <ATen/core/TensorBase.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/PyInterpreterHooks.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <exception>
+#include <memory>
+#include <string>
 #include <unordered_map>
 
+// From PyTorch's Python half, whose headers take long to compile.
+struct THPDtype;
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
-namespace torch::autograd {
+namespace torch {
+THPDtype* getTHPDtype(at::ScalarType type);
+namespace utils {
+PyObject* getTHPMemoryFormat(at::MemoryFormat format);
+}
+namespace autograd {
 int get_current_graph_task_id();
 }
+}  // namespace torch
 
 namespace {
 
@@ -36,9 +50,9 @@ enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kWrites, kTape
 enum TapeSlot { kSequence, kEntries, kRoom };
 
 PyTypeObject* handle_type;
-PyObject *other_types, *not_recorded;  // sets: see frontend/calls.py
-PyObject *bucket, *sites, *internal, *capture_site, *thread_state;  // see frontend/calls.py, semantics/scopes.py
-PyObject *storage_of, *append, *record, *overflow;  // see frontend/record.py
+PyObject *not_recorded, *bucket;  // see frontend/calls.py
+PyObject *sites, *internal, *capture_site, *thread_state;  // see semantics/scopes.py
+PyObject* storage_of;  // see frontend/handles.py
 PyObject* recorders;  // by identity of the operator
 PyObject *value_name, *storage_name, *scope_name, *backward_name;  // "_value", "_storage", "scope", "backward"
 PyObject *unit, *large, *yes, *no;
@@ -54,12 +68,27 @@ PyObject* root_of(PyObject* value) {
 
 // --- reading a call --------------------------------------------------------------------------------------------------
 
+// One argument of an operator, by its schema.
+struct Formal {
+  enum Kind { kPlain, kDtype, kMemoryFormat, kNotRecorded } kind = kPlain;
+  PyObject* name = nullptr;  // where it can only be given by name
+  const c10::IValue* otherwise = nullptr;
+};
+
+struct Operator {
+  std::vector<Formal> formals;
+  size_t positional = 0;
+  PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
+};
+
 enum class Outcome { kError, kUnusual, kDone };
 
 struct Call {
   Ref key, args, kwargs;
-  // In order of appearance, and what they stand for; kept by the arguments that were given and those that are recorded.
-  c10::SmallVector<PyObject*, 8> tensors, values;
+  // In order of appearance, and what they stand for; kept by the stack and by the arguments that are recorded.
+  c10::SmallVector<c10::TensorImpl*, 8> impls;
+  c10::SmallVector<Ref, 8> tensors;
+  c10::SmallVector<PyObject*, 8> values;
 };
 
 // A tuple that no reference cycle can go through. Nodes refer only to what is older, so neither they nor what they hold
@@ -70,101 +99,155 @@ Ref untracked_tuple(size_t size) {
   return made;
 }
 
-// The key and the value of one argument.
-Outcome read(PyObject* arg, bool exact, Call& call, PyObject** part, PyObject** stored) {
-  PyTypeObject* type = Py_TYPE(arg);
-  if (type == handle_type) {
-    Ref value(PyObject_GetAttr(arg, value_name));
-    if (!value) return Outcome::kError;
-    if (!is_value(value.get())) return Outcome::kUnusual;
-    call.tensors.push_back(arg);
-    call.values.push_back(value.get());
-    *part = Py_NewRef(spec_of(value.get()));
-    *stored = value.release();
-    return Outcome::kDone;
-  }
-  if (type == &PyList_Type || type == &PyTuple_Type) {
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(arg);
-    Ref parts = untracked_tuple(count), items = untracked_tuple(count);
-    if (!parts || !items) return Outcome::kError;
-    for (Py_ssize_t i = 0; i < count; i++) {
-      PyObject *one, *other;
-      Outcome outcome = read(PySequence_Fast_GET_ITEM(arg, i), true, call, &one, &other);
-      if (outcome != Outcome::kDone) return outcome;
-      PyTuple_SET_ITEM(parts.get(), i, one);
-      PyTuple_SET_ITEM(items.get(), i, other);
-    }
-    *part = parts.release();
-    *stored = items.release();
-    return Outcome::kDone;
-  }
-  if (type == &PyFloat_Type) {
-    double number = PyFloat_AS_DOUBLE(arg);
-    if (exact) {
-      *part = PyTuple_Pack(1, arg);  // not equal to the integer
-    } else if (0 <= number && number <= 1) {
-      *part = Py_NewRef(unit);
-    } else {
-      *part = 1 < number && number <= 127 ? Py_NewRef(large) : PyObject_CallOneArg(bucket, arg);
-    }
-    if (*part == nullptr) return Outcome::kError;
-  } else if (type == &PyBool_Type) {
-    *part = Py_NewRef(arg == Py_True ? yes : no);
-  } else if (type == &PyComplex_Type) {
-    *part = Py_NewRef(reinterpret_cast<PyObject*>(type));
-  } else if (type == &PyLong_Type || type == &PyUnicode_Type || arg == Py_None) {
-    *part = Py_NewRef(arg);
+// An argument's part of the key, borrowed, and what is recorded of it.
+Outcome given(PyObject* part, PyObject* own, PyObject** key, PyObject** stored) {
+  *key = Py_XNewRef(part);
+  *stored = own;
+  return part != nullptr && own != nullptr ? Outcome::kDone : Outcome::kError;
+}
+
+Outcome read_float(double number, bool exact, PyObject** key, PyObject** stored) {
+  Ref own(PyFloat_FromDouble(number)), part;
+  if (!own) return Outcome::kError;
+  if (exact) {
+    part = Ref(PyTuple_Pack(1, own.get()));  // not equal to the integer
+  } else if (0 <= number && number <= 1) {
+    part = Ref::to(unit);
   } else {
-    int own_key = PySet_Contains(other_types, reinterpret_cast<PyObject*>(type));
-    if (own_key != 1) return own_key < 0 ? Outcome::kError : Outcome::kUnusual;
-    *part = Py_NewRef(arg);
+    part = 1 < number && number <= 127 ? Ref::to(large) : Ref(PyObject_CallOneArg(bucket, own.get()));
   }
-  *stored = Py_NewRef(arg);
+  return given(part.get(), own.release(), key, stored);
+}
+
+Outcome read_int(int64_t number, PyObject** key, PyObject** stored) {
+  PyObject* own = PyLong_FromLongLong(number);
+  return given(own, own, key, stored);
+}
+
+Outcome read_bool(bool truth, PyObject** key, PyObject** stored) {
+  return given(truth ? yes : no, Py_NewRef(truth ? Py_True : Py_False), key, stored);
+}
+
+Outcome read_complex(c10::complex<double> number, PyObject** key, PyObject** stored) {
+  PyObject* own = PyComplex_FromDoubles(number.real(), number.imag());
+  return given(reinterpret_cast<PyObject*>(&PyComplex_Type), own, key, stored);
+}
+
+// The key and the value of a tensor: of the device, a number that the user gave for one, or none.
+Outcome read_tensor(const at::Tensor& tensor, bool exact, Call& call, PyObject** key, PyObject** stored) {
+  if (!tensor.defined()) return given(Py_None, Py_NewRef(Py_None), key, stored);
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->is_wrapped_number()) {
+    switch (tensor.scalar_type()) {
+      case at::kDouble: return read_float(*static_cast<const double*>(impl->data()), exact, key, stored);
+      case at::kLong: return read_int(*static_cast<const int64_t*>(impl->data()), key, stored);
+      case at::kBool: return read_bool(*static_cast<const bool*>(impl->data()), key, stored);
+      case at::kComplexDouble:
+        return read_complex(*static_cast<const c10::complex<double>*>(impl->data()), key, stored);
+      default: return Outcome::kUnusual;
+    }
+  }
+  if (!impl->is_python_dispatch()) return Outcome::kUnusual;
+  Ref handle(THPVariable_Wrap(tensor));
+  if (!handle) return Outcome::kError;
+  if (Py_TYPE(handle.get()) != handle_type) return Outcome::kUnusual;
+  Ref value(PyObject_GetAttr(handle.get(), value_name));
+  if (!value) return Outcome::kError;
+  if (!is_value(value.get())) return Outcome::kUnusual;
+  call.impls.push_back(impl);
+  call.tensors.push_back(std::move(handle));
+  call.values.push_back(value.get());
+  PyObject* spec = spec_of(value.get());
+  return given(spec, value.release(), key, stored);
+}
+
+// The key and the value of one argument.
+Outcome read(const c10::IValue& arg, bool exact, Call& call, PyObject** key, PyObject** stored) {
+  if (arg.isTensor()) return read_tensor(arg.toTensor(), exact, call, key, stored);
+  if (arg.isInt()) return read_int(arg.toInt(), key, stored);
+  if (arg.isNone()) return given(Py_None, Py_NewRef(Py_None), key, stored);
+  if (arg.isBool()) return read_bool(arg.toBool(), key, stored);
+  if (arg.isDouble()) return read_float(arg.toDouble(), exact, key, stored);
+  if (arg.isComplexDouble()) return read_complex(arg.toComplexDouble(), key, stored);
+  if (arg.isString()) {
+    const std::string& text = arg.toStringRef();
+    PyObject* own = PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+    return given(own, own, key, stored);
+  }
+  if (!arg.isList()) return Outcome::kUnusual;
+  c10::List<c10::IValue> list = arg.toList();
+  size_t count = list.size();
+  Ref parts = untracked_tuple(count), items = untracked_tuple(count);
+  if (!parts || !items) return Outcome::kError;
+  for (size_t i = 0; i < count; i++) {
+    PyObject *one = nullptr, *other = nullptr;
+    Outcome outcome = read(list.get(i), true, call, &one, &other);
+    PyTuple_SET_ITEM(parts.get(), i, one);
+    PyTuple_SET_ITEM(items.get(), i, other);
+    if (outcome != Outcome::kDone) return outcome;
+  }
+  *key = parts.release();
+  *stored = items.release();
   return Outcome::kDone;
 }
 
-Outcome read_call(PyObject* args, PyObject* kwargs, bool exact, Call& call) {
-  Py_ssize_t positional = PyTuple_GET_SIZE(args);
-  Py_ssize_t named = kwargs == nullptr || kwargs == Py_None ? 0 : PyDict_GET_SIZE(kwargs);
-  call.key = untracked_tuple(positional + 2 * named);
+// The same, by what the argument is in the schema.
+Outcome read(const c10::IValue& arg, const Formal& formal, bool exact, Call& call, PyObject** key, PyObject** stored) {
+  if (formal.kind == Formal::kPlain || arg.isNone()) return read(arg, exact, call, key, stored);
+  if (formal.kind == Formal::kNotRecorded || !arg.isInt()) return Outcome::kUnusual;
+  PyObject* named = formal.kind == Formal::kDtype
+      ? reinterpret_cast<PyObject*>(torch::getTHPDtype(arg.toScalarType()))
+      : torch::utils::getTHPMemoryFormat(arg.toMemoryFormat());
+  return given(named, Py_XNewRef(named), key, stored);
+}
+
+bool is_default(const c10::IValue& arg, const Formal& formal) {
+  if (formal.otherwise == nullptr) return false;
+  if (arg.isNone() || formal.otherwise->isNone()) return arg.isNone() && formal.otherwise->isNone();
+  if (arg.isInt() && formal.otherwise->isInt()) return arg.toInt() == formal.otherwise->toInt();
+  if (arg.isBool() && formal.otherwise->isBool()) return arg.toBool() == formal.otherwise->toBool();
+  return arg == *formal.otherwise;
+}
+
+// A call as Python would be given it: without what is as the schema has it anyway.
+Outcome read_call(const Operator& op, const c10::IValue* given_args, bool exact, Call& call) {
+  size_t positional = op.positional;
+  while (positional > 0 && is_default(given_args[positional - 1], op.formals[positional - 1])) positional--;
+  c10::SmallVector<size_t, 4> named;
+  for (size_t i = op.positional; i < op.formals.size(); i++) {
+    if (!is_default(given_args[i], op.formals[i])) named.push_back(i);
+  }
+  call.key = untracked_tuple(positional + 2 * named.size());
   call.args = untracked_tuple(positional);
-  call.kwargs = named == 0 ? Ref::to(Py_None) : untracked_tuple(named);
+  call.kwargs = named.empty() ? Ref::to(Py_None) : untracked_tuple(named.size());
   if (!call.key || !call.args || !call.kwargs) return Outcome::kError;
-  PyObject *part, *stored;
-  for (Py_ssize_t i = 0; i < positional; i++) {
-    Outcome outcome = read(PyTuple_GET_ITEM(args, i), exact, call, &part, &stored);
-    if (outcome != Outcome::kDone) return outcome;
+  for (size_t i = 0; i < positional; i++) {
+    PyObject *part = nullptr, *stored = nullptr;
+    Outcome outcome = read(given_args[i], op.formals[i], exact, call, &part, &stored);
     PyTuple_SET_ITEM(call.key.get(), i, part);
     PyTuple_SET_ITEM(call.args.get(), i, stored);
-  }
-  if (named == 0) return Outcome::kDone;
-  PyObject *name, *arg;
-  Py_ssize_t at = 0, i = 0;
-  while (PyDict_Next(kwargs, &at, &name, &arg)) {
-    int unread = PySet_Contains(not_recorded, name);
-    if (unread != 0) return unread < 0 ? Outcome::kError : Outcome::kUnusual;
-    Outcome outcome = read(arg, exact, call, &part, &stored);
     if (outcome != Outcome::kDone) return outcome;
-    PyTuple_SET_ITEM(call.key.get(), positional + 2 * i, Py_NewRef(name));
-    PyTuple_SET_ITEM(call.key.get(), positional + 2 * i + 1, part);
+  }
+  for (size_t i = 0; i < named.size(); i++) {
+    const Formal& formal = op.formals[named[i]];
+    PyObject *part = nullptr, *stored = nullptr;
+    Outcome outcome = read(given_args[named[i]], formal, exact, call, &part, &stored);
     Ref value(stored);
+    PyTuple_SET_ITEM(call.key.get(), positional + 2 * i, Py_NewRef(formal.name));
+    PyTuple_SET_ITEM(call.key.get(), positional + 2 * i + 1, part);
+    if (outcome != Outcome::kDone) return outcome;
     Ref pair = untracked_tuple(2);
     if (!pair) return Outcome::kError;
-    PyTuple_SET_ITEM(pair.get(), 0, Py_NewRef(name));
+    PyTuple_SET_ITEM(pair.get(), 0, Py_NewRef(formal.name));
     PyTuple_SET_ITEM(pair.get(), 1, value.release());
-    PyTuple_SET_ITEM(call.kwargs.get(), i++, pair.release());
+    PyTuple_SET_ITEM(call.kwargs.get(), i, pair.release());
   }
   return Outcome::kDone;
-}
-
-Ref tensors_of(const Call& call) {
-  Ref list(PyList_New(static_cast<Py_ssize_t>(call.tensors.size())));
-  for (size_t i = 0; list && i < call.tensors.size(); i++) PyList_SET_ITEM(list.get(), i, Py_NewRef(call.tensors[i]));
-  return list;
 }
 
 // For each of some objects, where it is first among them.
-Ref first_occurrences(const c10::SmallVector<PyObject*, 8>& objects) {
+template <typename Object>
+Ref first_occurrences(const c10::SmallVector<Object*, 8>& objects) {
   Ref all(PyTuple_New(static_cast<Py_ssize_t>(objects.size())));
   for (size_t i = 0; all && i < objects.size(); i++) {
     PyObject* place = PyLong_FromSize_t(std::find(objects.begin(), objects.end(), objects[i]) - objects.begin());
@@ -184,7 +267,7 @@ Ref full_key(const Call& call) {
     roots.push_back(root);
   }
   if (!shared) return Ref::to(call.key.get());
-  Ref of_roots = first_occurrences(roots), of_tensors = first_occurrences(call.tensors);
+  Ref of_roots = first_occurrences(roots), of_tensors = first_occurrences(call.impls);
   return of_roots && of_tensors ? Ref(PyTuple_Pack(3, call.key.get(), of_roots.get(), of_tensors.get())) : Ref();
 }
 
@@ -248,14 +331,14 @@ Ref storage_behind(PyObject* tensor) {
 // Note what the node must see and, for what it writes, who may still have to read. Everything that can fail comes first.
 bool order(PyObject* of, const Call& call, PyObject* writes) {
   c10::SmallVector<Ref, 8> storages;
-  for (PyObject* tensor : call.tensors) {
-    storages.emplace_back(PyObject_GetAttr(tensor, storage_name));
+  for (const Ref& tensor : call.tensors) {
+    storages.emplace_back(PyObject_GetAttr(tensor.get(), storage_name));
     if (!storages.back()) return false;
   }
   c10::SmallVector<size_t, 8> written;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
     written.push_back(PyLong_AsSize_t(PyList_GET_ITEM(writes, i)));
-    storages[written.back()] = storage_behind(call.tensors[written.back()]);
+    storages[written.back()] = storage_behind(call.tensors[written.back()].get());
     if (!storages[written.back()]) return false;
   }
   c10::SmallVector<PyObject*, 8> after, overwrites;
@@ -289,26 +372,27 @@ bool order(PyObject* of, const Call& call, PyObject* writes) {
 
 // --- recording -------------------------------------------------------------------------------------------------------
 
-// A handle copied from a pattern, of which `address` is the TensorImpl.
-Ref new_handle(PyObject* address, PyObject* value) {
+// A tensor copied from a pattern, with its Python object.
+at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
   auto* pattern = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
   auto copy = pattern->shallow_copy_and_detach(c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
   copy->set_python_dispatch(true);
-  Ref handle(THPVariable_Wrap(at::TensorBase(std::move(copy)), handle_type));
-  if (!handle || PyObject_SetAttr(handle.get(), value_name, value) < 0) return Ref();
-  return handle;
+  at::Tensor made(std::move(copy));
+  handle = Ref(THPVariable_Wrap(made, handle_type));
+  return handle && PyObject_SetAttr(handle.get(), value_name, value) == 0 ? made : at::Tensor();
 }
 
-// Add a node for a call to the tape; the result for the user.
-Ref add(PyObject* by, PyObject* like, const Call& call) {
+// Add a node for a call to the tape; the result for the user, none after an error. Until it is added, nothing changes.
+at::Tensor add(PyObject* by, PyObject* like, const Call& call, long long room) {
   PyObject* on = known.at(like, kTape);
   PyObject* sequence = tape.at(on, kSequence);
   Ref seq(Py_TYPE(sequence)->tp_iternext(sequence));
   Ref site = site_of(PyEval_GetFrame());
   Ref scope = current_scope();
-  if (!seq || !site || !scope) return Ref();
+  Ref left(PyLong_FromLongLong(room));
+  if (!seq || !site || !scope || !left) return at::Tensor();
   Ref made(node.type->tp_alloc(node.type, 0));
-  if (!made) return Ref();
+  if (!made) return at::Tensor();
   PyObject_GC_UnTrack(made.get());
   PyObject* of = made.get();
   node.set(of, kSeq, std::move(seq));
@@ -326,92 +410,167 @@ Ref add(PyObject* by, PyObject* like, const Call& call) {
 
   PyObject* returned = known.at(like, kReturned);
   PyObject* view_of = known.at(like, kViewOf);
-  Ref result;
+  at::Tensor result;
+  Ref handle;
   if (returned != Py_None) {
     node.set(of, kOuts, untracked_tuple(0));
-    result = Ref::to(call.tensors[PyLong_AsSize_t(returned)]);
+    auto same = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+        call.impls[PyLong_AsSize_t(returned)]);
+    result = at::Tensor(std::move(same));
   } else {
-    result = new_handle(known.at(like, kPattern), of);
-    if (!result) return Ref();
+    result = new_handle(known.at(like, kPattern), of, handle);
+    if (!result.defined()) return at::Tensor();
   }
   Ref entry(PyWeakref_NewRef(of, nullptr));
-  if (entry) PyObject_GC_UnTrack(entry.get());
-  if (!entry || !order(of, call, known.at(like, kWrites))) return Ref();
+  if (!entry) return at::Tensor();
+  PyObject_GC_UnTrack(entry.get());
   if (view_of != Py_None) {
     size_t base = PyLong_AsSize_t(view_of);
-    Ref own = storage_behind(call.tensors[base]);
-    if (!own || PyObject_SetAttr(result.get(), storage_name, own.get()) < 0) return Ref();
+    Ref own = storage_behind(call.tensors[base].get());
+    if (!own || PyObject_SetAttr(handle.get(), storage_name, own.get()) < 0) return at::Tensor();
     node.set(of, kRoot, Ref::to(root_of(call.values[base])));
   }
-  if (PyList_Append(tape.at(on, kEntries), entry.get()) < 0) return Ref();
-  long long room = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(like, kCost));
-  tape.set(on, kRoom, Ref(PyLong_FromLongLong(room)));
-  if (room < 0 && !Ref(PyObject_CallOneArg(overflow, on))) return Ref();
+  // A node on the tape that failed to be ordered dies with this call: only `order` makes others refer to it, at its end.
+  if (PyList_Append(tape.at(on, kEntries), entry.get()) < 0) return at::Tensor();
+  if (!order(of, call, known.at(like, kWrites))) return at::Tensor();
+  tape.set(on, kRoom, std::move(left));
   return result;
 }
 
-// dispatch(cls, func, types, args=(), kwargs=None): `__torch_dispatch__`.
-PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t count) try {
-  if (count < 3 || count > 5) {
-    PyErr_SetString(PyExc_TypeError, "__torch_dispatch__ takes an operator, types, arguments and keyword arguments");
-    return nullptr;
-  }
-  PyObject* func = given[1];
-  Ref empty = count > 3 ? Ref() : Ref(PyTuple_New(0));
-  PyObject* args = count > 3 ? given[3] : empty.get();
-  PyObject* kwargs = count > 4 ? given[4] : Py_None;
-  Ref identity(PyLong_FromVoidPtr(func));
-  if (!identity) return nullptr;
-  PyObject* by = PyDict_GetItemWithError(recorders, identity.get());
-  if (by != nullptr && recorder.at(by, kPlain) == Py_True && PyTuple_CheckExact(args)) {
-    Ref held = Ref::to(by);
-    Call call;
-    Outcome outcome = read_call(args, kwargs, recorder.at(by, kExactFloats) == Py_True, call);
-    if (outcome == Outcome::kDone) {
-      bool mutates = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
-      Ref key = mutates ? full_key(call) : Ref::to(call.key.get());
-      PyObject* found = key ? PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()) : nullptr;
-      if (found != nullptr && known.at(found, kRepeats) == Py_True) {
-        Ref like = Ref::to(found);
-        bool several = known.at(found, kPattern) == Py_None && known.at(found, kReturned) == Py_None;
-        if (!several) return add(by, found, call).release();
-        Ref tensors = tensors_of(call);
-        PyObject* frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
-        if (!tensors) return nullptr;
-        return PyObject_CallFunctionObjArgs(
-            append, by, found, call.args.get(), call.kwargs.get(), tensors.get(), frame ? frame : Py_None, nullptr);
+// Record a call like one that was recorded before; false to leave it to Python.
+bool recorded(const Operator& op, torch::jit::Stack* stack) {
+  if (op.identity == nullptr || recorders == nullptr) return false;
+  PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
+  if (by == nullptr || recorder.at(by, kPlain) != Py_True) return false;
+  Ref held = Ref::to(by);
+  Call call;
+  const c10::IValue* arguments = stack->data() + stack->size() - op.formals.size();
+  if (read_call(op, arguments, recorder.at(by, kExactFloats) == Py_True, call) != Outcome::kDone) return false;
+  bool mutates = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
+  Ref key = mutates ? full_key(call) : Ref::to(call.key.get());
+  PyObject* found = key ? PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()) : nullptr;
+  if (found == nullptr || known.at(found, kRepeats) != Py_True) return false;
+  if (known.at(found, kPattern) == Py_None && known.at(found, kReturned) == Py_None) return false;
+  Ref like = Ref::to(found);
+  PyObject* room = tape.at(known.at(found, kTape), kRoom);
+  long long left = PyLong_AsLongLong(room) - PyLong_AsLongLong(known.at(found, kCost));
+  if (left < 0) return false;  // the tape may be full
+  at::Tensor result = add(by, found, call, left);
+  if (!result.defined()) return false;
+  torch::jit::drop(*stack, op.formals.size());
+  stack->emplace_back(std::move(result));
+  return true;
+}
+
+// What PyTorch does with an operator that has no kernel of its own for tensors implemented in Python.
+// See pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
+void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, size_t arguments) {
+  constexpr c10::DispatchKeySet below = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
+      (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
+       c10::DispatchKeySet(c10::DispatchKey::Python));
+  c10::impl::ExcludeDispatchKeyGuard guard(below);
+  bool in_python = c10::impl::TorchDispatchModeTLS::stack_len() > 0;
+  for (const c10::IValue& value : torch::jit::last(*stack, arguments)) {
+    if (value.isTensor()) {
+      in_python = in_python || value.unsafeToTensorImpl()->key_set().has(c10::DispatchKey::Python);
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+      for (const c10::IValue& item : value.toListRef()) {
+        in_python = in_python || (!item.isNone() && item.unsafeToTensorImpl()->key_set().has(c10::DispatchKey::Python));
       }
     }
   }
-  if (PyErr_Occurred()) return nullptr;
-  return PyObject_CallFunctionObjArgs(record, func, args, kwargs, nullptr);
-} catch (const std::exception& error) {
-  PyErr_SetString(PyExc_RuntimeError, error.what());
-  return nullptr;
+  if (in_python) {
+    (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+    return;
+  }
+  c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  c10::impl::ForceDispatchKeyGuard without(local.included_.remove(c10::DispatchKey::Python), local.excluded_);
+  op.redispatchBoxed(keys.remove(c10::DispatchKey::Python), stack);
 }
 
-// take(args, kwargs or None, exact): key, args, kwargs and tensors of a usual call, or None.
-PyObject* take(PyObject*, PyObject* const* given, Py_ssize_t) {
-  Call call;
-  Outcome outcome = read_call(given[0], given[1], given[2] == Py_True, call);
-  if (outcome == Outcome::kError) return nullptr;
-  if (outcome == Outcome::kUnusual) Py_RETURN_NONE;
-  Ref tensors = tensors_of(call);
-  if (!tensors) return nullptr;
-  return PyTuple_Pack(4, call.key.get(), call.args.get(), call.kwargs.get(), tensors.get());
-}
+// The kernel of one operator for tensors implemented in Python, ours and others.
+struct Kernel final : c10::OperatorKernel {
+  explicit Kernel(std::shared_ptr<Operator> of) : of(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (of->identity != nullptr && c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
+      PyGILState_STATE state = PyGILState_Ensure();
+      bool done = false;
+      try {
+        done = recorded(*of, stack);
+      } catch (...) {
+        PyGILState_Release(state);
+        throw;
+      }
+      if (PyErr_Occurred()) {
+        // Nothing was recorded, so Python can try again, and raise what there is to raise; only an interrupt would be lost.
+        if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+        PyErr_Clear();
+      }
+      PyGILState_Release(state);
+      if (done) return;
+    }
+    call_python(op, keys, stack, of->formals.size());
+  }
+
+  std::shared_ptr<Operator> of;
+};
 
 // --- setting up ----------------------------------------------------------------------------------------------------
+
+std::unordered_map<std::string, std::shared_ptr<Operator>> operators;
+
+bool takes_tensors(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
+    return argument.type()->annotation_str().find("Tensor") != std::string::npos;
+  });
+}
+
+std::shared_ptr<Operator> described(const c10::FunctionSchema& schema) {
+  auto made = std::make_shared<Operator>();
+  for (const c10::Argument& argument : schema.arguments()) {
+    Formal formal;
+    formal.name = PyUnicode_InternFromString(argument.name().c_str());
+    if (PySet_Contains(not_recorded, formal.name) == 1) {
+      formal.kind = Formal::kNotRecorded;
+    } else {
+      auto type = argument.real_type();
+      if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+      if (type->kind() == c10::TypeKind::ScalarTypeType) formal.kind = Formal::kDtype;
+      if (type->kind() == c10::TypeKind::MemoryFormatType) formal.kind = Formal::kMemoryFormat;
+      if (type->kind() == c10::TypeKind::LayoutType) formal.kind = Formal::kNotRecorded;
+    }
+    if (argument.default_value().has_value()) formal.otherwise = &*argument.default_value();
+    if (!argument.kwarg_only()) made->positional++;
+    made->formals.push_back(formal);
+  }
+  return made;
+}
+
+// Give each of PyTorch's operators on tensors our kernel; the library that holds them stays for good.
+void register_kernels() {
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::Python, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    auto op = dispatcher.findSchema(name);
+    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::Python) || !takes_tensors(op->schema())) continue;
+    std::shared_ptr<Operator> own = described(op->schema());
+    std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own)));
+    operators.emplace(name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name), std::move(own));
+  }
+}
 
 // configure(**names): the classes and functions that recording needs.
 PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   PyObject *operation_type, *node_type, *output_type, *storage_type, *recorder_type, *known_type, *tape_type;
   std::pair<const char*, PyObject**> wanted[] = {
       {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
-      {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"other_types", &other_types},
-      {"not_recorded", &not_recorded}, {"bucket", &bucket}, {"sites", &sites}, {"internal", &internal},
-      {"capture_site", &capture_site}, {"state", &thread_state}, {"storage_of", &storage_of}, {"append", &append},
-      {"record", &record}, {"overflow", &overflow}};
+      {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"not_recorded", &not_recorded},
+      {"bucket", &bucket}, {"sites", &sites}, {"internal", &internal}, {"capture_site", &capture_site},
+      {"state", &thread_state}, {"storage_of", &storage_of}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);
@@ -426,6 +585,20 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       known.find(known_type, {"repeats", "spec", "pattern", "view_of", "returned", "writes", "tape", "cost"}) &&
       tape.find(tape_type, {"sequence", "entries", "room"});
   if (!found) return nullptr;
+  try {
+    register_kernels();
+  } catch (const std::exception& error) {
+    return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
+  }
+  Py_RETURN_NONE;
+}
+
+// adopt(name, identity): the operator (`aten::add.Tensor`) is recorded by the recorder that is found by this number.
+PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const char* name = PyUnicode_AsUTF8(given[0]);
+  if (name == nullptr) return nullptr;
+  auto found = operators.find(name);
+  if (found != operators.end()) Py_XSETREF(found->second->identity, Py_NewRef(given[1]));
   Py_RETURN_NONE;
 }
 
@@ -447,8 +620,7 @@ PyCFunction function(Function fast) {
 }
 
 PyMethodDef functions[] = {
-    {"dispatch", function(dispatch), METH_FASTCALL, nullptr},
-    {"take", function(take), METH_FASTCALL, nullptr},
+    {"adopt", function(adopt), METH_FASTCALL, nullptr},
     {"configure", function(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"use", use, METH_O, nullptr},
     {"make_handles", make_handles, METH_O, nullptr},
