@@ -9,7 +9,7 @@ import torch
 from marid.frontend import handles
 from marid.frontend.device import memory_allocated, peak_memory
 from marid.frontend.materialize import materialize as _materialize
-from marid.frontend.materialize import pending_nodes
+from marid.frontend.materialize import pending_nodes, wait_anyway
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value
 from marid.report.stats import Stats, counters
@@ -48,6 +48,7 @@ def epoch() -> int:
 
 def stats() -> Stats:
     """A snapshot of what was recorded, built, run and waited for; see ``Stats``."""
+    wait_anyway()
     tapes = [handles.tape(index) for index in range(handles.device_count)]
     measured = [tape.measure() for tape in tapes]
     return Stats(
@@ -73,4 +74,5 @@ def stats() -> Stats:
 
 def reset_stats() -> None:
     """Start counting again from zero; the epoch goes on."""
+    wait_anyway()
     counters.reset(sum(handles.tape(index).recorded for index in range(handles.device_count)))

@@ -33,6 +33,8 @@ class Settings:
     """How many programs are kept; the least recently used goes first."""
     cache_instructions: int = 30_000
     """How many instructions the kept programs may have together (about 1 KB each); the newest is always kept."""
+    asynchronous: bool = True
+    """Programs run on a thread of their own while recording goes on."""
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""
     memory_limit: int = 0

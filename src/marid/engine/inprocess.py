@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
+import os
 import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
+from marid.engine.flight import Flight, Positioned
+from marid.engine.protocol import GiveBack
 from marid.errors import MaterializationError, MemoryLimitError
-from marid.execute.arena import Arena
+from marid.execute.arena import Arena, Placement
 from marid.execute.cache import ProgramCache
+from marid.execute.flat import FlatProgram
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
-from marid.graph.node import Draw, Node, fail, finish
+from marid.graph.node import Draw, Node, Value, fail, finish, root_of
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
+from marid.native import library
 from marid.optimize.forecast import forecast
 from marid.report.stats import counters
 from marid.report.units import bytes_text
@@ -22,7 +31,11 @@ from marid.semantics.scopes import current_site
 
 __all__ = ["InProcessEngine", "concretely"]
 
+logger = logging.getLogger("marid")
+
 _LARGEST = 5  # results named when memory does not suffice
+_IN_FLIGHT = 16  # tasks that may wait for the device's thread
+_SECONDS = 0.05
 
 
 # Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction. What
@@ -61,20 +74,62 @@ class concretely:
 
 
 class InProcessEngine:
-    """Runs programs on the calling thread, one at a time."""
+    """Runs programs in the order in which they come: what need not be done at once on the device's own thread where it is
+    known, everything else on the calling thread once that one is idle."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.programs = ProgramCache()
         self.arena = Arena()
         self._twisters = Twisters()
+        self._flights: deque[Flight] = deque()
+        self._by_job: dict[int, Flight] = {}
+        self._depth = 0  # of runs on the calling thread, one inside of another
+        self._writing: dict[Value, int] = {}  # the newest flight that may write the memory of a value
+        self._positioned = Positioned(self._position)
+        if library is not None:
+            atexit.register(library.marid_queue_stop)
+            os.register_at_fork(before=self._before_fork, after_in_child=library.marid_queue_forked)
 
-    def run(self, nodes: list[Node], room: int | None = None) -> int:
+    def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
         with self.lock:
+            self._settle()
             # Another thread may have run some of them while this one waited for the lock.
             nodes[:] = [node for node in nodes if node.args is not None]
-            with KernelWarnings():
-                return self._run(bind(nodes), room) if nodes else 0
+            if not nodes:
+                return 0
+            if room is not None:
+                self._drain()
+            task = bind(nodes)
+            if room is not None:
+                _refuse_beyond(room, task)
+            program = self.programs.find(task)
+            placement = program.placement(task)
+            if ahead and room is None and self._launch(task, program, placement, give_back):
+                return program.transient_bytes
+            self._drain()
+            task.resolve()
+            self._depth += 1
+            try:
+                with KernelWarnings(), concretely(), self.arena.run(placement):
+                    self._conclude(task, lambda: program.run(task.inputs, task.params, self._twisters.at, placement))
+            finally:
+                self._depth -= 1
+            return program.transient_bytes
+
+    def wait(self, values: Sequence[Value] | None = None) -> bool:
+        waited = False
+        while True:
+            with self.lock:
+                self._settle()
+                number = self._needed(values)
+                if number == 0:
+                    return waited
+            waited = True
+            assert library is not None
+            if library.marid_queue_is_here():
+                raise RuntimeError("a value was read on the device's own thread, which has to make it first")
+            library.marid_queue_wait(number, _SECONDS)  # in which Ctrl-C goes unheard
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():
@@ -85,20 +140,110 @@ class InProcessEngine:
             return _copy(buffer)
 
     def generator(self, draw: Draw) -> torch.Generator:
+        self._drain()
         return self._twisters.at(draw)
+
+    def settle(self) -> None:
+        with self.lock:
+            self._settle()
 
     def trim(self) -> None:
         with self.lock:
+            self._drain()
             self.arena.trim()
 
-    def _run(self, task: Task, room: int | None) -> int:
-        if room is not None:
-            _refuse_beyond(room, task)
-        program = self.programs.find(task)
+    def _launch(self, task: Task, program: FlatProgram, placement: Placement | None, give_back: GiveBack) -> bool:
+        """Hand a task to the device's thread; False when it has to run here."""
+        if self._depth or not program.in_cpp:
+            return False
+        while len(self._flights) >= _IN_FLIGHT:
+            self._wait_for(self._flights[0].number)
+        run = program.start(task.inputs, task.params, placement)
+        if run is None:
+            return False
+        flight = Flight(task, program, placement, run, give_back)
+        self._by_job[flight.job] = flight
+        if not flight.start(self._positioned):
+            del self._by_job[flight.job]
+            return False
+        self._flights.append(flight)
+        for root in flight.roots:
+            self._writing[root] = flight.number
+        return True
+
+    def _position(self, job: int) -> int | None:
+        """For the device's thread: the generator of the next operation of a flight."""
         try:
-            placement = program.placement(task)
-            with concretely(), self.arena.run(placement):
-                results = program.run(task.inputs, task.params, self._twisters.at, placement)
+            flight = self._by_job[job]
+            draw = flight.program.draw(flight.run.next, flight.task.params)
+            return self._twisters.at(draw)._cdata
+        except BaseException:
+            logger.exception("a generator could not be positioned")
+            return None  # the flight is done again on a thread that can raise
+
+    def _needed(self, values: Sequence[Value] | None) -> int:
+        """The number of the last flight that must be done for these values, or for everything; 0 for none."""
+        if not self._flights:
+            return 0
+        if values is None:
+            return self._flights[-1].number
+        numbers = [self._writing.get(root_of(value), 0) for value in values]
+        numbers += [value.concrete.number for value in values if isinstance(value.concrete, Flight)]
+        return max(numbers, default=0)
+
+    def _wait_for(self, number: int) -> None:
+        """With the lock: wait for one flight."""
+        assert library is not None
+        while self._flights and self._flights[0].number <= number:
+            library.marid_queue_wait(number, _SECONDS)
+            self._settle()
+
+    def _drain(self) -> None:
+        if self._flights:
+            self._wait_for(self._flights[-1].number)
+
+    def _settle(self) -> None:
+        """Hand out the results of flights that are done; raise the error of one that failed."""
+        if not self._flights:
+            return
+        assert library is not None
+        done = library.marid_queue_done()
+        while self._flights and self._flights[0].number <= done:
+            flight = self._flights.popleft()
+            flight.land()
+            self._forget(flight)
+            _count(flight.task)
+            flight.warn()
+        if self._flights and library.marid_queue_halted():
+            self._recover()
+
+    def _recover(self) -> None:
+        """An operation raised on the device's thread: do it again here, where it can, and take back all that follows."""
+        assert library is not None
+        failed, *following = self._flights
+        self._flights.clear()
+        self._by_job.clear()
+        self._writing.clear()
+        library.marid_queue_resume()
+        for flight in reversed(following):
+            flight.take_back()
+        failed.take_back()
+        failed.warn()
+        run, task, program = failed.run, failed.task, failed.program
+        del failed, following
+        with KernelWarnings(), concretely():
+            self._conclude(task, lambda: program.resume(run, task.params, self._twisters.at))
+
+    def _forget(self, flight: Flight) -> None:
+        del self._by_job[flight.job]
+        for root in flight.roots:
+            if self._writing.get(root) == flight.number:
+                del self._writing[root]
+
+    def _conclude(self, task: Task, run: Callable[[], list[torch.Tensor]]) -> None:
+        """Run a task on this thread and give its values their tensors, or its nodes their failure."""
+        try:
+            results = run()
         except Interrupted as stop:
             self._twisters.forget()
             _salvage(task, stop)
@@ -114,11 +259,24 @@ class InProcessEngine:
                 value.concrete = tensor
             for node in task.nodes:
                 finish(node)
-            counters.ops_executed += len(task.nodes)
-            counters.epoch += 1
-            return program.transient_bytes
-        del task, failed, program
+            _count(task)
+            return
+        del task, failed, run
         raise failure
+
+    def _before_fork(self) -> None:
+        """A child has no thread of ours: nothing may be in flight."""
+        with self.lock:
+            while self._flights:
+                try:
+                    self._drain()
+                except MaterializationError:
+                    continue  # kept by the operation that failed, for whoever reads it
+
+
+def _count(task: Task) -> None:
+    counters.ops_executed += len(task.nodes)
+    counters.epoch += 1
 
 
 def _refuse_beyond(room: int, task: Task) -> None:

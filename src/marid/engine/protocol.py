@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from marid.graph.node import Draw, Node
+from marid.graph.node import Draw, Node, Value
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "GiveBack"]
+
+GiveBack = Callable[[list[Node]], None]
 
 
 class Engine(Protocol):
     """Executes what a tape has recorded for one or more devices.
 
     A buffer (``Value.concrete``) is the engine's own: a recorder stores it and hands it back, and looks inside only
-    through ``download``.
+    through ``download``, after ``wait``.
     """
 
-    def run(self, nodes: list[Node], room: int | None = None) -> int:
-        """Run pending nodes, given in program order and closed under the hazard rule (``Tape.cut``).
+    def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
+        """Run pending nodes, given in program order and closed under the hazard rule (``Tape.cut``), after all that was
+        given before; with ``ahead`` soon, else now.
 
         The list must be the only one that holds them: what nobody else refers to is dropped during the run. Returns
-        how many bytes the run needed at its peak beyond what was resident before; an estimate. Afterwards each has
-        run and every value of theirs that outlives the run has its buffer. Raises ``MaterializationError`` when an
-        operation fails: what ran before it keeps its results, it has failed (``graph.node.fail``), and what follows
-        stays pending. Raises ``MemoryLimitError``, and runs nothing, when the results would take more than ``room``
-        bytes at once.
+        how many bytes the run needs at its peak beyond what was resident before; an estimate. Afterwards each counts as
+        run, and every value of theirs that outlives the run has a buffer, be it still in the making.
+
+        Raises ``MaterializationError`` when an operation has failed, of these or of those given before: what ran before
+        it keeps its results, it has failed (``graph.node.fail``), and what follows is pending, again if it counted as
+        run, of which ``give_back`` is told. Raises ``MemoryLimitError``, and runs nothing, when the results would take
+        more than ``room`` bytes at once.
         """
+        ...
+
+    def wait(self, values: Sequence[Value] | None = None) -> bool:
+        """Wait until the memory of these values (of everything, for None) is as what was given to ``run`` leaves it;
+        whether that took any waiting. Raises as ``run``."""
+        ...
+
+    def settle(self) -> None:
+        """Take note of what has ended by now; waits for nothing. Raises as ``run``."""
         ...
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

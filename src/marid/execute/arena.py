@@ -18,10 +18,7 @@ from marid.settings import settings
 
 __all__ = ["Arena", "Placement"]
 
-_LEFT, _HELD = 1, 2  # what marid_memory_end reports
 _ATTEMPTS = 3
-_HUGE_PAGE = 2 << 20
-_WINDOW = 64  # runs after which a slab that none of them needed is made smaller
 
 
 class Placement:
@@ -44,7 +41,27 @@ class Placement:
         """It was watched again and again, and never did the same in the next run."""
         return self.plan is None and self.attempts >= _ATTEMPTS
 
-    def adopt(self, trace: Trace) -> None:
+    def begin(self) -> bool:
+        """Begin a run on this thread, watched or by the plan; False where there is no memory for it."""
+        if library is None:
+            return False
+        if self.plan is None:
+            library.marid_memory_watch()
+            return True
+        return bool(library.marid_memory_follow(self.native, self.plan.peak))
+
+    def ended(self, completed: bool, watched: int | None, left: bool) -> None:
+        """A run has ended: one that was watched, and where to read what was seen, or one that may have left its plan."""
+        if watched is not None:
+            seen = _read(watched)
+            if completed and self.plan is None:
+                self._adopt(seen)
+        elif completed and left:
+            self.plan = None
+        elif completed:
+            self.attempts = 0
+
+    def _adopt(self, trace: Trace) -> None:
         """Plan from what was seen."""
         assert library is not None
         self.attempts += 1
@@ -59,18 +76,20 @@ class Placement:
 
 
 class Arena:
-    """Context manager around a run: ``with arena.run(placement): ...``. Not thread-safe.
+    """Context manager around a run on this thread: ``with arena.run(placement): ...``.
 
     A run inside of a run, and any run without the C++ library, is left to PyTorch's allocator.
     """
 
     def __init__(self) -> None:
         _install()
-        self.nbytes = 0
-        self._slab: int | None = None
         self._next: Placement | None = None
         self._active: list[Placement | None] = []
-        self._runs = self._needed = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slab."""
+        return 0 if library is None else library.marid_memory_arena_bytes()
 
     def run(self, placement: Placement | None) -> Arena:
         """What the next ``with`` block runs; None to leave it to PyTorch's allocator."""
@@ -79,70 +98,24 @@ class Arena:
 
     def __enter__(self) -> None:
         placement, self._next = self._next, None
-        if placement is not None:
-            placement = self._begin(placement)
+        if placement is not None and (any(self._active) or not placement.begin()):
+            placement = None
         self._active.append(placement)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         placement = self._active.pop()
-        if placement is not None:
-            self._end(placement, kind is None)
-
-    def _begin(self, placement: Placement) -> Placement | None:
-        if library is None or any(self._active):
-            return None
-        if placement.plan is None:
-            library.marid_memory_begin(None, None)
-        elif self._reserve(placement.plan.peak):
-            library.marid_memory_begin(placement.native, self._slab)
-        else:
-            return None  # there is no such block of memory, but without a slab the program may still fit
-        return placement
-
-    def _end(self, placement: Placement, completed: bool) -> None:
-        assert library is not None
-        if placement.plan is None:
-            seen = _read(library.marid_memory_end_watched())
-            if completed:
-                placement.adopt(seen)
+        if placement is None or library is None:
             return
-        outcome = library.marid_memory_end()
-        if outcome & _HELD:  # a failed run keeps what it has made so far; the slab goes when that does
-            self.release()
-        if not completed:
-            return
-        if outcome & _LEFT:
-            placement.plan = None
+        if placement.plan is None:
+            placement.ended(kind is None, library.marid_memory_end_watched(), False)
         else:
-            placement.attempts = 0
+            placement.ended(kind is None, None, bool(library.marid_memory_end()))
 
     def trim(self) -> None:
-        """Give back the slab, and the blocks that are kept to be used again."""
-        self.release()
+        """Give back the slab, and the blocks that are kept to be used again; between runs."""
         if library is not None:
+            library.marid_memory_release()
             library.marid_memory_trim()
-
-    def release(self) -> None:
-        """Give the slab back; the next run that follows a plan takes a new one."""
-        if library is not None and self._slab is not None:
-            library.marid_memory_retire(self._slab)
-        self._slab, self.nbytes = None, 0
-
-    def _reserve(self, nbytes: int) -> bool:
-        """Have a slab of at least ``nbytes``; a much larger one is replaced when no recent run needed it."""
-        assert library is not None
-        self._runs += 1
-        self._needed = max(self._needed, nbytes)
-        if self._runs >= _WINDOW:
-            if self._needed < self.nbytes // 2:
-                self.release()
-            self._runs = self._needed = 0
-        if self._slab is None or self.nbytes < nbytes:
-            self.release()
-            wanted = max(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE if nbytes >= _HUGE_PAGE else nbytes, 1)
-            self._slab = library.marid_memory_slab(wanted)
-            self.nbytes = wanted if self._slab is not None else 0
-        return self._slab is not None
 
 
 def _install() -> None:

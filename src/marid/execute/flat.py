@@ -35,7 +35,7 @@ _SEEN = 256
 class FlatProgram:
     """A program ready to run on concrete tensors. ``source`` is it as Python text.
 
-    ``transient_bytes`` is the forecast of what its results take at once, with the sizes of the run it was built for.
+    ``in_cpp`` says that all its operators are PyTorch's own. ``transient_bytes`` is the forecast of what its results take at once, with the sizes of the run it was built for.
     """
 
     def __init__(self, program: Program, transient_bytes: int) -> None:
@@ -43,6 +43,8 @@ class FlatProgram:
         self.dying = _last_uses(program)
         self.transient_bytes = transient_bytes
         self.runs = 0
+        # Other operators may be written in Python, and call anything.
+        self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
         self._placements: OrderedDict[tuple[Any, ...], Placement] = OrderedDict()
         self._seen: set[int] = set()
         self._prepared: Table | SourceProgram | None = None
@@ -51,19 +53,36 @@ class FlatProgram:
         self, inputs: list[torch.Tensor], params: list[Any], generator: Generator, placement: Placement | None
     ) -> list[torch.Tensor]:
         """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
-        if self.runs == 1:
-            self._prepared = self._prepare()
+        run = self.start(inputs, params, placement)
+        if run is not None:
+            return self._finish(run, params, generator)
         self.runs += 1
         if isinstance(self._prepared, SourceProgram):
             return self._prepared.run(inputs, params, generator)
-        if self._prepared is not None:
-            try:
-                run = self._prepared.start(inputs, params, None if placement is None else placement.donors)
-            except OverflowError:  # a number of more than 64 bits
-                pass
-            else:
-                return self._finish(run, params, generator)
         return self._interpret(dict(zip(self.program.input_slots, inputs, strict=True)), params, generator, 0)
+
+    def start(self, inputs: list[Any], params: list[Any], placement: Placement | None) -> TableRun | None:
+        """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
+        if self.runs == 1 and self._prepared is None:
+            self._prepared = self._prepare()
+        if not isinstance(self._prepared, Table):
+            return None
+        try:
+            run = self._prepared.start(inputs, params, None if placement is None else placement.donors)
+        except OverflowError:  # a number of more than 64 bits
+            return None
+        self.runs += 1
+        return run
+
+    def resume(self, run: TableRun, params: list[Any], generator: Generator) -> list[torch.Tensor]:
+        """Go on in Python where a run has stopped, to raise what the operation raises. Raises ``Interrupted``."""
+        return self._interpret(run.existing(), params, generator, run.next)
+
+    def draw(self, index: int, params: list[Any]) -> Draw:
+        """What instruction ``index`` draws."""
+        instruction = self.program.instructions[index]
+        arguments = (*instruction.args, *[value for _, value in instruction.kwargs])
+        return next(params[arg.index] for arg in arguments if isinstance(arg, Param) and arg.draw)
 
     def placement(self, task: Task) -> Placement | None:
         """Where a run of ``task`` puts its blocks; None where planning would not pay: for small programs, and for
@@ -107,17 +126,10 @@ class FlatProgram:
                     return run.tensors(self.program.output_slots)
                 if status == RAISED:
                     break
-                drawn = generator(self._draw(run.next, params)) if status == DRAWS else None
+                drawn = generator(self.draw(run.next, params)) if status == DRAWS else None
         except BaseException as error:
             raise Interrupted(run.next, False, run.existing(), error) from error
-        tensors, index = run.existing(), run.next
-        del run
-        return self._interpret(tensors, params, generator, index)  # to raise what the operation raises
-
-    def _draw(self, index: int, params: list[Any]) -> Draw:
-        instruction = self.program.instructions[index]
-        arguments = (*instruction.args, *[value for _, value in instruction.kwargs])
-        return next(params[arg.index] for arg in arguments if isinstance(arg, Param) and arg.draw)
+        return self.resume(run, params, generator)
 
     def _interpret(
         self, tensors: dict[int, Any], params: list[Any], generator: Generator, start: int

@@ -13,31 +13,37 @@ from typing import Any
 from marid.native import library
 from marid.semantics.scopes import current_site
 
-__all__ = ["KernelWarnings"]
+__all__ = ["KernelWarnings", "warn_of"]
 
 _shown: dict[str, dict[Any, Any]] = {}  # for each file, what filters that show a warning once have shown
 
 
 class KernelWarnings:
-    """Context manager around a run; may be nested."""
+    """Context manager around a run on this thread; may be nested."""
 
-    __slots__ = ("_handler",)
+    __slots__ = ("_kept",)
 
     def __enter__(self) -> None:
-        self._handler = None if library is None else library.marid_warnings_begin()
+        self._kept = None if library is None else library.marid_warnings_begin()
 
     def __exit__(self, *_: object) -> None:
-        if library is None:
-            return
-        texts: list[str] = []
-        for index in itertools.count():
-            text = library.marid_warnings_text(self._handler, index)
-            if text is None:
-                break
-            texts.append(text.decode(errors="replace"))
-        library.marid_warnings_end(self._handler)
-        if texts:
-            site = current_site()
-            file, line = (site.file, site.line) if site is not None else ("<unknown>", 0)
-            for text in texts:
-                warnings.warn_explicit(text, UserWarning, file, line, registry=_shown.setdefault(file, {}))
+        if library is not None and self._kept is not None:
+            library.marid_warnings_suspend(self._kept)
+            warn_of(self._kept)
+
+
+def warn_of(kept: int) -> None:
+    """Warn, at the current line, of what kernels have warned of in a run that has ended."""
+    assert library is not None
+    texts: list[str] = []
+    for index in itertools.count():
+        text = library.marid_warnings_text(kept, index)
+        if text is None:
+            break
+        texts.append(text.decode(errors="replace"))
+    library.marid_warnings_free(kept)
+    if texts:
+        site = current_site()
+        file, line = (site.file, site.line) if site is not None else ("<unknown>", 0)
+        for text in texts:
+            warnings.warn_explicit(text, UserWarning, file, line, registry=_shown.setdefault(file, {}))

@@ -66,7 +66,9 @@ class TableRun:
         self.pointer = library.marid_run_new(
             program.pointer,
             len(inputs),
-            (ctypes.c_void_p * len(inputs))(*[tensor._cdata for tensor in inputs]),
+            (ctypes.c_void_p * len(inputs))(
+                *[buffer._cdata if isinstance(buffer, torch.Tensor) else None for buffer in inputs]
+            ),
             program.input_slots,
             len(tags),
             tags,

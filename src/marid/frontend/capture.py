@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from marid.frontend import handles
-from marid.frontend.materialize import engine
+from marid.frontend.materialize import engine, hold_back
 from marid.graph.computation import ComputationGraph
 
 __all__ = ["capture", "lift", "lifts_everything"]
@@ -62,7 +62,7 @@ def capture(device: int | None = None) -> Iterator[ComputationGraph]:
     start = next(tape.sequence)
     _depth.captures += 1
     try:
-        with _Capture(torch.device(handles.DEVICE_TYPE, index)):
+        with hold_back(), _Capture(torch.device(handles.DEVICE_TYPE, index)):
             yield graph
     finally:
         _depth.captures -= 1

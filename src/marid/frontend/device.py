@@ -26,7 +26,7 @@ from marid.frontend import (
     tuples,
     uninitialized,
 )
-from marid.frontend.materialize import bytes_of, engine, run_everything
+from marid.frontend.materialize import bytes_of, engine, run_everything, wait_anyway
 from marid.frontend.record import follow_default_dtype
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
@@ -123,12 +123,14 @@ def _running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(switch)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         tapes = [handles.tape(index) for index in range(handles.device_count)]
-        if args != (torch.get_default_dtype(),) and any(tape.pending() for tape in tapes):
+        if args != (torch.get_default_dtype(),):
             started = time.perf_counter()
-            for tape in tapes:
-                run_everything(tape)  # a failure is raised where its value is read
-            reason = f"{switch.__name__.removeprefix('_')}()"
-            counters.count_sync(scopes.current_site(), reason, time.perf_counter() - started)
+            pending = [tape for tape in tapes if tape.pending()]
+            for tape in pending:
+                run_everything(tape, wait=False)  # a failure is raised where its value is read
+            if wait_anyway() or pending:
+                reason = f"{switch.__name__.removeprefix('_')}()"
+                counters.count_sync(scopes.current_site(), reason, time.perf_counter() - started)
         result = switch(*args, **kwargs)
         follow_default_dtype()
         return result
@@ -190,6 +192,7 @@ def _moved_in_place(parameter: Any, applied: torch.Tensor, fn: Any) -> torch.Ten
 
 def memory_allocated(device: Any = None) -> int:
     """Bytes of the memory that living values of a device (default: the current one) hold now."""
+    wait_anyway()
     return bytes_of([_index(device)])
 
 

@@ -15,7 +15,7 @@ from marid.engine.inprocess import concretely
 from marid.errors import UnsupportedOperationError
 from marid.frontend import handles, random
 from marid.frontend.calls import Call, writes_of
-from marid.frontend.materialize import engine, materialize, run_pending
+from marid.frontend.materialize import engine, materialize, run_anyway
 from marid.graph.node import Draw, Node, Output, input_values, root_of
 from marid.report.stats import counters
 from marid.semantics.scopes import capture_site
@@ -41,9 +41,8 @@ def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
         _note_fallback(name, reason)
     readers = _readers_of_written(call, writes)
     materialize(call.tensors, f"{name} (data-dependent)" if reason is None else f"{name} (eager fallback)")
-    for node in readers:
-        tape = handles.tape(call.device)
-        run_pending(tape, tape.cut([node]))
+    if writes:  # what reads or writes the same memory comes first
+        run_anyway(handles.tape(call.device), readers)
     plain = [_placed(arg) for arg in call.args]
     named = {name: _placed(arg) for name, arg in call.kwargs or ()}
     if recorder.random:

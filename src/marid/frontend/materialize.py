@@ -15,7 +15,8 @@ from marid.engine.inprocess import InProcessEngine
 from marid.engine.protocol import Engine
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
-from marid.graph.node import Node, Value, input_values, last_write
+from marid.frontend.ahead import Rhythm
+from marid.graph.node import Node, Value, input_values, last_write, root_of
 from marid.graph.tape import Tape
 from marid.report.stats import counters
 from marid.semantics.scopes import Site, capture_site
@@ -26,40 +27,57 @@ __all__ = [
     "concrete",
     "cost_of",
     "engine",
+    "hold_back",
     "materialize",
     "no_sync",
     "overflow",
     "pending_nodes",
+    "run_anyway",
     "run_everything",
     "run_pending",
+    "wait_anyway",
+    "wait_for",
 ]
 
 engine: Engine = InProcessEngine()
+_rhythms = [Rhythm() for _ in range(handles.device_count)]
 
 
 def _settings_changed() -> None:
     for index in range(handles.device_count):
-        handles.tape(index).room = 0  # measured again, by the new limits, at the next operation
+        handles.tape(index).give_room(0)  # measured again, by the new limits, at the next operation
 
 
 settings.when_changed(_settings_changed)
 
 
-class _Forbidden(threading.local):
-    depth = 0
+class _Restraint(threading.local):
+    no_sync = 0  # how many blocks this thread is in
+    holding = 0
 
 
-_forbidden = _Forbidden()
+_restraint = _Restraint()
 
 
 @contextlib.contextmanager
 def no_sync() -> Iterator[None]:
     """Inside, a read that would have to run something raises ``SyncForbiddenError`` naming its line instead."""
-    _forbidden.depth += 1
+    _restraint.no_sync += 1
+    try:
+        with hold_back():
+            yield
+    finally:
+        _restraint.no_sync -= 1
+
+
+@contextlib.contextmanager
+def hold_back() -> Iterator[None]:
+    """Inside, nothing that this thread records runs before it is asked for."""
+    _restraint.holding += 1
     try:
         yield
     finally:
-        _forbidden.depth -= 1
+        _restraint.holding -= 1
 
 
 def pending_nodes(tensor: Any) -> list[Node]:
@@ -75,42 +93,83 @@ def pending_nodes(tensor: Any) -> list[Node]:
 
 
 def materialize(tensors: Iterable[Any], reason: str) -> None:
-    """Run what ``tensors`` need, in one program for each device. Raises ``SyncForbiddenError`` under ``no_sync``."""
-    asked: dict[int, list[Node]] = {}
+    """Have what ``tensors`` need run, in one program for each device, and wait for it. Raises ``SyncForbiddenError``
+    under ``no_sync``."""
+    asked: dict[int, list[Any]] = {}
     for tensor in tensors:
-        nodes = pending_nodes(tensor)
-        if nodes:
-            asked.setdefault(tensor._value.spec.device, []).extend(nodes)
-    if not asked:
-        return
+        asked.setdefault(tensor._value.spec.device, []).append(tensor)
     site = capture_site(getframe())
     started = time.perf_counter()
     waited = False
     for device in list(asked):
-        tape, nodes = handles.tape(device), asked.pop(device)
-        waited |= _run_for(tape, nodes, reason, site)
+        waited |= _run_for(handles.tape(device), asked.pop(device), reason, site)
     if waited:
         counters.count_sync(site, reason, time.perf_counter() - started)
 
 
-def _run_for(tape: Tape, asked: list[Node], reason: str, site: Site | None) -> bool:
-    """Run what the asked nodes need; whether that was more than arithmetic on the host."""
+def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None) -> bool:
+    """Have what these tensors need run, and wait for it; whether that was more than arithmetic on the host."""
+    waited = False
+    rhythm = _rhythms[tape.device]
     while True:
-        nodes = tape.cut(asked)
+        asked = [node for tensor in tensors for node in pending_nodes(tensor)]
+        nodes = tape.cut(asked) if asked else []
         quiet = _is_host_arithmetic(nodes)
-        if _forbidden.depth and not quiet:
+        if _restraint.no_sync and not quiet:
             raise SyncForbiddenError(
                 f"{reason} at {site} needs {len(nodes)} recorded operation(s) to run, inside marid.no_sync(); "
                 "read the value after the block, or keep it on the device"
             )
+        waited |= not quiet
+        if site is not None and settings.asynchronous:
+            tape.piece = rhythm.piece(site, tape)
+        ahead = bool(tape.piece) and not _restraint.holding
         try:
-            run_pending(tape, nodes)
+            if nodes:
+                run_pending(tape, nodes, ahead)
+            if ahead:  # the engine is given what will be asked for next before it is waited for
+                run_everything(tape, wait=False)
+                tape.give_room(tape.piece)
+            return wait_for(tensors) or waited
         except MaterializationError:
             continue  # the next cut raises it if the asked values need what failed
         except MemoryLimitError as error:
             nodes.clear()  # whoever keeps the error must not keep the nodes: they would count as results that are used
             raise error.with_traceback(None) from None
-        return not quiet
+
+
+def wait_for(tensors: Iterable[Any] | None = None) -> bool:
+    """Wait until what counts as run has run, for these tensors or for all; whether that took waiting. Raises
+    ``MaterializationError`` for an operation that failed."""
+    try:
+        return engine.wait(None if tensors is None else [tensor._value for tensor in tensors])
+    except MaterializationError:
+        _fail_dependents()
+        raise
+
+
+def run_anyway(tape: Tape, nodes: Iterable[Node]) -> None:
+    """Have these nodes run, and wait for all that runs; failures are raised where their values are read."""
+    for node in nodes:
+        while node.args is not None:
+            with contextlib.suppress(MaterializationError):
+                run_pending(tape, tape.cut([node]))
+    wait_anyway()
+
+
+def wait_anyway() -> bool:
+    """Wait for all that runs, whatever fails; whether that took waiting."""
+    waited = False
+    while True:
+        try:
+            return wait_for() or waited
+        except MaterializationError:
+            waited = True
+
+
+def _fail_dependents() -> None:
+    for index in range(handles.device_count):
+        handles.tape(index).fail_dependents()
 
 
 def concrete(tensor: Any, reason: str) -> torch.Tensor:
@@ -119,33 +178,39 @@ def concrete(tensor: Any, reason: str) -> torch.Tensor:
     return tensor._value.concrete
 
 
-def run_pending(tape: Tape, nodes: list[Node]) -> None:
-    """Run a cut and keep the books. Raises ``MaterializationError`` for the first operation that fails and, before any
-    has run, ``MemoryLimitError``."""
+def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
+    """Have a cut run, now or (``ahead``) soon, and keep the books. Raises ``MaterializationError`` for the first operation that has
+    failed and, before any has run, ``MemoryLimitError``."""
     try:
         limit = settings.memory_limit
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
-        taken = engine.run(nodes, limit - resident if limit else None)
+        tape.run += len(nodes)
+        taken = engine.run(nodes, tape.take_back, ahead and settings.asynchronous, limit - resident if limit else None)
         counters.peak_memory = max(counters.peak_memory, resident + taken)
     except MaterializationError:
-        tape.fail_dependents()
+        _fail_dependents()
         raise
     finally:
         _note_results(tape, nodes)
 
 
-def run_everything(tape: Tape) -> LazyTensorError | None:
-    """Run all that is pending; the first failure, after running what does not depend on it. Runs nothing more when
-    memory does not suffice."""
+def run_everything(tape: Tape, wait: bool = True) -> LazyTensorError | None:
+    """Have all that is pending run, and wait for it if asked to; the first failure, after running what does not depend on
+    it. Runs nothing more when memory does not suffice."""
     first = None
-    while nodes := tape.pending():
+    while True:
         try:
-            run_pending(tape, nodes)
+            if nodes := tape.pending():
+                run_pending(tape, nodes, not wait)
+            elif wait:
+                wait_for()
+                return first
+            else:
+                return first
         except MaterializationError as error:
             first = first or error
         except MemoryLimitError as error:
             return first or error.with_traceback(None)
-    return first
 
 
 class _Sample:
@@ -168,9 +233,11 @@ def bytes_of(devices: Iterable[int]) -> int:
     seen: dict[int, int] = {}
     for index in devices:
         for value in handles.tape(index).resident_values():
-            assert value.concrete is not None
-            storage = value.concrete.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
+            if isinstance(value.concrete, torch.Tensor):
+                storage = value.concrete.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+            elif value.spec is not None:  # still in the making
+                seen[-id(root_of(value))] = value.spec.nbytes
     return sum(seen.values())
 
 
@@ -194,25 +261,29 @@ def overflow(tape: Tape) -> None:
     Half of the limits is enough to run, at the next node like the one where this happened before; at the limits, which
     no charge exceeds, it happens anyway.
     """
+    if tape.piece and not _restraint.holding:
+        run_everything(tape, wait=False)
+        tape.give_room(tape.piece)
+        return
     newest = tape.entries[-1]()
     here = None if newest is None else (newest.site, newest.scope, newest.op, newest.spec)
     if tape.grace <= 0:
         nodes, nbytes = tape.measure()
         used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
         # Charges add up bytes and nodes, so half of what is left is safe for both.
-        tape.room = int((1 - used) / 2 * settings.max_pending_bytes)
+        tape.give_room(int((1 - used) / 2 * settings.max_pending_bytes))
         if used < 0.5:
             return
         tape.grace = tape.room if tape.cut_at is not None else 0
     else:
         tape.grace += tape.room
     if tape.grace > 0 and here != tape.cut_at:
-        tape.room = 0  # to be asked again at the next node
+        tape.give_room(0)  # to be asked again at the next node
         return
     counters.automatic_cuts += 1
     tape.cut_at, tape.grace = here, 0
-    run_everything(tape)  # a failure is raised where its value is read
-    tape.room = settings.max_pending_bytes // 2
+    run_everything(tape, wait=False)  # a failure is raised where its value is read
+    tape.give_room(settings.max_pending_bytes // 2)
 
 
 _HOST_NODES = 16
@@ -223,9 +294,7 @@ def _is_host_arithmetic(nodes: list[Node]) -> bool:
 
     Such a value is known without waiting for the device, so reading it is no sync.
     """
-    if len(nodes) > _HOST_NODES:
-        return False
-    return all(_is_scalar_work(node) for node in nodes)
+    return len(nodes) <= _HOST_NODES and all(_is_scalar_work(node) for node in nodes)
 
 
 def _is_scalar_work(node: Node) -> bool:

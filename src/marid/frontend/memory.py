@@ -40,7 +40,7 @@ def untyped_storage(tensor: Any) -> torch.UntypedStorage:
 
 
 def _extent(value: Any) -> int:
-    if value.concrete is not None:
+    if isinstance(value.concrete, torch.Tensor):
         return value.concrete.untyped_storage().nbytes()
     spec = value.spec
     if spec is None:

@@ -169,7 +169,7 @@ class Node:
         self.after: tuple[Node, ...] | None = None
         self.overwrites: tuple[Value, ...] | None = None
         self.outs: Sequence[weakref.ref[Output]] | None = None
-        self.concrete: torch.Tensor | None = None
+        self.concrete: Any = None  # the engine's buffer
 
     @property
     def node(self) -> Node:
@@ -190,7 +190,7 @@ class Output:
         self.path = path
         self.spec = spec
         self.root = root
-        self.concrete: torch.Tensor | None = None
+        self.concrete: Any = None  # the engine's buffer
 
     def __repr__(self) -> str:
         return f"Output({self.node!r}, {self.path})"

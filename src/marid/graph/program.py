@@ -94,7 +94,7 @@ class Program:
 class Task:
     """A cut bound to its program: what to run, on what, and where the results go.
 
-    ``nodes`` in program order; ``inputs`` are concrete tensors, ``params`` the lifted numbers; ``slots`` maps every
+    ``nodes`` in program order; ``inputs`` are buffers, ``params`` the lifted numbers; ``slots`` maps every
     value of the cut to its slot; ``outputs`` are the values that outlive the run, in the program's output order.
     """
 
@@ -115,13 +115,20 @@ class Task:
         self.nodes = nodes
         self.key: tuple[Any, ...] = ()
         self.key_parts: list[Any] = []
-        self.inputs: list[torch.Tensor] = []
+        self.inputs: list[Any] = []
         self.input_slots: list[int] = []
         self.params: list[Any] = []
         self.slots: dict[Value, int] = {}
         self.results: list[list[Output] | None] = []
         self.outputs: list[Value] = []
         self.escaping: set[int] = set()
+
+    def resolve(self) -> None:
+        """Take the inputs again, now that none is in the making any more."""
+        if all(isinstance(buffer, torch.Tensor) for buffer in self.inputs):
+            return
+        values = list(self.slots)
+        self.inputs = [values[slot].concrete for slot in self.input_slots]
 
     def build(self) -> Program:
         """Make the program of this task; done once per key."""

@@ -26,10 +26,13 @@ class Tape:
     ``room`` is what the recorder may still add before it has to ``measure``: cheap to keep, and never too large,
     because nodes that die give nothing back. While ``grace`` is positive, the tape is full but waits for a node like
     ``cut_at``, where it was last run for being full: a loop that never reads is cut once around, at one place, so that
-    what is run repeats.
+    what is run repeats. ``piece``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
+    the nodes that were run.
     """
 
     __slots__ = (
+        "_charged",
+        "_given",
         "_kept",
         "_recorded",
         "_resident_limit",
@@ -37,8 +40,10 @@ class Tape:
         "device",
         "entries",
         "grace",
+        "piece",
         "resident",
         "room",
+        "run",
         "sequence",
     )
 
@@ -49,6 +54,10 @@ class Tape:
         self.resident: list[weakref.ref[Value]] = []
         self.room = 0
         self.grace = 0
+        self.piece = 0
+        self.run = 0
+        self._given = 0
+        self._charged = 0
         self.cut_at: tuple[object, ...] | None = None
         self._resident_limit = 4096
         self._recorded = 0
@@ -58,6 +67,22 @@ class Tape:
         """Add a node; ``cost`` is what the recorder charges for it against ``room``."""
         self.entries.append(weakref.ref(node))
         self.room -= cost
+
+    def take_back(self, nodes: list[Node]) -> None:
+        """Nodes that counted as run are pending again."""
+        self.entries += [weakref.ref(node) for node in nodes]
+        self._recorded -= len(nodes)
+        self.run -= len(nodes)
+
+    def give_room(self, room: int) -> None:
+        """Let the recorder add so much before it asks again."""
+        self._charged += self._given - self.room
+        self._given = self.room = room
+
+    @property
+    def charged(self) -> int:
+        """What all nodes that were ever added were charged."""
+        return self._charged + self._given - self.room
 
     @property
     def recorded(self) -> int:

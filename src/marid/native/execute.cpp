@@ -303,6 +303,7 @@ void* marid_run_new(void* given, int64_t inputs, void* const* tensors, const int
   run->program = static_cast<Program*>(given);
   run->slots.resize(run->program->slots);
   for (int64_t i = 0; i < inputs; i++) {
+    if (tensors[i] == nullptr) continue;  // comes later, by marid_run_link
     run->slots[input_slots[i]] = at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
         static_cast<c10::TensorImpl*>(tensors[i])));
   }
@@ -359,6 +360,10 @@ int marid_run_go(void* given, void* generator, double seconds) {
   }
   return 0;
 }
+// Take an input from a slot of another run.
+void marid_run_link(void* run, int64_t slot, void* from, int64_t from_slot) {
+  static_cast<Run*>(run)->slots[slot] = static_cast<Run*>(from)->slots[from_slot];
+}
 int64_t marid_run_next(void* run) { return static_cast<int64_t>(static_cast<Run*>(run)->next); }
 int marid_run_has(void* run, int64_t slot) { return static_cast<Run*>(run)->slots[slot].defined() ? 1 : 0; }
 // The tensor in a slot, for Python; with the interpreter's lock.
@@ -375,10 +380,10 @@ const char* marid_warnings_text(void* given, int64_t index) {
   auto* warnings = static_cast<Warnings*>(given);
   return index < static_cast<int64_t>(warnings->kept.size()) ? warnings->kept[index].c_str() : nullptr;
 }
-void marid_warnings_end(void* given) {
-  auto* warnings = static_cast<Warnings*>(given);
-  c10::WarningUtils::set_warning_handler(warnings->outer);
-  delete warnings;
+// No longer keep what is warned of; on the thread that began.
+void marid_warnings_suspend(void* given) {
+  c10::WarningUtils::set_warning_handler(static_cast<Warnings*>(given)->outer);
 }
+void marid_warnings_free(void* given) { delete static_cast<Warnings*>(given); }
 
 }  // extern "C"

@@ -25,7 +25,7 @@
 namespace {
 
 constexpr size_t kAlign = 64;  // what PyTorch's allocator aligns to
-constexpr int64_t kHugePage = int64_t(2) << 20;
+constexpr size_t kHugePage = size_t(2) << 20;
 constexpr size_t kPooled = size_t(64) << 10;  // smaller blocks are cheap to get and to give back
 
 c10::Allocator* plain() { return c10::GetDefaultCPUAllocator(); }
@@ -94,6 +94,47 @@ void* take(size_t bytes) {
   std::lock_guard<std::mutex> held(lock);
   pool.handed_out[ptr] = bytes;
   return ptr;
+}
+
+// --- the arena: one slab that all planned runs put their blocks in, one run at a time ---
+
+constexpr int kWindow = 64;  // runs after which a slab that none of them needed is made smaller
+
+struct {
+  Slab* slab = nullptr;
+  size_t needed = 0;  // by the recent runs
+  int runs = 0;
+} arena;
+
+// Give the slab up, with the lock; its memory goes when nobody holds a block of it.
+void give_up() {
+  if (arena.slab == nullptr) return;
+  arena.slab->retired = true;
+  if (arena.slab->users == 0) drop(arena.slab);
+  arena.slab = nullptr;
+}
+
+// A slab of at least so many bytes, or null; a much larger one is replaced when no recent run needed it.
+Slab* reserve(size_t bytes) {
+  std::lock_guard<std::mutex> held(lock);
+  arena.needed = std::max(arena.needed, bytes);
+  if (++arena.runs >= kWindow) {
+    if (arena.slab != nullptr && arena.needed < arena.slab->bytes / 2) give_up();
+    arena.needed = 0;
+    arena.runs = 0;
+  }
+  if (arena.slab != nullptr && arena.slab->bytes >= bytes) return arena.slab;
+  give_up();
+  size_t wanted = bytes >= kHugePage ? (bytes + kHugePage - 1) / kHugePage * kHugePage : std::max<size_t>(bytes, 1);
+  void* base = nullptr;
+  if (posix_memalign(&base, bytes >= kHugePage ? kHugePage : kAlign, wanted) != 0) return nullptr;
+  if (bytes >= kHugePage) madvise(base, wanted, MADV_HUGEPAGE);
+  auto* slab = new Slab;
+  slab->bytes = wanted;
+  slab->base = static_cast<char*>(base);
+  slabs.push_back(slab);
+  arena.slab = slab;
+  return slab;
 }
 
 // --- runs ---
@@ -275,33 +316,20 @@ void* marid_memory_plan(int64_t blocks, const int64_t* sizes, const int64_t* off
 }
 void marid_memory_forget(void* plan) { delete static_cast<Plan*>(plan); }
 
-// A slab of so many bytes, or null when there is not enough memory.
-void* marid_memory_slab(int64_t bytes) {
-  void* base = nullptr;
-  if (posix_memalign(&base, bytes >= kHugePage ? kHugePage : kAlign, static_cast<size_t>(bytes)) != 0) return nullptr;
-  if (bytes >= kHugePage) madvise(base, static_cast<size_t>(bytes), MADV_HUGEPAGE);
-  auto* slab = new Slab;
-  slab->bytes = static_cast<size_t>(bytes);
-  slab->base = static_cast<char*>(base);
-  std::lock_guard<std::mutex> held(lock);
-  slabs.push_back(slab);
-  return slab;
+// Begin a run on this thread, one at a time in the process: one that is watched, or one that follows a plan of so many
+// bytes in the arena; 0 when there is not that much memory.
+void marid_memory_watch() {
+  current = new Run;
 }
-// Give a slab up; its memory goes when nobody holds a block of it.
-void marid_memory_retire(void* given) {
-  auto* slab = static_cast<Slab*>(given);
-  std::lock_guard<std::mutex> held(lock);
-  slab->retired = true;
-  if (slab->users == 0) drop(slab);
-}
-
-// Begin a run on this thread: one that follows `plan` in `slab`, or is watched (both null).
-void marid_memory_begin(void* plan, void* slab) {
+int marid_memory_follow(void* plan, int64_t peak) {
+  Slab* slab = reserve(static_cast<size_t>(peak));
+  if (slab == nullptr) return 0;
   auto* run = new Run;
   run->plan = static_cast<Plan*>(plan);
-  run->slab = static_cast<Slab*>(slab);
-  run->follows = plan != nullptr;
+  run->slab = slab;
+  run->follows = true;
   current = run;
+  return 1;
 }
 // End the watched run of this thread; it is read and freed by marid_memory_seen.
 void* marid_memory_end_watched() {
@@ -309,17 +337,26 @@ void* marid_memory_end_watched() {
   current = nullptr;
   return run;
 }
-// End a run that follows a plan: 0, plus 1 when it left the plan, plus 2 when blocks of the slab are still held.
+// End a run that follows a plan; whether it left the plan. A slab of which somebody still holds a block is given up.
 int marid_memory_end() {
   Run* run = current;
   current = nullptr;
   int left = !run->follows || run->next != run->plan->events.size() ? 1 : 0;
   {
     std::lock_guard<std::mutex> held(lock);
-    if (run->slab->users != 0) left += 2;
+    if (run->slab->users != 0 && run->slab == arena.slab) give_up();
   }
   delete run;
   return left;
+}
+// Give the arena's memory back; between runs.
+void marid_memory_release() {
+  std::lock_guard<std::mutex> held(lock);
+  give_up();
+}
+int64_t marid_memory_arena_bytes() {
+  std::lock_guard<std::mutex> held(lock);
+  return arena.slab == nullptr ? 0 : static_cast<int64_t>(arena.slab->bytes);
 }
 int64_t marid_memory_seen_blocks(void* run) { return static_cast<int64_t>(static_cast<Run*>(run)->seen.sizes.size()); }
 int64_t marid_memory_seen_events(void* run) {

@@ -1,0 +1,131 @@
+"""Tasks that run on the device's own thread (``native/queue.cpp``) while the user's threads go on recording.
+
+What a value holds in place of its tensor until then is the flight that makes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from marid.execute.arena import Placement
+from marid.execute.flat import FlatProgram
+from marid.execute.kernel_warnings import warn_of
+from marid.execute.table import TableRun
+from marid.graph.node import Node, Value, finish, input_values, root_of
+from marid.graph.program import Task
+from marid.native import int64s, library
+
+__all__ = ["Flight", "Positioned"]
+
+Positioned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+
+_PLAIN, _WATCHED, _PLANNED = range(3)
+
+
+class Flight:
+    """A task handed to the device's thread.
+
+    ``number`` grows from flight to flight; flights are done in that order. ``roots`` are the values whose memory it may
+    write. Until it is done, its nodes count as run, and what they forgot is kept here, to be given back if it is not.
+    """
+
+    __slots__ = ("_kept", "_sources", "give_back", "job", "number", "placement", "program", "roots", "run", "task")
+
+    def __init__(
+        self,
+        task: Task,
+        program: FlatProgram,
+        placement: Placement | None,
+        run: TableRun,
+        give_back: Callable[[list[Node]], None],
+    ) -> None:
+        assert library is not None
+        self.task = task
+        self.program = program
+        self.placement = placement
+        self.run = run
+        self.give_back = give_back
+        self.number = 0
+        self.roots = [
+            root_of(value)
+            for node in task.nodes
+            if node.op is not None and node.op.mutates
+            for value in input_values(node)
+        ]
+        self._kept: list[tuple[Any, ...]] = []
+        self._sources, slots, from_slots = _links(task)
+        if placement is None:
+            memory, plan, peak = _PLAIN, None, 0
+        elif placement.plan is None:
+            memory, plan, peak = _WATCHED, None, 0
+        else:
+            memory, plan, peak = _PLANNED, placement.native, placement.plan.peak
+        pointers = (ctypes.c_void_p * len(slots))(*[source.pointer for source in self._sources])
+        self.job: int = library.marid_job_new(
+            run.pointer, len(slots), int64s(slots), pointers, int64s(from_slots), memory, plan, peak
+        )
+
+    def __del__(self) -> None:
+        if library is not None:
+            library.marid_job_free(self.job)
+
+    def start(self, positioned: Any) -> bool:
+        """Hand it over; False when the process is about to end. ``positioned`` gives the generators of what it draws."""
+        assert library is not None
+        self.number = library.marid_job_submit(self.job, positioned)
+        if self.number == 0:
+            return False
+        for node in self.task.nodes:
+            self._kept.append((node, node.args, node.kwargs, node.after, node.overwrites))
+            finish(node)
+        for value in self.task.outputs:
+            value.concrete = self  # pyright: ignore[reportAttributeAccessIssue]
+        return True
+
+    def land(self) -> None:
+        """It is done: give its values their tensors."""
+        for value, tensor in zip(self.task.outputs, self.run.tensors(self.program.program.output_slots), strict=True):
+            value.concrete = tensor
+        self._note_memory(True)
+
+    def take_back(self) -> None:
+        """It will not run, or did not come to its end: let its nodes be pending again."""
+        for value in self.task.outputs:
+            value.concrete = None
+        for node, args, kwargs, after, overwrites in self._kept:
+            node.args, node.kwargs, node.after, node.overwrites = args, kwargs, after, overwrites
+        self._note_memory(False)
+        self.give_back(self.task.nodes)
+
+    def warn(self) -> None:
+        """Warn of what its kernels have warned of."""
+        assert library is not None
+        warnings = library.marid_job_warnings(self.job)
+        if warnings is not None:
+            warn_of(warnings)
+
+    def _note_memory(self, completed: bool) -> None:
+        assert library is not None
+        if self.placement is not None:
+            watched = library.marid_job_watched(self.job)
+            self.placement.ended(completed, watched, bool(library.marid_job_left(self.job)))
+
+
+def _links(task: Task) -> tuple[list[TableRun], list[int], list[int]]:
+    """For each input that is still in flight: the run that makes it, its slot here, and its slot there."""
+    sources: list[TableRun] = []
+    slots: list[int] = []
+    from_slots: list[int] = []
+    values: list[Value] = []
+    for slot, buffer in zip(task.input_slots, task.inputs, strict=True):
+        if not isinstance(buffer, torch.Tensor):
+            values = values or list(task.slots)
+            flight: Flight = buffer
+            sources.append(flight.run)
+            slots.append(slot)
+            from_slots.append(flight.task.slots[values[slot]])
+    return sources, slots, from_slots

@@ -1,0 +1,62 @@
+"""Running ahead: work that will be asked for runs before it is asked for, while the user's thread records the rest.
+
+Lazy means that what nobody reads is never run. But a loop that comes to the same read again and again, and of which
+nearly all that it recorded had run by then, will need what it records now as well. From the third time on its work is
+handed to the engine in pieces: whenever so much has been recorded as makes a fixed part of what the loop takes, and what
+is left at the read itself. The places depend on what is recorded alone, never on time, so the same programs recur.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marid.graph.tape import Tape
+
+__all__ = ["Rhythm"]
+
+_PIECES = 6  # of one time around a loop
+_FEWEST = 64  # operations in a loop that is worth it
+_NEEDED = 0.95  # of what it recorded
+_TURNS = 2
+_SITES = 256
+
+
+class _Line:
+    """What is known of a line that reads: the counts of the tape at its last turn, and when it was last read at."""
+
+    __slots__ = ("charged", "piece", "read", "recorded", "run", "turns")
+
+    def __init__(self, tape: Tape) -> None:
+        self.read = self.recorded = tape.recorded
+        self.run = tape.run
+        self.charged = tape.charged
+        self.piece = self.turns = 0
+
+
+class Rhythm:
+    """When the lines that read from one device come around."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Any, _Line] = {}
+
+    def piece(self, site: Any, tape: Tape) -> int:
+        """A value is read at ``site``: how much, in units of ``Tape.room``, the tape may hold until it is handed over;
+        0 to wait until it is asked for."""
+        line = self._lines.get(site)
+        if line is None:
+            if len(self._lines) >= _SITES:
+                self._lines.clear()
+            self._lines[site] = _Line(tape)
+            return 0
+        since, line.read = tape.recorded - line.read, tape.recorded
+        if since < _FEWEST:  # the same turn, or a loop too short to be worth it
+            return tape.piece
+        recorded, run, charged = tape.recorded - line.recorded, tape.run - line.run, tape.charged - line.charged
+        line.recorded, line.run, line.charged = tape.recorded, tape.run, tape.charged
+        line.turns = line.turns + 1 if run >= _NEEDED * recorded else 0
+        if line.turns < _TURNS:
+            return 0
+        piece = max(charged // _PIECES, 1)
+        if abs(piece - line.piece) > line.piece // 4:  # else the places would move with every small change
+            line.piece = piece
+        return line.piece

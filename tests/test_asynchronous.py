@@ -1,0 +1,319 @@
+"""The device's own thread: work runs there while recording goes on, ahead of being asked for where that is sure to come."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import marid
+from marid.frontend import handles
+from marid.frontend.materialize import engine
+from marid.native import library
+from tests.helpers import DEVICE, interrupted
+
+pytestmark = pytest.mark.skipif(library is None, reason="needs C++")
+
+LOOPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    yield
+    torch.remote_accelerator.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
+    for index in range(handles.device_count):
+        handles.tape(index).piece = 0
+
+
+def _model(device: str) -> Callable[[], torch.Tensor]:
+    """A training step with enough operations to be cut in pieces, dropout and a write that is read later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.Tanh()) for _ in range(8)]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(4, 16).to(device)
+    count = torch.zeros((), device=device)
+    torch.manual_seed(1)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean() + count * 0.1
+        loss.backward()
+        optimizer.step()
+        count.add_(1)
+        return loss
+
+    return step
+
+
+def _flights() -> int:
+    return len(engine._flights)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_loop_runs_ahead_and_gives_eager_losses() -> None:
+    """Read at the end of each step: from the third on, pieces are handed over while the rest is recorded."""
+    step = _model("cpu")
+    losses = [step().item() for _ in range(LOOPS)]
+    step, ahead = _model(DEVICE), []
+    for expected in losses:
+        loss = step()
+        ahead.append(bool(handles.tape(0).piece))
+        assert loss.item() == expected
+    assert ahead[:2] == [False, False]
+    assert all(ahead[4:])
+    assert marid.stats().pending_nodes == 0
+
+
+def test_reads_at_several_places_and_of_other_tensors() -> None:
+    """Values read early, late, twice, and never."""
+
+    def run(device: str) -> list[Any]:
+        step = _model(device)
+        seen: list[Any] = []
+        kept = []
+        for index in range(LOOPS):
+            loss = step()
+            seen.append(loss.item())
+            kept.append(loss * 2)
+            if index % 3 == 0:
+                seen.append(float(loss + 1))
+        return [seen, [k.item() for k in kept]]
+
+    assert run(DEVICE) == run("cpu")
+
+
+def test_what_is_not_read_is_not_run_ahead() -> None:
+    """A loop of which half is never needed waits to be asked."""
+    x = torch.ones(8, device=DEVICE)
+    kept = []
+    marid.reset_stats()
+    for _ in range(LOOPS):
+        y, unread = x, x
+        for _ in range(50):
+            y, unread = y * 1.5, unread + 1
+        kept.append(unread)
+        y.sum().item()
+    assert marid.stats().ops_executed == LOOPS * 51 + 1
+    assert all(not tensor.materialized for tensor in kept)
+
+
+@pytest.mark.parametrize("hold", [marid.no_sync, marid.capture])
+def test_blocks_in_which_nothing_runs_ahead(hold: Callable[[], Any]) -> None:
+    """``no_sync`` and ``capture`` see all that is recorded in them, in a loop that runs ahead too."""
+    step = _model(DEVICE)
+    for _ in range(5):
+        step().item()
+    torch.remote_accelerator.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
+    before = marid.stats()
+    with hold():
+        kept = step()
+        assert marid.stats().ops_executed == before.ops_executed
+    assert not kept.materialized
+
+
+def _failing(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    y = x
+    for position in range(100):
+        y = y * 1.01
+        if position == 40:
+            y = y + x.index_select(0, index)
+    return y
+
+
+def test_an_error_is_raised_where_its_value_is_read() -> None:
+    """In the middle of a loop that runs ahead, with both lines; what does not depend on it is right, and the loop goes
+    on."""
+    x = torch.arange(4.0, device=DEVICE)
+    good, bad = (torch.tensor([0, 1, 2, at]) for at in (3, 7))
+    plain = _failing(x.cpu(), good)
+    for turn in range(LOOPS):
+        other = x
+        for _ in range(30):
+            other = other + 1
+        result = _failing(x, (bad if turn == 8 else good).to(DEVICE))
+        if turn == 8:
+            with pytest.raises(marid.errors.MaterializationError, match="index_select") as raised:
+                result.tolist()
+            assert "_failing" in str(raised.value) or "test_asynchronous.py" in str(raised.value)
+            assert str(raised.value).count("test_asynchronous.py") == 2
+            with pytest.raises(IndexError):
+                result.sum().item()
+        else:
+            assert torch.equal(result.cpu(), plain)
+        assert torch.equal(other.cpu(), x.cpu() + 30)
+
+
+def test_an_error_that_nobody_reads_stops_nothing() -> None:
+    """It waits, with its operation, for a reader that never comes."""
+    x, bad = torch.arange(4.0, device=DEVICE), torch.tensor([9]).to(DEVICE)
+    for turn in range(LOOPS):
+        y = x
+        for _ in range(80):
+            y = y + 1
+        if turn == 7:
+            lost = x.index_select(0, bad)
+            z = lost * 2
+        assert y.sum().item() == x.cpu().sum().item() + 80 * 4
+    with pytest.raises(marid.errors.MaterializationError):
+        z.tolist()
+
+
+def test_ctrl_c_while_waiting() -> None:
+    """The wait ends at once, the work does not: the value is there for who reads it again."""
+    x = torch.ones(400, 400, device=DEVICE)
+
+    def work() -> torch.Tensor:
+        y = x
+        for _ in range(300):
+            y = torch.sin(y @ x * 1e-3)
+        return y.sum()
+
+    expected = [work().item() for _ in range(3)][-1]
+    y = work()
+    started = time.perf_counter()
+    with interrupted(0.05), pytest.raises(KeyboardInterrupt):
+        y.item()
+    assert time.perf_counter() - started < 5
+    assert y.item() == expected
+
+
+def test_many_threads_record_and_read_at_once() -> None:
+    """Each its own loop on one device, and all of them one tensor."""
+    shared = torch.arange(64.0, device=DEVICE)
+    errors: list[BaseException] = []
+
+    def loop(seed: int) -> None:
+        try:
+            x = torch.full((64,), float(seed), device=DEVICE)
+            plain = x.cpu()
+            for _ in range(LOOPS):
+                for _ in range(40):
+                    x = (x + shared).sin()
+                    plain = (plain + torch.arange(64.0)).sin()
+                assert torch.equal(x.cpu(), plain)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=loop, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors
+
+
+def test_a_fork_while_work_is_in_flight() -> None:
+    """The child has its values, and a thread of its own."""
+    x = torch.rand(64, device=DEVICE)
+
+    def work(times: int) -> torch.Tensor:
+        y = x
+        for _ in range(times):
+            y = (y * 1.01).sin()
+        return y.sum()
+
+    expected = [work(100).item() for _ in range(5)][-1]
+    result = work(100)
+    child = os.fork()
+    if child == 0:
+        same = [result.item(), *(work(100).item() for _ in range(5))]
+        os._exit(0 if set(same) == {expected} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert result.item() == work(100).item() == expected
+
+
+def test_warnings_of_kernels_come_to_the_line_that_waits() -> None:
+    """And are errors there if the filters say so, with the results safe."""
+    x = torch.ones(1, device=DEVICE)
+
+    def work() -> torch.Tensor:
+        y = x
+        for _ in range(70):
+            y = y * 1
+        return y.var() + y
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            work().tolist()
+    result = work()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="degrees of freedom"):
+            result.tolist()
+    assert math.isnan(result.item())
+
+
+def test_the_settings_of_a_thread_go_with_its_work() -> None:
+    """The number of threads and the treatment of denormal numbers are those where the work was asked for."""
+    tiny = torch.tensor([1e-40]).to(DEVICE)
+
+    def halves() -> float:
+        y = tiny
+        for _ in range(3):
+            y = y * 0.5
+        return y.item()
+
+    assert halves() == halves() == halves() != 0
+    if torch.set_flush_denormal(True):
+        try:
+            assert halves() == 0
+        finally:
+            torch.set_flush_denormal(False)
+        assert halves() != 0
+
+
+def test_loops_that_never_read_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In nodes, in flights and in memory."""
+    monkeypatch.setattr(marid.settings, "max_pending_nodes", 1000)
+    x = torch.zeros(1000, device=DEVICE)
+    most = 0
+    for _ in range(6000):
+        x = x + 1
+        most = max(most, _flights())
+    assert most <= 16
+    assert marid.stats().pending_nodes <= 1000
+    assert x.sum().item() == 6000 * 1000
+
+
+def test_a_write_to_what_is_in_flight() -> None:
+    """Reading, writing and viewing values whose flights may not have landed."""
+
+    def run(device: str) -> list[Any]:
+        x = torch.zeros(8, device=device)
+        seen = []
+        for turn in range(LOOPS):
+            view = x[2:5]
+            for _ in range(70):
+                x += 1
+            view.mul_(0.5)
+            seen.append(view.sum().item())
+            x[0] = turn
+            seen.append(x.tolist())
+        return seen
+
+    assert run(DEVICE) == run("cpu")
+
+
+def test_without_it() -> None:
+    """``asynchronous = False`` runs everything on the thread that reads."""
+    before = marid.settings.asynchronous
+    marid.settings.asynchronous = False
+    try:
+        step = _model("cpu")
+        losses = [step().item() for _ in range(6)]
+        step = _model(DEVICE)
+        for expected in losses:
+            assert step().item() == expected
+            assert _flights() == 0
+            assert not handles.tape(0).piece
+    finally:
+        marid.settings.asynchronous = before
