@@ -50,12 +50,8 @@ class Flight:
         self.run = run
         self.give_back = give_back
         self.number = 0
-        self.roots = [
-            root_of(value)
-            for node in task.nodes
-            if node.op is not None and node.op.mutates
-            for value in input_values(node)
-        ]
+        writes = [node for node in task.nodes if node.op is not None and node.op.mutates]
+        self.roots = [root_of(value) for node in writes for value in input_values(node)]
         self._kept: list[tuple[Any, ...]] = []
         self._sources, slots, from_slots = _links(task)
         if placement is None:
@@ -74,7 +70,7 @@ class Flight:
             library.marid_job_free(self.job)
 
     def start(self, positioned: Any) -> bool:
-        """Hand it over; False when the process is about to end. ``positioned`` gives the generators of what it draws."""
+        """Hand it over; False when the process is about to end. ``positioned`` gives it generators."""
         assert library is not None
         self.number = library.marid_job_submit(self.job, positioned)
         if self.number == 0:

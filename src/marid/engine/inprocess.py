@@ -74,8 +74,8 @@ class concretely:
 
 
 class InProcessEngine:
-    """Runs programs in the order in which they come: what need not be done at once on the device's own thread where it is
-    known, everything else on the calling thread once that one is idle."""
+    """Runs programs in the order in which they come: what need not be done at once, and is known, on the device's own
+    thread; everything else on the calling thread, once that one is idle."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -218,7 +218,7 @@ class InProcessEngine:
             self._recover()
 
     def _recover(self) -> None:
-        """An operation raised on the device's thread: do it again here, where it can, and take back all that follows."""
+        """An operation raised on the device's thread: do it again here, and take back all that follows."""
         assert library is not None
         failed, *following = self._flights
         self._flights.clear()

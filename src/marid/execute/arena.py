@@ -51,7 +51,8 @@ class Placement:
         return bool(library.marid_memory_follow(self.native, self.plan.peak))
 
     def ended(self, completed: bool, watched: int | None, left: bool) -> None:
-        """A run has ended: one that was watched, and where to read what was seen, or one that may have left its plan."""
+        """A run has ended: one that was ``watched`` (where to read what was seen), or one that may have ``left`` its
+        plan."""
         if watched is not None:
             seen = _read(watched)
             if completed and self.plan is None:

@@ -179,8 +179,8 @@ def concrete(tensor: Any, reason: str) -> torch.Tensor:
 
 
 def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
-    """Have a cut run, now or (``ahead``) soon, and keep the books. Raises ``MaterializationError`` for the first operation that has
-    failed and, before any has run, ``MemoryLimitError``."""
+    """Have a cut run, now or (``ahead``) soon, and keep the books. Raises ``MaterializationError`` for the first operation
+    that has failed and, before any has run, ``MemoryLimitError``."""
     try:
         limit = settings.memory_limit
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
@@ -195,8 +195,8 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
 
 
 def run_everything(tape: Tape, wait: bool = True) -> LazyTensorError | None:
-    """Have all that is pending run, and wait for it if asked to; the first failure, after running what does not depend on
-    it. Runs nothing more when memory does not suffice."""
+    """Have all that is pending run, and wait for it if asked to; the first failure, after running what does not depend
+    on it. Runs nothing more when memory does not suffice."""
     first = None
     while True:
         try:
