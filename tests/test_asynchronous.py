@@ -1,4 +1,4 @@
-"""The device's own thread: work runs there while recording goes on, ahead of being asked for where it surely will be."""
+"""The device's own thread: work runs there while recording goes on, before it is asked for where it surely will be."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ _SEEN = 256
 class FlatProgram:
     """A program ready to run on concrete tensors. ``source`` is it as Python text.
 
-    ``in_cpp`` says that all its operators are PyTorch's own. ``transient_bytes`` is the forecast of what its results take
-    at once, with the sizes of the run it was built for.
+    ``in_cpp`` says that all its operators are PyTorch's own. ``transient_bytes`` is the forecast of what its results
+    take at once, with the sizes of the run it was built for.
     """
 
     def __init__(self, program: Program, transient_bytes: int) -> None:

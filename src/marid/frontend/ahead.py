@@ -2,8 +2,8 @@
 
 Lazy means that what nobody reads is never run. But a loop that comes to the same read again and again, and of which
 nearly all that it recorded had run by then, will need what it records now as well. From its third turn on it is handed
-to the engine in pieces: whenever so much has been recorded as makes a fixed part of a turn, and what is left at the read
-itself. The places depend on what is recorded alone, never on time, so the same programs recur.
+to the engine in pieces: whenever so much has been recorded as makes a fixed part of a turn, and what is left at the
+read itself. The places depend on what is recorded alone, never on time, so the same programs recur.
 """
 
 from __future__ import annotations

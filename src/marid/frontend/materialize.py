@@ -179,8 +179,8 @@ def concrete(tensor: Any, reason: str) -> torch.Tensor:
 
 
 def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
-    """Have a cut run, now or (``ahead``) soon, and keep the books. Raises ``MaterializationError`` for the first operation
-    that has failed and, before any has run, ``MemoryLimitError``."""
+    """Have a cut run, now or (``ahead``) soon, and keep the books. Raises ``MaterializationError`` for the first
+    operation that has failed and, before any has run, ``MemoryLimitError``."""
     try:
         limit = settings.memory_limit
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
