@@ -94,12 +94,14 @@ def register() -> None:
 def _allow_exact_type() -> None:
     # Optimizers group parameters into foreach operators, and make_fx traces tensors, by exact type.
     from torch.fx.experimental import proxy_tensor
+    from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, LazyTensor)
-    supported: list[Any] = _foreach_utils._foreach_supported_types
-    if LazyTensor not in supported:
-        supported.append(LazyTensor)
+    modules: list[Any] = [optimizer, _foreach_utils]
+    for module in modules:
+        if LazyTensor not in module._foreach_supported_types:
+            module._foreach_supported_types.append(LazyTensor)
 
 
 # What kernels ask for when they run, and set with these functions of ``torch._C``.

@@ -7,6 +7,7 @@ taken apart when they arrive whole (in inference mode, when autograd is off).
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,7 @@ def register() -> None:
         _library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
     _choose_linear_cross_entropy_as_on_the_cpu()
     _average_weights_as_on_the_cpu()
+    _optimize_as_on_the_cpu()
 
 
 # Subclasses always compute the vectors too, by another LAPACK routine, in case somebody differentiates.
@@ -208,6 +210,22 @@ def _average_weights_as_on_the_cpu() -> None:
     module: Any = torch.optim.swa_utils
     supported = module._get_foreach_kernels_supported_devices
     module._get_foreach_kernels_supported_devices = lambda: [n for n in supported() if n != handles.DEVICE_TYPE]
+
+
+def _optimize_as_on_the_cpu() -> None:
+    # With foreach operators these two calculate in another order; all others do not.
+    for name in ("asgd", "radam"):
+        module: Any = importlib.import_module(f"torch.optim.{name}")
+        module._default_to_fused_or_foreach = _one_by_one(module._default_to_fused_or_foreach)
+
+
+def _one_by_one(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+    @functools.wraps(choose)
+    def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[bool, bool]:
+        lazy = any(p is not None and p.device.type == handles.DEVICE_TYPE for p in params)
+        return (False, False) if lazy else choose(params, *args, **kwargs)
+
+    return wrapper
 
 
 @functools.lru_cache(maxsize=4096)
