@@ -46,6 +46,9 @@ _MASK_WRITTEN = {"aten::index_put", "aten::index_put_", "aten::_unsafe_index_put
 # Operators whose result lies in the memory of its first argument although the schema does not say so.
 _UNMARKED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 
+# Operators that do nothing, but return another tensor.
+_SAME_VALUE = {torch.ops.aten.detach.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
+
 Handler = Callable[["Recorder", tuple[Any, ...], dict[str, Any]], Any]
 _handlers: dict[Any, Handler] = {}
 
@@ -66,7 +69,8 @@ def special(*funcs: Any) -> Callable[[Handler], Handler]:
 class Recorder:
     """How one operator overload is recorded.
 
-    ``known`` has what is known of its calls, by key. A ``plain`` operator needs nothing but the key to be recorded.
+    ``known`` has what is known of its calls, by key. A ``plain`` operator needs nothing but the key to be recorded, one
+    that returns the ``same_value`` not even that.
     ``exact_floats`` makes floating-point numbers part of the key.
     """
 
@@ -81,6 +85,7 @@ class Recorder:
         "plain",
         "position",
         "random",
+        "same_value",
         "takes_generator",
         "written",
     )
@@ -113,6 +118,7 @@ class Recorder:
         self.bumps = mutates and name.startswith("aten::_foreach_")
         self.known: dict[Any, Known] = {}
         self.handler = _handlers.get(func)
+        self.same_value = func in _SAME_VALUE
         if self.handler is None and _is_composite(func):
             self.handler = _decompose
         from_numbers = not any("Tensor" in str(a.type) and not a.is_out for a in schema.arguments)
@@ -235,10 +241,11 @@ class Known:
 
     ``repeats`` says that another such call needs nothing but one more node. Where there is one result, it is an
     argument (``returned``), or new: of ``spec``, a view of argument ``view_of`` if that is not None, and copied from
-    the pattern at the address ``pattern`` where there are patterns.
+    the pattern at the address ``pattern`` where there are patterns. Of several results, ``several`` says the same in
+    tuples; it is None where they are not a plain list.
     """
 
-    __slots__ = ("cost", "pattern", "repeats", "returned", "rule", "spec", "tape", "view_of", "writes")
+    __slots__ = ("cost", "pattern", "repeats", "returned", "rule", "several", "spec", "tape", "view_of", "writes")
 
     def __init__(self, rule: infer.Rule, writes: list[int], tape: Tape) -> None:
         self.rule = rule
@@ -249,12 +256,28 @@ class Known:
         self.returned = one.same_as
         self.spec = one.spec if one.same_as is None else None
         self.view_of = one.view_of
-        self.pattern = None if self.spec is None or self.spec.pattern is None else self.spec.pattern._cdata
+        self.pattern = _pattern(self.spec)
+        self.several = () if rule.returns is None else None
+        if type(rule.returns) is list:
+            described = [_described(part) for part in rule.returns]
+            self.several = None if NotImplemented in described else tuple(described)
 
     def follow_settings(self) -> None:
         """Work out again what depends on ``marid.settings``."""
         self.cost = cost_of(self.rule.nbytes)
         self.repeats = self.rule.eager is None and not self.rule.resized and not settings.log_intercepts
+
+
+def _pattern(spec: Spec | None) -> int | None:
+    return None if spec is None or spec.pattern is None else spec.pattern._cdata
+
+
+def _described(part: Any) -> Any:
+    if part is None:
+        return None
+    if type(part) is list or (part.same_as is None and _pattern(part.spec) is None):
+        return NotImplemented
+    return part.same_as, part.path, part.spec, _pattern(part.spec), part.view_of
 
 
 def _indexes_by_number(indices: Any) -> bool:

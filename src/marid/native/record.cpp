@@ -43,10 +43,10 @@ using marid::Slots;
 Slots operation, node, output, storage, recorder, known, tape;
 enum OperationSlot { kMutates };
 enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, kOverwrites, kOuts, kConcrete };
-enum OutputSlot { kOutputSpec, kOutputRoot };
+enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
 enum StorageSlot { kLastRead, kLastWrite };
-enum RecorderSlot { kRecorderOp, kPlain, kExactFloats, kKnown };
-enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kWrites, kTape, kCost };
+enum RecorderSlot { kRecorderOp, kPlain, kSameValue, kExactFloats, kKnown, kBumps };
+enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
 enum TapeSlot { kSequence, kEntries, kRoom };
 
 PyTypeObject* handle_type;
@@ -54,7 +54,7 @@ PyObject *not_recorded, *bucket;  // see frontend/calls.py
 PyObject *sites, *internal, *capture_site, *thread_state;  // see semantics/scopes.py
 PyObject* storage_of;  // see frontend/handles.py
 PyObject* recorders;  // by identity of the operator
-PyObject *value_name, *storage_name, *scope_name, *backward_name;  // "_value", "_storage", "scope", "backward"
+PyObject *value_name, *storage_name, *scope_name, *backward_name, *pattern_name, *address_name;  // attributes
 PyObject *unit, *large, *yes, *no;
 
 bool is_value(PyObject* object) { return Py_TYPE(object) == node.type || Py_TYPE(object) == output.type; }
@@ -78,6 +78,7 @@ struct Formal {
 struct Operator {
   std::vector<Formal> formals;
   size_t positional = 0;
+  bool returns_list = false;
   PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
 };
 
@@ -372,7 +373,7 @@ bool order(PyObject* of, const Call& call, PyObject* writes) {
 
 // --- recording -------------------------------------------------------------------------------------------------------
 
-// A tensor copied from a pattern, with its Python object.
+// A tensor copied from a pattern, with its Python object; undefined after an error.
 at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
   auto* pattern = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
   auto copy = pattern->shallow_copy_and_detach(c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
@@ -382,17 +383,72 @@ at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
   return handle && PyObject_SetAttr(handle.get(), value_name, value) == 0 ? made : at::Tensor();
 }
 
-// Add a node for a call to the tape; the result for the user, none after an error. Until it is added, nothing changes.
-at::Tensor add(PyObject* by, PyObject* like, const Call& call, long long room) {
+at::Tensor argument(const Call& call, PyObject* index) {
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+      call.impls[PyLong_AsSize_t(index)]));
+}
+
+using Results = c10::SmallVector<at::Tensor, 4>;
+
+// Let a new result be a view of an argument: it has its storage; what it lies in is `root`.
+bool view(PyObject* handle, const Call& call, PyObject* view_of, Ref& root) {
+  size_t base = PyLong_AsSize_t(view_of);
+  Ref own = storage_behind(call.tensors[base].get());
+  root = Ref::to(root_of(call.values[base]));
+  return own && PyObject_SetAttr(handle, storage_name, own.get()) == 0;
+}
+
+// The results of a node that has several, or none: see Known.several.
+bool several(PyObject* of, PyObject* described, const Call& call, Results& results) {
+  Py_ssize_t count = PyTuple_GET_SIZE(described);
+  c10::SmallVector<Ref, 4> outs;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* one = PyTuple_GET_ITEM(described, i);
+    if (one == Py_None) {
+      results.emplace_back();
+      continue;
+    }
+    PyObject* same_as = PyTuple_GET_ITEM(one, 0);
+    if (same_as != Py_None) {
+      results.push_back(argument(call, same_as));
+      continue;
+    }
+    Ref made(output.type->tp_alloc(output.type, 0)), handle, root = Ref::to(Py_None);
+    if (!made) return false;
+    PyObject_GC_UnTrack(made.get());
+    output.set(made.get(), kOutputNode, Ref::to(of));
+    output.set(made.get(), kPath, Ref::to(PyTuple_GET_ITEM(one, 1)));
+    output.set(made.get(), kOutputSpec, Ref::to(PyTuple_GET_ITEM(one, 2)));
+    output.set(made.get(), kOutputConcrete, Ref::to(Py_None));
+    output.set(made.get(), kOutputRoot, Ref::to(Py_None));
+    results.push_back(new_handle(PyTuple_GET_ITEM(one, 3), made.get(), handle));
+    if (!results.back().defined()) return false;
+    PyObject* view_of = PyTuple_GET_ITEM(one, 4);
+    if (view_of != Py_None && !view(handle.get(), call, view_of, root)) return false;
+    output.set(made.get(), kOutputRoot, std::move(root));
+    outs.emplace_back(PyWeakref_NewRef(made.get(), nullptr));
+    if (!outs.back()) return false;
+    PyObject_GC_UnTrack(outs.back().get());
+  }
+  Ref all = untracked_tuple(outs.size());
+  if (!all) return false;
+  for (size_t i = 0; i < outs.size(); i++) PyTuple_SET_ITEM(all.get(), i, outs[i].release());
+  node.set(of, kOuts, std::move(all));
+  return true;
+}
+
+// Add a node for a call to the tape, and its results for the user; false after an error. Until it is added, nothing
+// changes.
+bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results& results) {
   PyObject* on = known.at(like, kTape);
   PyObject* sequence = tape.at(on, kSequence);
   Ref seq(Py_TYPE(sequence)->tp_iternext(sequence));
   Ref site = site_of(PyEval_GetFrame());
   Ref scope = current_scope();
   Ref left(PyLong_FromLongLong(room));
-  if (!seq || !site || !scope || !left) return at::Tensor();
+  if (!seq || !site || !scope || !left) return false;
   Ref made(node.type->tp_alloc(node.type, 0));
-  if (!made) return at::Tensor();
+  if (!made) return false;
   PyObject_GC_UnTrack(made.get());
   PyObject* of = made.get();
   node.set(of, kSeq, std::move(seq));
@@ -408,40 +464,65 @@ at::Tensor add(PyObject* by, PyObject* like, const Call& call, long long room) {
   node.set(of, kConcrete, Ref::to(Py_None));
   node.set(of, kOuts, Ref::to(Py_None));
 
-  PyObject* returned = known.at(like, kReturned);
-  PyObject* view_of = known.at(like, kViewOf);
-  at::Tensor result;
-  Ref handle;
-  if (returned != Py_None) {
+  PyObject *returned = known.at(like, kReturned), *view_of = known.at(like, kViewOf);
+  if (known.at(like, kPattern) != Py_None) {
+    Ref handle, root;
+    results.push_back(new_handle(known.at(like, kPattern), of, handle));
+    if (!results.back().defined()) return false;
+    if (view_of != Py_None) {
+      if (!view(handle.get(), call, view_of, root)) return false;
+      node.set(of, kRoot, std::move(root));
+    }
+  } else if (returned != Py_None) {
     node.set(of, kOuts, untracked_tuple(0));
-    auto same = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-        call.impls[PyLong_AsSize_t(returned)]);
-    result = at::Tensor(std::move(same));
-  } else {
-    result = new_handle(known.at(like, kPattern), of, handle);
-    if (!result.defined()) return at::Tensor();
+    results.push_back(argument(call, returned));
+  } else if (!several(of, known.at(like, kSeveral), call, results)) {
+    return false;
   }
   Ref entry(PyWeakref_NewRef(of, nullptr));
-  if (!entry) return at::Tensor();
+  if (!entry) return false;
   PyObject_GC_UnTrack(entry.get());
-  if (view_of != Py_None) {
-    size_t base = PyLong_AsSize_t(view_of);
-    Ref own = storage_behind(call.tensors[base].get());
-    if (!own || PyObject_SetAttr(handle.get(), storage_name, own.get()) < 0) return at::Tensor();
-    node.set(of, kRoot, Ref::to(root_of(call.values[base])));
-  }
   // A node on the tape that failed to be ordered dies with this call: only `order` makes others refer to it, at its end.
-  if (PyList_Append(tape.at(on, kEntries), entry.get()) < 0) return at::Tensor();
-  if (!order(of, call, known.at(like, kWrites))) return at::Tensor();
+  if (PyList_Append(tape.at(on, kEntries), entry.get()) < 0) return false;
+  if (!order(of, call, known.at(like, kWrites))) return false;
   tape.set(on, kRoom, std::move(left));
-  return result;
+  if (recorder.at(by, kBumps) == Py_True) {
+    PyObject* writes = known.at(like, kWrites);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
+      call.impls[PyLong_AsSize_t(PyList_GET_ITEM(writes, i))]->bump_version();
+    }
+  }
+  return true;
+}
+
+// A second tensor for the value of the first argument: no operation at all.
+bool same_value(const Operator& op, torch::jit::Stack* stack) {
+  const c10::IValue& first = torch::jit::peek(*stack, 0, op.formals.size());
+  Call call;
+  PyObject *part = nullptr, *stored = nullptr;
+  if (op.formals.size() != 1 || read(first, true, call, &part, &stored) != Outcome::kDone) return false;
+  Ref key(part), value(stored), handle;
+  if (call.impls.size() != 1) return false;
+  // Not of the tensor itself: PyTorch asks Python how to detach one that is implemented there.
+  Ref pattern(PyObject_GetAttr(key.get(), pattern_name));
+  if (!pattern || pattern.get() == Py_None) return false;
+  Ref address(PyObject_GetAttr(pattern.get(), address_name));
+  if (!address) return false;
+  at::Tensor made = new_handle(address.get(), value.get(), handle);
+  Ref own = storage_behind(call.tensors[0].get());
+  if (!made.defined() || !own || PyObject_SetAttr(handle.get(), storage_name, own.get()) < 0) return false;
+  torch::jit::drop(*stack, 1);
+  stack->emplace_back(std::move(made));
+  return true;
 }
 
 // Record a call like one that was recorded before; false to leave it to Python.
 bool recorded(const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
   PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
-  if (by == nullptr || recorder.at(by, kPlain) != Py_True) return false;
+  if (by == nullptr) return false;
+  if (recorder.at(by, kSameValue) == Py_True) return same_value(op, stack);
+  if (recorder.at(by, kPlain) != Py_True) return false;
   Ref held = Ref::to(by);
   Call call;
   const c10::IValue* arguments = stack->data() + stack->size() - op.formals.size();
@@ -450,15 +531,22 @@ bool recorded(const Operator& op, torch::jit::Stack* stack) {
   Ref key = mutates ? full_key(call) : Ref::to(call.key.get());
   PyObject* found = key ? PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()) : nullptr;
   if (found == nullptr || known.at(found, kRepeats) != Py_True) return false;
-  if (known.at(found, kPattern) == Py_None && known.at(found, kReturned) == Py_None) return false;
+  bool one = known.at(found, kPattern) != Py_None || known.at(found, kReturned) != Py_None;
+  if (!one && known.at(found, kSeveral) == Py_None) return false;
   Ref like = Ref::to(found);
   PyObject* room = tape.at(known.at(found, kTape), kRoom);
   long long left = PyLong_AsLongLong(room) - PyLong_AsLongLong(known.at(found, kCost));
   if (left < 0) return false;  // the tape may be full
-  at::Tensor result = add(by, found, call, left);
-  if (!result.defined()) return false;
+  Results results;
+  if (!add(by, found, call, left, results)) return false;
   torch::jit::drop(*stack, op.formals.size());
-  stack->emplace_back(std::move(result));
+  if (op.returns_list) {
+    c10::List<at::Tensor> list;
+    for (at::Tensor& result : results) list.push_back(std::move(result));
+    stack->emplace_back(std::move(list));
+  } else {
+    for (at::Tensor& result : results) stack->emplace_back(std::move(result));
+  }
   return true;
 }
 
@@ -544,6 +632,8 @@ std::shared_ptr<Operator> described(const c10::FunctionSchema& schema) {
     if (!argument.kwarg_only()) made->positional++;
     made->formals.push_back(formal);
   }
+  const auto& returns = schema.returns();
+  made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
   return made;
 }
 
@@ -580,9 +670,10 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       node.find(
           node_type,
           {"seq", "op", "args", "kwargs", "spec", "root", "site", "scope", "after", "overwrites", "outs", "concrete"}) &&
-      output.find(output_type, {"spec", "root"}) && storage.find(storage_type, {"last_read", "last_write"}) &&
-      recorder.find(recorder_type, {"op", "plain", "exact_floats", "known"}) &&
-      known.find(known_type, {"repeats", "spec", "pattern", "view_of", "returned", "writes", "tape", "cost"}) &&
+      output.find(output_type, {"node", "path", "spec", "root", "concrete"}) && storage.find(storage_type, {"last_read", "last_write"}) &&
+      recorder.find(recorder_type, {"op", "plain", "same_value", "exact_floats", "known", "bumps"}) &&
+      known.find(
+          known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
       tape.find(tape_type, {"sequence", "entries", "room"});
   if (!found) return nullptr;
   try {
@@ -635,6 +726,8 @@ PyMODINIT_FUNC PyInit_marid_native() {
   storage_name = PyUnicode_InternFromString("_storage");
   scope_name = PyUnicode_InternFromString("scope");
   backward_name = PyUnicode_InternFromString("backward");
+  pattern_name = PyUnicode_InternFromString("pattern");
+  address_name = PyUnicode_InternFromString("_cdata");
   unit = PyUnicode_InternFromString("unit");
   large = PyUnicode_InternFromString("large");
   yes = PyUnicode_InternFromString("True");
