@@ -17,7 +17,7 @@ LAYERS = [
     {"native"},
     {"graph"},
     {"semantics"},
-    {"report.stats", "report.units"},
+    {"report.builds", "report.stats", "report.units"},
     {"optimize"},
     {"execute"},
     {"engine"},

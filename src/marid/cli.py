@@ -23,14 +23,17 @@ def commands() -> None:
     "--as-cuda", is_flag=True, help='Map every use of "cuda" to the device; the default device stays the CPU.'
 )
 @click.option("--no-summary", is_flag=True, help="Print no summary at the end.")
+@click.option(
+    "--explain", is_flag=True, help="Print marid.explain() at the end instead: waits, recompiles and bytes by line."
+)
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
-def run(as_cuda: bool, no_summary: bool, script: str, arguments: tuple[str, ...]) -> runner.Job:
+def run(as_cuda: bool, no_summary: bool, explain: bool, script: str, arguments: tuple[str, ...]) -> runner.Job:
     """Run a Python script as `python` would, with the device as PyTorch's default device.
 
     Everything after SCRIPT belongs to the script.
     """
-    return runner.Job(script, arguments, as_cuda=as_cuda, summary=not no_summary)
+    return runner.Job(script, arguments, as_cuda=as_cuda, summary=not no_summary, explain=explain)
 
 
 def main() -> None:

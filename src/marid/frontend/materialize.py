@@ -26,6 +26,7 @@ __all__ = [
     "concrete",
     "cost_of",
     "engine",
+    "holders",
     "materialize",
     "no_sync",
     "overflow",
@@ -174,6 +175,17 @@ def bytes_of(devices: Iterable[int]) -> int:
     return sum(seen.values())
 
 
+def holders(devices: Iterable[int]) -> list[tuple[int, Value]]:
+    """The memory that living values of these devices hold: the bytes of each block, and the first value in it."""
+    first: dict[int, tuple[int, Value]] = {}
+    for index in devices:
+        for value in sorted(handles.tape(index).resident_values(), key=lambda value: value.node.seq):
+            assert value.concrete is not None
+            storage = value.concrete.untyped_storage()
+            first.setdefault(storage.data_ptr(), (storage.nbytes(), value))
+    return [held for held in first.values() if held[0]]
+
+
 def _note_results(tape: Tape, nodes: list[Node]) -> None:
     tape.note_resident([node for node in nodes if node.concrete is not None])
     for node in nodes:
@@ -209,7 +221,7 @@ def overflow(tape: Tape) -> None:
     if tape.grace > 0 and here != tape.cut_at:
         tape.room = 0  # to be asked again at the next node
         return
-    counters.automatic_cuts += 1
+    counters.count_automatic_cut(None if newest is None else newest.site)
     tape.cut_at, tape.grace = here, 0
     run_everything(tape)  # a failure is raised where its value is read
     tape.room = settings.max_pending_bytes // 2
