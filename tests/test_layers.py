@@ -23,7 +23,7 @@ LAYERS = [
     {"engine"},
     {"frontend"},
     {"api", "runner", "as_cuda", "report"},
-    {"", "cli"},
+    {"", "bench", "cli"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
