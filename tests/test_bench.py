@@ -262,7 +262,7 @@ def test_fresh_processes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (
         metrics
         == {
-            "start": ["to step 1", "to step 5", "to step 12"],
+            "start": ["to step 1", "to step 5", "to step 12", "median step", "slowest step but the first"],
             "passes": ["all passes", "last pass"],
             "memory": ["peak of the process", "above the imports", "tensors alive at once"],
         }[kind]
@@ -270,6 +270,7 @@ def test_fresh_processes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if kind == "start":
         mine = {row.metric: row.median for row in good if row.peer == "slow, cold cache"}
         assert mine["to step 1"] < mine["to step 5"] < mine["to step 12"]
+        assert 0.02 <= mine["median step"] <= mine["slowest step but the first"] < mine["to step 1"]
     elif kind == "passes":
         mine = {row.metric: row.median for row in good if row.peer == "slow"}
         assert mine["all passes"] > 10 * mine["last pass"] > 0.2
@@ -424,6 +425,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert (found["eager"].status, found["marid"].status) == ("ok", "ok")
         assert found["marid"].agreement == "bitwise"
         assert found["marid"].facts["marid"]["programs_reused"] > 0
+        assert "<unknown>" not in str(found["marid"].facts["marid"]["recompiles"])  # contestants are user code
         assert len(found["marid"].samples) == 2
         assert found["JAX"].status == "left out"
     assert "marid" in done.stdout

@@ -172,6 +172,31 @@ def test_an_overload_that_changed() -> None:
     assert "aten.pow.Tensor_Scalar -> aten.pow.Tensor_Tensor" in last().differences[0].text
 
 
+def test_the_same_difference_in_many_layers_is_said_once() -> None:
+    x = ready(2, 2)
+    for keep in (False, True):
+        y = x
+        for _ in range(5):
+            y = y + x.sum(0, keepdim=keep)  # layer
+        y.sum().item()
+    (difference,) = last().differences
+    assert difference.text == "`keepdim` False -> True in aten::sum (5 times)"
+
+
+def test_a_number_that_is_given_for_the_next_argument_is_not_blamed() -> None:
+    """PyTorch leaves out the dropout probability where ``is_causal`` has its default too."""
+    q = ready(1, 2, 4, 8)
+    for causal in (False, True):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal).sum().item()
+    (difference,) = last().differences
+    assert difference.text.startswith("`is_causal` False -> True in ")
+    x = ready(3)
+    for alpha in (1, 2):
+        torch.add(x.exp(), x, alpha=alpha).sum().item()
+    (difference,) = last().differences
+    assert difference.text == "`alpha` 1 -> a number in aten::add"
+
+
 def test_a_program_that_was_dropped_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(marid.settings, "cache_programs", 1)
     x = ready(3)

@@ -9,7 +9,9 @@ decide.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +62,7 @@ def _row(workload: Workload, peer: str, metric: str = "", unit: str = "") -> Row
     return Row(workload.name, metric, unit or workload.unit, workload.scale, peer)
 
 
-def _seconds_of(seen: _Seen, workload: Workload, plan: Plan, round_: int) -> None:
+def _take_turn(seen: _Seen, workload: Workload, plan: Plan, round_: int) -> None:
     """One turn of one contestant."""
     assert seen.process is not None
     seconds, outputs = seen.process.run(workload.calls)
@@ -108,7 +110,7 @@ def _steady(workload: Workload, plan: Plan) -> list[Row]:
             turn = round_ % max(1, len(running))
             for seen in running[turn:] + running[:turn]:
                 with _refusing(seen.row):
-                    _seconds_of(seen, workload, plan, round_)
+                    _take_turn(seen, workload, plan, round_)
         for seen in everybody:
             if seen.row.status == "ok":
                 with _refusing(seen.row):
@@ -196,16 +198,15 @@ def _start(workload: Workload, plan: Plan) -> list[Row]:
                     seen.outputs = []
                     with _refusing(seen.row), _contestant(workload, peer, plan, cache) as seen.process:
                         moments, steps = _moments(seen, workload)
-                        seen.row.samples.append(moments)
-                        seen.row.facts.setdefault("slowest_step_after_first", []).append(max(steps[1:]))
-                        seen.row.facts.setdefault("median_step", []).append(sorted(steps)[len(steps) // 2])
+                        seen.row.samples.append([*moments, statistics.median(steps), max(steps[1:])])
                         _note_end(seen)
                         if not expected:
                             expected = seen.outputs
                         seen.row.agreement = compare_sequences(seen.outputs, expected, workload.tolerance)
     for (peer, _), seen in found.items():
-        for index, step in enumerate(workload.steps):
-            row = Row(**{**seen.row.__dict__, "metric": f"to step {step}"})
+        metrics = [f"to step {step}" for step in workload.steps]
+        for index, metric in enumerate([*metrics, "median step", "slowest step but the first"]):
+            row = Row(**{**seen.row.__dict__, "metric": metric})
             row.peer = peer if peer == workload.reference else seen.row.peer
             row.samples = [[moments[index]] for moments in seen.row.samples]
             rows.append(row)
@@ -217,8 +218,6 @@ def _start(workload: Workload, plan: Plan) -> list[Row]:
 
 def _moments(seen: _Seen, workload: Workload) -> tuple[list[float], list[float]]:
     """Seconds since the process was started at each of the workload's steps, and those of each step."""
-    import time
-
     assert seen.process is not None
     seen.process.build()
     moments: list[float] = []

@@ -66,6 +66,7 @@ class Lab:
                 "ops_captured": stats.ops_captured,
                 "fallbacks": stats.fallbacks,
                 "automatic_cuts": stats.automatic_cuts,
+                "recompiles": [str(cause) for one in marid.explain().recompiles for cause in one.differences][:20],
                 "planned_peak": stats.planned_peak,
                 "planned_lower_bound": stats.planned_lower_bound,
                 "peak_memory": stats.peak_memory,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -66,9 +66,17 @@ def recompiles(builds: Builds) -> list[Recompile]:
         before = _nearest(build, kept[:index], place, profile) if builds.is_new(build) else None
         if before is not None:
             sizes = len(build.program.instructions), len(before.program.instructions)
-            differences = tuple(_Comparison(before, build, place).differences())
+            differences = _merged(_Comparison(before, build, place).differences())
             found.append(Recompile(place(build.site), place(before.site), *sizes, differences))
     return found
+
+
+def _merged(differences: Iterable[Difference]) -> tuple[Difference, ...]:
+    """Equal ones once, with their number: a line runs for every layer of a model."""
+    counts = Counter(differences)
+    return tuple(
+        one if count == 1 else replace(one, text=f"{one.text} ({count:,} times)") for one, count in counts.items()
+    )
 
 
 def _place(site: Site | None) -> str:
@@ -186,12 +194,16 @@ class _Comparison:
                 yield Difference("operator", f"{old.op.func} -> {new.op.func}", self._at(j), self._was_at(i))
                 continue
             before, after = _arguments(old), _arguments(new)
-            for name in dict.fromkeys([*before, *after]):
-                was, now = _shown(before.get(name)), _shown(after.get(name))
-                if was != now:
-                    yield Difference(
-                        "constant", f"`{name}` {was} -> {now} in {new.op.name}", self._at(j), self._was_at(i)
-                    )
+            names = dict.fromkeys([*before, *after])
+            differ = [name for name in names if _shown(before.get(name)) != _shown(after.get(name))]
+            # PyTorch leaves out arguments that have their default up to the last that has not: a number may be there
+            # for the sake of the one after it.
+            decisive = [
+                name for name in differ if "a number" not in (_shown(before.get(name)), _shown(after.get(name)))
+            ]
+            for name in decisive or differ:
+                change = f"`{name}` {_shown(before.get(name))} -> {_shown(after.get(name))}"
+                yield Difference("constant", f"{change} in {new.op.name}", self._at(j), self._was_at(i))
 
     def _results(self, pairs: list[tuple[int, int]]) -> Iterator[Difference]:
         """Results that somebody holds after one of the runs only."""
