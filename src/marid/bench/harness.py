@@ -241,14 +241,16 @@ def _passes(workload: Workload, plan: Plan) -> list[Row]:
 
 def _memory(workload: Workload, plan: Plan) -> list[Row]:
     """The largest resident memory of a fresh process: all of it, and what came after the framework was imported. And
-    what tensors take at once: measured for PyTorch, for Marid what it holds between steps together with its plan."""
+    what tensors take at once: measured for PyTorch, for Marid what it holds between steps together with its plan, or
+    the most that it held and ran with, where nothing came to be planned."""
     metrics = "peak of the process", "above the imports", "tensors alive at once"
 
     def measured(end: dict[str, Any], _seconds: list[float]) -> dict[str, float]:
         peak, facts = end["resident_peak"], end["facts"]
         live = facts.get("live_peak", 0)
         if "marid" in facts:
-            live = facts["marid"]["memory_allocated"] + facts["marid"]["planned_peak"]
+            held, planned = facts["marid"]["memory_allocated"], facts["marid"]["planned_peak"]
+            live = held + planned if planned else facts["marid"]["peak_memory"]
         return dict(zip(metrics, (peak, peak - end["resident_before"], live), strict=True))
 
     return _fresh(workload, plan, metrics, measured)
