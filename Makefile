@@ -19,7 +19,7 @@ help:
 	@echo "make check        ruff and pyright only"
 	@echo "make conformance  the long tests"
 	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs against eager PyTorch"
-	@echo "make bench        what recording an operation costs"
+	@echo "make bench        what recording an operation costs, and a quick run of marid bench"
 	@echo "make clean        remove what was built, the virtual environment too"
 
 # PyTorch comes first and alone, so that exactly this build is used.
@@ -53,6 +53,7 @@ fuzz: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/capture.py
+	$(BIN)/marid bench --quick
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -17,13 +17,13 @@ LAYERS = [
     {"native"},
     {"graph"},
     {"semantics"},
-    {"report.stats", "report.units"},
+    {"report.builds", "report.stats", "report.units"},
     {"optimize"},
     {"execute"},
     {"engine"},
     {"frontend"},
     {"api", "runner", "as_cuda", "report"},
-    {"", "cli"},
+    {"", "bench", "cli"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -11,12 +11,13 @@ from marid.frontend import device as _device
 
 _device.register()
 
-from marid.api import epoch, graph, materialize, reset_stats, stats  # noqa: E402  (the device comes first)
+from marid.api import epoch, explain, graph, materialize, reset_stats, stats  # noqa: E402  (the device comes first)
 from marid.frontend.capture import capture  # noqa: E402
 from marid.frontend.materialize import no_sync  # noqa: E402
 from marid.frontend.tensor import LazyTensor  # noqa: E402
 from marid.frontend.tuples import LazyTuple  # noqa: E402
 from marid.graph.computation import ComputationGraph  # noqa: E402
+from marid.report.explain import Explanation  # noqa: E402
 from marid.report.stats import Stats  # noqa: E402
 from marid.semantics.metadata import SemanticMetadata  # noqa: E402
 from marid.settings import Settings, settings  # noqa: E402
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ComputationGraph",
+    "Explanation",
     "LazyTensor",
     "LazyTuple",
     "SemanticMetadata",
@@ -33,6 +35,7 @@ __all__ = [
     "capture",
     "epoch",
     "errors",
+    "explain",
     "graph",
     "materialize",
     "no_sync",

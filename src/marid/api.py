@@ -8,13 +8,16 @@ import torch
 
 from marid.frontend import handles
 from marid.frontend.device import memory_allocated, peak_memory
+from marid.frontend.materialize import holders, pending_nodes, wait_anyway
 from marid.frontend.materialize import materialize as _materialize
-from marid.frontend.materialize import pending_nodes, wait_anyway
 from marid.graph.computation import ComputationGraph
-from marid.graph.node import Value
+from marid.graph.node import Value, root_of
+from marid.report.builds import builds
+from marid.report.differences import recompiles
+from marid.report.explain import Explanation, Resident, cuts_of, fallbacks_of
 from marid.report.stats import Stats, counters
 
-__all__ = ["epoch", "graph", "materialize", "reset_stats", "stats"]
+__all__ = ["epoch", "explain", "graph", "materialize", "reset_stats", "stats"]
 
 
 def materialize(*tensors: torch.Tensor) -> None:
@@ -72,7 +75,32 @@ def stats() -> Stats:
     )
 
 
+def explain() -> Explanation:
+    """Every wait, recompile, fallback and byte by the line that caused it; see ``Explanation``. Runs nothing."""
+    wait_anyway()
+    return Explanation(
+        syncs=counters.syncs(),
+        recompiles=recompiles(builds),
+        fallbacks=fallbacks_of(counters),
+        automatic_cuts=cuts_of(counters),
+        resident=_resident(),
+        programs_built=counters.programs_built,
+        programs_reused=counters.programs_reused,
+    )
+
+
+def _resident() -> list[Resident]:
+    """What holds memory, by the line that made it, largest first."""
+    lines: dict[str, list[int]] = {}
+    for nbytes, value in holders(range(handles.device_count)):
+        site = root_of(value).node.site
+        lines.setdefault(str(site) if site is not None else "<unknown>", []).append(nbytes)
+    found = [Resident(source, sum(blocks), len(blocks)) for source, blocks in lines.items()]
+    return sorted(found, key=lambda one: -one.nbytes)
+
+
 def reset_stats() -> None:
     """Start counting again from zero; the epoch goes on."""
     wait_anyway()
+    builds.reset()
     counters.reset(sum(handles.tape(index).recorded for index in range(handles.device_count)))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from marid.api import stats
+from marid.api import explain, stats
 from marid.frontend import handles
 from marid.report import summary
 
@@ -32,6 +32,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     as_cuda: bool = False
     summary: bool = True
+    explain: bool = False
 
     def run(self) -> None:
         """Run the script as ``__main__`` in this process.
@@ -42,9 +43,9 @@ class Job:
         path = os.path.join(os.getcwd(), self.script)  # not normalised, as python does it
         source = _read(path)
         self._prepare_device()
-        if self.summary:
+        if self.summary or self.explain:
             # Registered first, so called after every function that the script registers.
-            atexit.register(_summarise, os.getpid())
+            atexit.register(_summarise, os.getpid(), self.explain)
         sys.argv[:] = [self.script, *self.arguments]
         if not sys.flags.safe_path:
             sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -100,6 +101,6 @@ def _hide_own_frames(error: BaseException) -> None:
     sys.excepthook = show
 
 
-def _summarise(process: int) -> None:
+def _summarise(process: int, explained: bool) -> None:
     if os.getpid() == process:  # not in a fork of the script
-        summary.show(stats())
+        summary.show(explain() if explained else summary.render(stats()))

@@ -7,7 +7,9 @@ from collections import OrderedDict
 from marid.execute.flat import FlatProgram
 from marid.graph.program import Task
 from marid.optimize.forecast import forecast
+from marid.report.builds import builds
 from marid.report.stats import counters
+from marid.semantics.scopes import current_site
 from marid.settings import settings
 
 __all__ = ["ProgramCache"]
@@ -32,6 +34,7 @@ class ProgramCache:
             return found
         built = FlatProgram(task.build(), forecast(task).nbytes)
         counters.programs_built += 1
+        builds.note(task, built.program, current_site())
         self._programs[task.key] = built
         self._instructions += len(built.program.instructions)
         while len(self._programs) > 1 and (

@@ -35,6 +35,8 @@ def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
     writes = writes_of(recorder, call)
     if reason == "unsupported layout":
         raise unsupported(name, "its result has a layout other than torch.strided")
+    site = capture_site(sys._getframe())
+    counters.count_eager(name, reason or "the shape of its result depends on data", site)
     if reason is None:
         counters.count_operator(counters.dynamic, name)
     else:

@@ -28,6 +28,7 @@ __all__ = [
     "cost_of",
     "engine",
     "hold_back",
+    "holders",
     "materialize",
     "no_sync",
     "overflow",
@@ -230,15 +231,26 @@ def _resident_bytes() -> int:
 
 def bytes_of(devices: Iterable[int]) -> int:
     """Bytes of the memory that living values of these devices hold."""
-    seen: dict[int, int] = {}
+    return sum(dict(_block(value) for index in devices for value in handles.tape(index).resident_values()).values())
+
+
+def holders(devices: Iterable[int]) -> list[tuple[int, Value]]:
+    """The memory that living values of these devices hold: the bytes of each block, and the first value in it."""
+    first: dict[int, tuple[int, Value]] = {}
     for index in devices:
-        for value in handles.tape(index).resident_values():
-            if isinstance(value.concrete, torch.Tensor):
-                storage = value.concrete.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
-            elif value.spec is not None:  # still in the making
-                seen[-id(root_of(value))] = value.spec.nbytes
-    return sum(seen.values())
+        for value in sorted(handles.tape(index).resident_values(), key=lambda value: value.node.seq):
+            block, nbytes = _block(value)
+            first.setdefault(block, (nbytes, value))
+    return [held for held in first.values() if held[0]]
+
+
+def _block(value: Value) -> tuple[int, int]:
+    """An identity for the block of memory that a value lies in, and its bytes."""
+    if isinstance(value.concrete, torch.Tensor):
+        storage = value.concrete.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    assert value.spec is not None  # still in the making
+    return -id(root_of(value)), value.spec.nbytes
 
 
 def _note_results(tape: Tape, nodes: list[Node]) -> None:
@@ -280,7 +292,7 @@ def overflow(tape: Tape) -> None:
     if tape.grace > 0 and here != tape.cut_at:
         tape.give_room(0)  # to be asked again at the next node
         return
-    counters.automatic_cuts += 1
+    counters.count_automatic_cut(None if newest is None else newest.site)
     tape.cut_at, tape.grace = here, 0
     run_everything(tape, wait=False)  # a failure is raised where its value is read
     tape.give_room(settings.max_pending_bytes // 2)

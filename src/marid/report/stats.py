@@ -70,6 +70,8 @@ class Counters:
     fallbacks: dict[str, int] = field(default_factory=dict)
     dynamic: dict[str, int] = field(default_factory=dict)
     waits: dict[tuple[Site | None, str], list[float]] = field(default_factory=dict)
+    cuts: dict[Site | None, int] = field(default_factory=dict)
+    eager: dict[tuple[str, str, Site | None], int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_sync(self, site: Site | None, reason: str, seconds: float) -> None:
@@ -79,6 +81,18 @@ class Counters:
             entry = self.waits.setdefault((site, reason), [0, 0.0])
             entry[0] += 1
             entry[1] += seconds
+
+    def count_automatic_cut(self, site: Site | None) -> None:
+        """The tape was run because it grew too large, when the operation at ``site`` was recorded."""
+        with self.lock:
+            self.automatic_cuts += 1
+            self.cuts[site] = self.cuts.get(site, 0) + 1
+
+    def count_eager(self, name: str, reason: str, site: Site | None) -> None:
+        """The operator ``name`` ran at once at ``site``."""
+        with self.lock:
+            key = (name, reason, site)
+            self.eager[key] = self.eager.get(key, 0) + 1
 
     def note_plan(self, peak: int, lower_bound: int, unplanned: int) -> None:
         """A program's memory was planned."""

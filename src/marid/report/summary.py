@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,8 +13,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from marid.report.explain import short
 from marid.report.stats import Stats, Sync
-from marid.report.units import bytes_text
+from marid.report.units import bytes_text, seconds_text
 
 __all__ = ["render", "show"]
 
@@ -24,15 +24,15 @@ _WIDTH_OF_FILES = 160
 """Columns when the summary goes to a file or a pipe, so that paths stay whole."""
 
 
-def show(stats: Stats) -> None:
-    """Print the summary of a snapshot to stderr, after what the process has printed."""
+def show(report: RenderableType) -> None:
+    """Print a report to stderr, after what the process has printed."""
     with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream is the script's affair
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
         console = Console(stderr=True, highlight=False)
         if not console.is_terminal:
             console = Console(stderr=True, highlight=False, width=_WIDTH_OF_FILES)
-        console.print(render(stats))
+        console.print(report)
 
 
 def render(stats: Stats) -> RenderableType:
@@ -48,7 +48,7 @@ def render(stats: Stats) -> RenderableType:
         "data-dependent": _counts(stats.dynamic),
         "automatic cuts": f"{stats.automatic_cuts:,}",
         "peak memory": f"{bytes_text(stats.peak_memory)} on the device{_process_peak()}",
-        "materialisations": f"{stats.materializations:,}, waited {_seconds(sum(line.seconds for line in lines))}",
+        "materialisations": f"{stats.materializations:,}, waited {seconds_text(sum(line.seconds for line in lines))}",
     }
     for name, text in rows.items():
         facts.add_row(name, Text(text))
@@ -85,30 +85,19 @@ def _waits(lines: list[Line]) -> RenderableType:
     table.add_column("at", overflow="fold")
     table.add_column("for", overflow="fold")
     for line in lines[:_LINES]:
-        row = (_seconds(line.seconds), f"{line.count:,}", _short(line.source), ", ".join(line.reasons))
+        row = (seconds_text(line.seconds), f"{line.count:,}", short(line.source), ", ".join(line.reasons))
         table.add_row(*map(Text, row))
     rest = lines[_LINES:]
     if rest:
         others = f"{len(rest)} other line{'s' if len(rest) > 1 else ''}"
-        row = (_seconds(sum(line.seconds for line in rest)), f"{sum(line.count for line in rest):,}", others)
+        row = (seconds_text(sum(line.seconds for line in rest)), f"{sum(line.count for line in rest):,}", others)
         table.add_row(*map(Text, row), style="dim")
     return Padding(table, (0, 0, 0, 2))
-
-
-def _short(source: str) -> str:
-    """A path below the current folder without that folder."""
-    with contextlib.suppress(OSError):
-        return source.removeprefix(os.getcwd() + os.sep)
-    return source
 
 
 def _counts(table: dict[str, int]) -> str:
     most_first = sorted(table.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {count:,}" for name, count in most_first) or "none"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def _process_peak() -> str:

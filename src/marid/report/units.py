@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text"]
+__all__ = ["bytes_text", "seconds_text"]
 
 
 def bytes_text(count: float) -> str:
@@ -12,3 +12,8 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds, as milliseconds where that is easier to read: ``2.50 s``, ``12.3 ms``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"

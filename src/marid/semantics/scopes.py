@@ -122,6 +122,8 @@ _INTERNAL_FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
     for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 )
+_CONTESTANTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "bench", "contestants") + os.sep
+"""What ``marid bench`` measures is user code."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
@@ -153,6 +155,7 @@ def _classify(code: CodeType) -> Any:
     name = code.co_filename
     internal = name.startswith(_INTERNAL_FOLDERS) or name.startswith("<frozen ")
     internal = internal or (name.startswith(_STDLIB) and "site-packages" not in name)
+    internal = internal and not name.startswith(_CONTESTANTS)
     table: Any = INTERNAL if internal else {}
     _codes.append(code)
     sites[id(code)] = table

@@ -1,0 +1,183 @@
+"""Every wait, recompile, fallback and byte, by the line that caused it: what ``marid.explain()`` gives."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import io
+import linecache
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from marid.report.differences import Recompile
+from marid.report.stats import Counters, Sync
+from marid.report.units import bytes_text, seconds_text
+from marid.semantics.scopes import Site
+
+__all__ = ["Cut", "Explanation", "Fallback", "Resident", "cuts_of", "fallbacks_of", "short"]
+
+_LINES = 20  # of each kind that are printed
+_DIFFERENCES = 6
+_WIDTH = 160
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """An operator that ran at once, where, how often and why."""
+
+    operator: str
+    source: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How often the tape was run because it had grown too large when ``source`` recorded an operation."""
+
+    source: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Memory that values hold now, by the line that made it: ``tensors`` counts blocks, not views of them."""
+
+    source: str
+    nbytes: int
+    tensors: int
+
+
+def fallbacks_of(counters: Counters) -> list[Fallback]:
+    """Operators that ran at once, most often first."""
+    merged: dict[tuple[str, str, str], int] = {}
+    for (name, reason, site), count in list(counters.eager.items()):
+        key = name, _text(site), reason
+        merged[key] = merged.get(key, 0) + count
+    return sorted((Fallback(*key, count) for key, count in merged.items()), key=lambda one: -one.count)
+
+
+def cuts_of(counters: Counters) -> list[Cut]:
+    """Automatic cuts, most often first."""
+    merged: dict[str, int] = {}
+    for site, count in list(counters.cuts.items()):
+        merged[_text(site)] = merged.get(_text(site), 0) + count
+    return sorted((Cut(source, count) for source, count in merged.items()), key=lambda one: -one.count)
+
+
+def _text(site: Site | None) -> str:
+    return str(site) if site is not None else "<unknown>"
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What the device did since the import or ``marid.reset_stats()``, and why; prints as a report.
+
+    ``syncs`` slowest first; ``recompiles`` oldest first, of the programs that are remembered (the last 256 at most);
+    ``fallbacks`` operators that ran at once; ``automatic_cuts``; ``resident`` what holds memory now, largest first.
+    ``programs_built`` counts all programs: those that are no recompiles were new work.
+    """
+
+    syncs: list[Sync]
+    recompiles: list[Recompile]
+    fallbacks: list[Fallback]
+    automatic_cuts: list[Cut]
+    resident: list[Resident]
+    programs_built: int
+    programs_reused: int
+
+    def __rich__(self) -> RenderableType:
+        waited = sum(sync.seconds for sync in self.syncs)
+        held = sum(one.nbytes for one in self.resident)
+        eager = sum(one.count for one in self.fallbacks)
+        cut = sum(one.count for one in self.automatic_cuts)
+        parts: list[RenderableType] = [Rule("marid", align="left", style="dim")]
+        parts += _section(
+            f"waits: {sum(sync.count for sync in self.syncs):,}, {seconds_text(waited)}",
+            ("waited", "times", "for", "at"),
+            [(seconds_text(s.seconds), f"{s.count:,}", s.reason, s.source) for s in self.syncs],
+        )
+        parts += [
+            Text(
+                f"programs: {self.programs_built:,} built, {self.programs_reused:,} reused; "
+                f"{len(self.recompiles):,} of those built are like an earlier one",
+                style="bold",
+            ),
+            *(Padding(_recompile(one), (0, 0, 0, 2)) for one in self.recompiles[-_LINES:]),
+        ]
+        parts += _section(
+            f"operators that ran at once: {eager:,}",
+            ("times", "operator", "because", "at"),
+            [(f"{f.count:,}", f.operator, f.reason, f.source) for f in self.fallbacks],
+        )
+        parts += _section(
+            f"automatic cuts: {cut:,}", ("times", "at"), [(f"{c.count:,}", c.source) for c in self.automatic_cuts]
+        )
+        parts += _section(
+            f"memory held: {bytes_text(held)}",
+            ("bytes", "tensors", "made at"),
+            [(bytes_text(r.nbytes), f"{r.tensors:,}", r.source) for r in self.resident],
+        )
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, highlight=False, color_system=None).print(self.__rich__())
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _section(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[RenderableType]:
+    """A title and a table, whose last column is a line and is shown with its text."""
+    rows = list(rows)
+    heading = Text(title, style="bold")
+    if not rows:
+        return [heading]
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right" if name in ("waited", "times", "bytes", "tensors") else "left")
+    for row in rows[:_LINES]:
+        table.add_row(*map(Text, row[:-1]), Text(_with_code(row[-1])))
+    if len(rows) > _LINES:
+        table.add_row(*[""] * (len(columns) - 1), Text(f"and {len(rows) - _LINES:,} more", style="dim"))
+    return [heading, Padding(table, (0, 0, 0, 2))]
+
+
+def _recompile(one: Recompile) -> RenderableType:
+    earlier = "" if one.source_before == one.source else f" (compared with what {short(one.source_before)} read)"
+    sizes = f"{one.operations:,} operation{'s' if one.operations != 1 else ''}"
+    text = Text(f"read at {_with_code(one.source)}: {sizes}, {one.operations_before:,} before{earlier}")
+    for difference in one.differences[:_DIFFERENCES]:
+        text.append(f"\n  {difference.text}")
+        for source in dict.fromkeys(s for s in (difference.source_before, difference.source) if s is not None):
+            text.append(f"\n    {_with_code(source)}")
+    if len(one.differences) > _DIFFERENCES:
+        text.append(f"\n  and {len(one.differences) - _DIFFERENCES:,} more")
+    if not one.differences:
+        text.append("\n  no difference was found")
+    return text
+
+
+def _with_code(source: str) -> str:
+    """``file:line`` and what is written there."""
+    file, _, line = source.rpartition(":")
+    code = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
+    return f"{short(source)}  {code[:80]}".rstrip()
+
+
+def short(source: str) -> str:
+    """A path below the current folder without that folder."""
+    with contextlib.suppress(OSError):
+        return source.removeprefix(os.getcwd() + os.sep)
+    return source
