@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import marid
-from marid.frontend import handles
+from marid.frontend import ahead, handles
 from marid.frontend.materialize import engine
 from marid.native import library
 from tests.helpers import DEVICE, interrupted
@@ -26,7 +26,8 @@ LOOPS = 12
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ahead, "_processors", lambda: 1 << 20)
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     yield
     torch.remote_accelerator.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
@@ -62,13 +63,13 @@ def test_a_loop_runs_ahead_and_gives_eager_losses() -> None:
     """Read at the end of each step: from the third on, pieces are handed over while the rest is recorded."""
     step = _model("cpu")
     losses = [step().item() for _ in range(LOOPS)]
-    step, ahead = _model(DEVICE), []
+    step, pieces = _model(DEVICE), []
     for expected in losses:
         loss = step()
-        ahead.append(bool(handles.tape(0).piece))
+        pieces.append(bool(handles.tape(0).piece))
         assert loss.item() == expected
-    assert ahead[:2] == [False, False]
-    assert all(ahead[4:])
+    assert pieces[:2] == [False, False]
+    assert all(pieces[4:])
     assert marid.stats().pending_nodes == 0
 
 
@@ -301,6 +302,16 @@ def test_a_write_to_what_is_in_flight() -> None:
         return seen
 
     assert run(DEVICE) == run("cpu")
+
+
+def test_without_a_processor_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that use every processor are not disturbed."""
+    monkeypatch.setattr(ahead, "_processors", torch.get_num_threads)
+    step = _model(DEVICE)
+    for _ in range(6):
+        step().item()
+        assert _flights() == 0
+        assert not handles.tape(0).piece
 
 
 def test_without_it() -> None:

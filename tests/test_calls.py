@@ -327,3 +327,15 @@ def test_nodes_are_none_of_the_collectors_business() -> None:
     held += values
     held += [item for node in nodes for item in (*node.args, *(node.kwargs or ())) if type(item) is tuple]
     assert [item for item in held if gc.is_tracked(item)] == []
+
+
+def test_numbers_of_foreach_operators_need_no_new_rule() -> None:
+    """The bias corrections of an optimizer change at each step, and are not tried out again each time."""
+    x = [torch.ones(2, device=DEVICE), torch.ones(3, device=DEVICE)]
+    known = record.recorder_of(torch.ops.aten._foreach_mul.ScalarList).known
+    torch._foreach_mul(x, [0.5, 0.25])
+    before = len(known)
+    for step in range(1, 10):
+        made = torch._foreach_mul(x, [0.5 / step, 0.25 / step])
+    assert len(known) == before
+    assert torch.equal(made[0].cpu(), torch.ones(2) * (0.5 / 9))

@@ -34,7 +34,7 @@ class Settings:
     cache_instructions: int = 30_000
     """How many instructions the kept programs may have together (about 1 KB each); the newest is always kept."""
     asynchronous: bool = True
-    """Programs run on a thread of their own while recording goes on."""
+    """Programs run on a thread of their own while recording goes on, where a processor is left for that."""
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""
     memory_limit: int = 0

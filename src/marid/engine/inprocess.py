@@ -23,7 +23,7 @@ from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph.node import Draw, Node, Value, fail, finish, root_of
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
-from marid.native import library
+from marid.native import library, omp_pause
 from marid.optimize.forecast import forecast
 from marid.report.stats import counters
 from marid.report.units import bytes_text
@@ -89,6 +89,7 @@ class InProcessEngine:
         self._positioned = Positioned(self._position)
         if library is not None:
             atexit.register(library.marid_queue_stop)
+            library.marid_queue_release_threads(omp_pause)
             os.register_at_fork(before=self._before_fork, after_in_child=library.marid_queue_forked)
 
     def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:

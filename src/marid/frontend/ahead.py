@@ -8,17 +8,33 @@ read itself. The places depend on what is recorded alone, never on time, so the 
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
-from marid.graph.tape import Tape
+import torch
 
-__all__ = ["Rhythm"]
+from marid.graph.tape import Tape
+from marid.settings import settings
+
+__all__ = ["Rhythm", "may_go_ahead"]
 
 _PIECES = 6  # of one time around a loop
 _FEWEST = 64  # operations in a loop that is worth it
 _NEEDED = 0.95  # of what it recorded
 _TURNS = 2
 _SITES = 256
+
+
+def may_go_ahead() -> bool:
+    """Whether work may run while more is recorded: where a processor is left for it beside the threads of the kernels.
+    Without one, both take longer together than one after the other (``docs/decisions.md``)."""
+    return settings.asynchronous and torch.get_num_threads() < _processors()
+
+
+@functools.cache
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Line:

@@ -59,52 +59,63 @@ class _Unusual(Exception):
     """An argument that has to be looked at."""
 
 
-def take(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None, exact: bool) -> Taken | None:
+def take(
+    cls: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None, exact: bool, exact_lists: bool
+) -> Taken | None:
     """Key, arguments, keyword arguments and lazy tensors (instances of ``cls``) of a usual call; None for another one.
 
-    ``exact`` makes floating-point numbers part of the key.
+    ``exact`` makes floating-point numbers part of the key, ``exact_lists`` those in lists.
     """
     try:
-        return _take(cls, args, kwargs, exact, False)
+        return _Reader(cls, exact_lists, False).take(args, kwargs, exact)
     except _Unusual:
         return None
 
 
-def _take(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any] | None, exact: bool, unusual: bool) -> Taken:
-    key: list[Any] = []
-    tensors: list[Any] = []
-    values = tuple([_take_one(cls, arg, exact, unusual, key, tensors) for arg in args])
-    pairs: list[tuple[str, Any]] = []
-    for name, arg in kwargs.items() if kwargs else ():
-        if name in NOT_RECORDED and not unusual:
+class _Reader:
+    """Reads one call, collecting its key and its tensors."""
+
+    __slots__ = ("cls", "exact_lists", "tensors", "unusual")
+
+    def __init__(self, cls: type, exact_lists: bool, unusual: bool) -> None:
+        self.cls = cls
+        self.exact_lists = exact_lists
+        self.unusual = unusual
+        self.tensors: list[Any] = []
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, exact: bool) -> Taken:
+        key: list[Any] = []
+        values = tuple([self._take_one(arg, exact, key) for arg in args])
+        pairs: list[tuple[str, Any]] = []
+        for name, arg in kwargs.items() if kwargs else ():
+            if name in NOT_RECORDED and not self.unusual:
+                raise _Unusual
+            key.append(name)
+            pairs.append((name, self._take_one(arg, exact, key)))
+        return tuple(key), values, tuple(pairs) or None, self.tensors
+
+    def _take_one(self, arg: Any, exact: bool, key: list[Any]) -> Any:
+        kind = type(arg)
+        if kind is self.cls:
+            self.tensors.append(arg)
+            key.append(arg._value.spec)
+            return arg._value
+        if kind is list or kind is tuple:
+            parts: list[Any] = []
+            values = tuple([self._take_one(item, self.exact_lists, parts) for item in arg])
+            key.append(tuple(parts))
+            return values
+        if kind is float:
+            key.append((arg,) if exact else bucket(arg))  # a tuple, because 1.0 equals 1
+        elif kind is bool:
+            key.append("True" if arg else "False")
+        elif kind is complex:
+            key.append(complex)
+        elif self.unusual or kind is int or kind is str or arg is None or kind in OTHER_TYPES:
+            key.append(arg)
+        else:
             raise _Unusual
-        key.append(name)
-        pairs.append((name, _take_one(cls, arg, exact, unusual, key, tensors)))
-    return tuple(key), values, tuple(pairs) or None, tensors
-
-
-def _take_one(cls: type, arg: Any, exact: bool, unusual: bool, key: list[Any], tensors: list[Any]) -> Any:
-    kind = type(arg)
-    if kind is cls:
-        tensors.append(arg)
-        key.append(arg._value.spec)
-        return arg._value
-    if kind is list or kind is tuple:
-        parts: list[Any] = []
-        values = tuple([_take_one(cls, item, True, unusual, parts, tensors) for item in arg])
-        key.append(tuple(parts))
-        return values
-    if kind is float:
-        key.append((arg,) if exact else bucket(arg))  # a tuple, because 1.0 equals 1
-    elif kind is bool:
-        key.append("True" if arg else "False")
-    elif kind is complex:
-        key.append(complex)
-    elif unusual or kind is int or kind is str or arg is None or kind in OTHER_TYPES:
-        key.append(arg)
-    else:
-        raise _Unusual
-    return arg
+        return arg
 
 
 # Beyond these, a number does not fit into some dtype: filling a tensor with it raises.
@@ -138,7 +149,7 @@ def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         for name, arg in kwargs.items()
         if name not in NOT_RECORDED or (name == "layout" and arg is not torch.strided)
     }
-    taken = _take(handles._handle_class, cleaned, named, recorder.exact_floats, unusual=True)
+    taken = _Reader(handles._handle_class, recorder.exact_lists, True).take(cleaned, named, recorder.exact_floats)
     return Call(taken, device, kwargs.get("generator"))
 
 

@@ -15,7 +15,7 @@ from marid.engine.inprocess import InProcessEngine
 from marid.engine.protocol import Engine
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
-from marid.frontend.ahead import Rhythm
+from marid.frontend.ahead import Rhythm, may_go_ahead
 from marid.graph.node import Node, Value, input_values, last_write, root_of
 from marid.graph.tape import Tape
 from marid.report.stats import counters
@@ -122,8 +122,8 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None) -> 
                 "read the value after the block, or keep it on the device"
             )
         waited |= not quiet
-        if site is not None and settings.asynchronous:
-            tape.piece = rhythm.piece(site, tape)
+        if site is not None:
+            tape.piece = rhythm.piece(site, tape) if may_go_ahead() else 0
         ahead = bool(tape.piece) and not _restraint.holding
         try:
             if nodes:
@@ -186,7 +186,7 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
         limit = settings.memory_limit
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
         tape.run += len(nodes)
-        taken = engine.run(nodes, tape.take_back, ahead and settings.asynchronous, limit - resident if limit else None)
+        taken = engine.run(nodes, tape.take_back, ahead and may_go_ahead(), limit - resident if limit else None)
         counters.peak_memory = max(counters.peak_memory, resident + taken)
     except MaterializationError:
         _fail_dependents()

@@ -71,13 +71,14 @@ class Recorder:
 
     ``known`` has what is known of its calls, by key. A ``plain`` operator needs nothing but the key to be recorded, one
     that returns the ``same_value`` not even that.
-    ``exact_floats`` makes floating-point numbers part of the key.
+    ``exact_floats`` makes floating-point numbers part of the key, ``exact_lists`` those in lists.
     """
 
     __slots__ = (
         "bumps",
         "dynamic",
         "exact_floats",
+        "exact_lists",
         "func",
         "handler",
         "known",
@@ -123,6 +124,8 @@ class Recorder:
             self.handler = _decompose
         from_numbers = not any("Tensor" in str(a.type) and not a.is_out for a in schema.arguments)
         self.exact_floats = self.random or from_numbers  # which then may decide the shape
+        # Numbers in lists may be factors of sizes, but not where there is one for each tensor.
+        self.exact_lists = self.exact_floats or not name.startswith("aten::_foreach_")
         self.plain = not self.random and not self.dynamic and name not in _MASK_WRITTEN and self.handler is None
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -422,7 +425,7 @@ def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwar
     """``__torch_dispatch__``: record one operation."""
     recorder = recorder_of(func)
     if recorder.plain:
-        taken = take(cls, args, kwargs, recorder.exact_floats)
+        taken = take(cls, args, kwargs, recorder.exact_floats, recorder.exact_lists)
         if taken is not None:
             key, values, named, tensors = taken
             known = recorder.known.get(recorder.key_of(key, tensors))

@@ -151,6 +151,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_warnings_suspend": (None, [_POINTER]),
     "marid_warnings_free": (None, [_POINTER]),
     "marid_job_new": (_POINTER, [_POINTER, _INT64, _INT64S, _POINTERS, _INT64S, _INT, _POINTER, _INT64]),
+    "marid_queue_release_threads": (None, [_POINTER]),
     "marid_job_submit": (_INT64, [_POINTER, _POINTER]),
     "marid_job_state": (_INT, [_POINTER]),
     "marid_job_watched": (_POINTER, [_POINTER]),
@@ -198,3 +199,20 @@ if library is not None:
 
 module: Any = _load_module()
 """The Python module of the library, or None where there is no library or Python's headers are not installed."""
+
+
+def _omp_pause() -> int | None:
+    """The address of ``omp_pause_resource_all`` in the OpenMP library that PyTorch has loaded, where that is libgomp."""
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in mapped.splitlines() if "libgomp" in line}
+    if len(paths) != 1:
+        return None
+    function = getattr(ctypes.CDLL(paths.pop()), "omp_pause_resource_all", None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
+omp_pause: int | None = _omp_pause()
+"""Gives back the OpenMP threads of the calling thread (see ``queue.cpp``), or None where that cannot be done."""

@@ -60,6 +60,17 @@ struct Job {
 // For an operation that draws: the generator for the next instruction of a job, or null where Python failed.
 using Positioned = void* (*)(void* job);
 
+// Give back the OpenMP threads of the calling thread. libgomp counts those of all threads: when there are more of them
+// than processors, none waits actively any more, and every parallel loop of the process takes several times longer. So
+// the user's thread gives its own back when work is handed over, and the device's thread when it has nothing to do.
+int (*release_threads)(int) = nullptr;
+constexpr int kSoft = 1;  // omp_pause_soft
+constexpr auto kIdle = std::chrono::milliseconds(1);
+
+void give_threads_back() {
+  if (release_threads != nullptr) release_threads(kSoft);
+}
+
 struct Queue {
   std::mutex lock;
   std::condition_variable changed;
@@ -106,7 +117,13 @@ void work(Queue* own) {
   at::AutoDispatchBelowADInplaceOrView below;  // no gradients, no views to track; there are no modes on this thread
   std::unique_lock<std::mutex> held(own->lock);
   while (true) {
-    own->changed.wait(held, [&] { return own->stopping || (!own->jobs.empty() && !own->halted); });
+    auto wanted = [&] { return own->stopping || (!own->jobs.empty() && !own->halted); };
+    if (!own->changed.wait_for(held, kIdle, wanted)) {
+      held.unlock();
+      give_threads_back();
+      held.lock();
+      own->changed.wait(held, wanted);
+    }
     if (own->stopping) return;
     Job* job = own->jobs.front();
     held.unlock();
@@ -141,9 +158,12 @@ void* marid_job_new(void* run, int64_t links, const int64_t* slots, void* const*
   job->rounding = rounding_of_thread();
   return job;
 }
+// How to give OpenMP threads back, where that can be done: the address of omp_pause_resource_all.
+void marid_queue_release_threads(void* function) { release_threads = reinterpret_cast<int (*)(int)>(function); }
 // Its number; they grow. 0 when the process is about to end.
 int64_t marid_job_submit(void* given, void* positioned) {
   auto* job = static_cast<Job*>(given);
+  give_threads_back();
   std::lock_guard<std::mutex> held(queue->lock);
   if (queue->stopping) return 0;
   queue->positioned = reinterpret_cast<Positioned>(positioned);

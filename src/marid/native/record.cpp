@@ -45,7 +45,7 @@ enum OperationSlot { kMutates };
 enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, kOverwrites, kOuts, kConcrete };
 enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
 enum StorageSlot { kLastRead, kLastWrite };
-enum RecorderSlot { kRecorderOp, kPlain, kSameValue, kExactFloats, kKnown, kBumps };
+enum RecorderSlot { kRecorderOp, kPlain, kSameValue, kExactFloats, kExactLists, kKnown, kBumps };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
 enum TapeSlot { kSequence, kEntries, kRoom };
 
@@ -85,6 +85,7 @@ struct Operator {
 enum class Outcome { kError, kUnusual, kDone };
 
 struct Call {
+  bool exact, exact_lists;  // whether floating-point numbers are part of the key, alone and in lists
   Ref key, args, kwargs;
   // In order of appearance, and what they stand for; kept by the stack and by the arguments that are recorded.
   c10::SmallVector<c10::TensorImpl*, 8> impls;
@@ -182,7 +183,7 @@ Outcome read(const c10::IValue& arg, bool exact, Call& call, PyObject** key, PyO
   if (!parts || !items) return Outcome::kError;
   for (size_t i = 0; i < count; i++) {
     PyObject *one = nullptr, *other = nullptr;
-    Outcome outcome = read(list.get(i), true, call, &one, &other);
+    Outcome outcome = read(list.get(i), call.exact_lists, call, &one, &other);
     PyTuple_SET_ITEM(parts.get(), i, one);
     PyTuple_SET_ITEM(items.get(), i, other);
     if (outcome != Outcome::kDone) return outcome;
@@ -193,8 +194,8 @@ Outcome read(const c10::IValue& arg, bool exact, Call& call, PyObject** key, PyO
 }
 
 // The same, by what the argument is in the schema.
-Outcome read(const c10::IValue& arg, const Formal& formal, bool exact, Call& call, PyObject** key, PyObject** stored) {
-  if (formal.kind == Formal::kPlain || arg.isNone()) return read(arg, exact, call, key, stored);
+Outcome read(const c10::IValue& arg, const Formal& formal, Call& call, PyObject** key, PyObject** stored) {
+  if (formal.kind == Formal::kPlain || arg.isNone()) return read(arg, call.exact, call, key, stored);
   if (formal.kind == Formal::kNotRecorded || !arg.isInt()) return Outcome::kUnusual;
   PyObject* named = formal.kind == Formal::kDtype
       ? reinterpret_cast<PyObject*>(torch::getTHPDtype(arg.toScalarType()))
@@ -211,7 +212,7 @@ bool is_default(const c10::IValue& arg, const Formal& formal) {
 }
 
 // A call as Python would be given it: without what is as the schema has it anyway.
-Outcome read_call(const Operator& op, const c10::IValue* given_args, bool exact, Call& call) {
+Outcome read_call(const Operator& op, const c10::IValue* given_args, Call& call) {
   size_t positional = op.positional;
   while (positional > 0 && is_default(given_args[positional - 1], op.formals[positional - 1])) positional--;
   c10::SmallVector<size_t, 4> named;
@@ -224,7 +225,7 @@ Outcome read_call(const Operator& op, const c10::IValue* given_args, bool exact,
   if (!call.key || !call.args || !call.kwargs) return Outcome::kError;
   for (size_t i = 0; i < positional; i++) {
     PyObject *part = nullptr, *stored = nullptr;
-    Outcome outcome = read(given_args[i], op.formals[i], exact, call, &part, &stored);
+    Outcome outcome = read(given_args[i], op.formals[i], call, &part, &stored);
     PyTuple_SET_ITEM(call.key.get(), i, part);
     PyTuple_SET_ITEM(call.args.get(), i, stored);
     if (outcome != Outcome::kDone) return outcome;
@@ -232,7 +233,7 @@ Outcome read_call(const Operator& op, const c10::IValue* given_args, bool exact,
   for (size_t i = 0; i < named.size(); i++) {
     const Formal& formal = op.formals[named[i]];
     PyObject *part = nullptr, *stored = nullptr;
-    Outcome outcome = read(given_args[named[i]], formal, exact, call, &part, &stored);
+    Outcome outcome = read(given_args[named[i]], formal, call, &part, &stored);
     Ref value(stored);
     PyTuple_SET_ITEM(call.key.get(), positional + 2 * i, Py_NewRef(formal.name));
     PyTuple_SET_ITEM(call.key.get(), positional + 2 * i + 1, part);
@@ -498,7 +499,7 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
 // A second tensor for the value of the first argument: no operation at all.
 bool same_value(const Operator& op, torch::jit::Stack* stack) {
   const c10::IValue& first = torch::jit::peek(*stack, 0, op.formals.size());
-  Call call;
+  Call call{true, true};
   PyObject *part = nullptr, *stored = nullptr;
   if (op.formals.size() != 1 || read(first, true, call, &part, &stored) != Outcome::kDone) return false;
   Ref key(part), value(stored), handle;
@@ -524,9 +525,9 @@ bool recorded(const Operator& op, torch::jit::Stack* stack) {
   if (recorder.at(by, kSameValue) == Py_True) return same_value(op, stack);
   if (recorder.at(by, kPlain) != Py_True) return false;
   Ref held = Ref::to(by);
-  Call call;
+  Call call{recorder.at(by, kExactFloats) == Py_True, recorder.at(by, kExactLists) == Py_True};
   const c10::IValue* arguments = stack->data() + stack->size() - op.formals.size();
-  if (read_call(op, arguments, recorder.at(by, kExactFloats) == Py_True, call) != Outcome::kDone) return false;
+  if (read_call(op, arguments, call) != Outcome::kDone) return false;
   bool mutates = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
   Ref key = mutates ? full_key(call) : Ref::to(call.key.get());
   PyObject* found = key ? PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()) : nullptr;
@@ -671,7 +672,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
           node_type,
           {"seq", "op", "args", "kwargs", "spec", "root", "site", "scope", "after", "overwrites", "outs", "concrete"}) &&
       output.find(output_type, {"node", "path", "spec", "root", "concrete"}) && storage.find(storage_type, {"last_read", "last_write"}) &&
-      recorder.find(recorder_type, {"op", "plain", "same_value", "exact_floats", "known", "bumps"}) &&
+      recorder.find(recorder_type, {"op", "plain", "same_value", "exact_floats", "exact_lists", "known", "bumps"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
       tape.find(tape_type, {"sequence", "entries", "room"});
