@@ -35,6 +35,14 @@ class Settings:
     """How many instructions the kept programs may have together (about 1 KB each); the newest is always kept."""
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""
+    passes: bool = True
+    """Improve programs that come again by passes; results stay the same, bit for bit."""
+    pass_instructions: int = 10
+    """Programs with fewer instructions are not worth the passes."""
+    fast_math: bool = False
+    """Passes may use formulas that round elsewhere (fused attention and norms); within ``torch.testing``'s tolerances."""
+    verify_passes: bool = False
+    """Check what every pass requires and promises. For tests: it costs more than the passes."""
     memory_limit: int = 0
     """A run that would make the devices hold more bytes than this is refused before it starts; 0 for no limit."""
     pool_bytes: int = 128 << 20

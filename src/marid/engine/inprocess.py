@@ -96,9 +96,10 @@ class InProcessEngine:
             _refuse_beyond(room, task)
         program = self.programs.find(task)
         try:
-            placement = program.placement(task)
-            with concretely(), self.arena.run(placement):
-                results = program.run(task.inputs, task.params, self._twisters.at, placement)
+            with concretely():
+                form = program.form(task)
+                with self.arena.run(form.placement):
+                    results = form.run(task.inputs, task.params, self._twisters.at)
         except Interrupted as stop:
             self._twisters.forget()
             _salvage(task, stop)
@@ -160,6 +161,10 @@ def _salvage(task: Task, stop: Interrupted) -> None:
         mutates = node.op is not None and node.op.mutates
         if index < stop.index or (stop.finished and mutates):
             finish(node)
+    for value, slot in task.slots.items():
+        error = stop.lost.get(slot)
+        if error is not None and value.concrete is None and value.node.args is None:
+            fail(value.node, _explain(value.node, error if isinstance(error, Exception) else RuntimeError(str(error))))
     counters.ops_executed += stop.index
 
 

@@ -13,9 +13,15 @@ from typing import Any
 from marid.native import library
 from marid.semantics.scopes import current_site
 
-__all__ = ["KernelWarnings"]
+__all__ = ["KernelWarnings", "report"]
 
 _shown: dict[str, dict[Any, Any]] = {}  # for each file, what filters that show a warning once have shown
+_reports: list[str] = []
+
+
+def report(text: str) -> None:
+    """Warn of something that is Marid's own, where and when kernels' warnings are."""
+    _reports.append(text)
 
 
 class KernelWarnings:
@@ -27,15 +33,14 @@ class KernelWarnings:
         self._handler = None if library is None else library.marid_warnings_begin()
 
     def __exit__(self, *_: object) -> None:
-        if library is None:
-            return
-        texts: list[str] = []
-        for index in itertools.count():
-            text = library.marid_warnings_text(self._handler, index)
-            if text is None:
-                break
-            texts.append(text.decode(errors="replace"))
-        library.marid_warnings_end(self._handler)
+        texts = [_reports.pop(0) for _ in range(len(_reports))]
+        if library is not None:
+            for index in itertools.count():
+                text = library.marid_warnings_text(self._handler, index)
+                if text is None:
+                    break
+                texts.append(text.decode(errors="replace"))
+            library.marid_warnings_end(self._handler)
         if texts:
             site = current_site()
             file, line = (site.file, site.line) if site is not None else ("<unknown>", 0)

@@ -258,7 +258,9 @@ def donors(program: Program, dying: list[list[int]], specs: tuple[Spec | None, .
         if dead and len(instruction.results) == 1 and _out_overload(instruction.op) is not None:
             spec = specs[instruction.results[0].slot]
             for position, arg in enumerate(instruction.args):
-                if isinstance(arg, Slot) and arg.index in dead and arg.index not in inputs and specs[arg.index] is spec:
+                if spec is None or not isinstance(arg, Slot) or arg.index not in dead or arg.index in inputs:
+                    continue
+                if specs[arg.index] is spec:
                     donor = position
                     break
         found.append(donor)
