@@ -122,7 +122,7 @@ class _Builder:
         self.indices: list[int] = []
         self.numbers: list[Any] = []
         self._numbers_before = len(rewriter.params)
-        for node in _with_places(rewriter):
+        for node in rewriter.calls():
             args = tuple([self._argument(arg) for arg in node.args])
             kwargs = tuple([(name, self._argument(arg)) for name, arg in node.kwargs.items()])
             self.instructions.append(Instruction(op_of(node), args, kwargs, _results(rewriter, node)))
@@ -146,19 +146,6 @@ class _Builder:
     def _number(self, number: Any) -> Param:
         self.numbers.append(number)
         return Param(self._numbers_before + len(self.numbers) - 1, False)
-
-
-def _with_places(rewriter: Rewriter) -> list[fx.Node]:
-    """The operations; those that a pass has made with plain FX get a place and a slot."""
-    calls = list(rewriter.calls())
-    index = len(rewriter.program.instructions) - 1
-    for node in reversed(calls):
-        index = node.meta.setdefault("index", index)
-        if "slot" not in node.meta and not any(user.target is operator.getitem for user in node.users):
-            if op_of(node).func._schema.returns and "operation" not in node.meta:
-                node.meta["slot"] = rewriter.new_slot()
-                node.meta["spec"] = None
-    return calls
 
 
 def _results(rewriter: Rewriter, node: fx.Node) -> tuple[Result, ...]:

@@ -204,6 +204,8 @@ def _check(
     if not wanted:
         return
     try:
+        if not own:
+            rewriter.complete()
         wrong = violation(rewriter, conditions)
     except Exception as error:  # a graph may be broken in any way, and a user's condition too
         raise PassFailed(one.name, f"{when}, {type(error).__name__}: {error}", own) from error

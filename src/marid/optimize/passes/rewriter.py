@@ -183,6 +183,21 @@ class Rewriter:
         self.slot_count += 1
         return self.slot_count - 1
 
+    def complete(self) -> None:
+        """Give what was made with plain FX a place and a slot. Raises ``TypeError`` for calls of anything but operators."""
+        index = len(self.program.instructions) - 1
+        for node in reversed(list(self.graph.nodes)):
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.op != "call_function":
+                raise TypeError(f"{node} is no call of an operator")
+            index = node.meta.setdefault("index", index)
+            parts = [user for user in node.users if user.target is operator.getitem]
+            if "slot" in node.meta or "operation" in node.meta or parts:
+                continue
+            if node.target is operator.getitem or op_of(node).func._schema.returns:
+                node.meta["slot"], node.meta["spec"] = self.new_slot(), None
+
     # --- building --------------------------------------------------------------------------------------------------
 
     def _build(self, specs: tuple[Spec | None, ...], with_val: bool) -> None:
