@@ -114,7 +114,7 @@ def test_misuse_is_an_error_at_its_line() -> None:
     """An unknown activation, and what ``linear`` refuses."""
     for device in ("cpu", DEVICE):
         x, w, b = _tensors(device)
-        with pytest.raises(ValueError, match="knows none, relu, .* but got 'swish'"):
+        with pytest.raises(ValueError, match=r"knows none, relu, .* but got 'swish'"):
             op(x, w, b, "swish")
         with pytest.raises(RuntimeError):
             op(x, w.t(), b, "relu")

@@ -40,7 +40,8 @@ class Settings:
     pass_instructions: int = 10
     """Programs with fewer instructions are not worth the passes."""
     fast_math: bool = False
-    """Passes may use formulas that round elsewhere (fused attention and norms); within ``torch.testing``'s tolerances."""
+    """Passes may use formulas that round elsewhere (fused attention and norms), within ``torch.testing``'s tolerances.
+    Rows of attention that are masked out entirely are then 0, not NaN."""
     verify_passes: bool = False
     """Check what every pass requires and promises. For tests: it costs more than the passes."""
     memory_limit: int = 0

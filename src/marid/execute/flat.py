@@ -1,9 +1,10 @@
 """The flat tier: a program run operation by operation.
 
-The first time a program runs through a loop in Python, exactly as it was recorded, because preparing it costs more than
-running it once. From the second time on it runs as a table in C++ (``table.py``), or as generated source (``source.py``)
-where that cannot be, improved by passes where specs have come before (``optimize/passes``). All of them drop every tensor
-right after its last use, and can say after a failure which recorded instruction failed and which results exist by then.
+The first time a program runs through a loop in Python, exactly as it was recorded, because preparing it costs more
+than running it once. From the second time on it runs as a table in C++ (``table.py``), or as generated source
+(``source.py``) where that cannot be, improved by passes where specs have come before (``optimize/passes``). All of them
+drop every tensor right after its last use, and can say after a failure which recorded instruction failed and which
+results exist by then.
 """
 
 from __future__ import annotations

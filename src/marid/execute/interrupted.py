@@ -13,8 +13,8 @@ __all__ = ["Interrupted"]
 class Interrupted(Exception):
     """Instruction ``index`` raised ``error``; ``finished`` says whether its effect has happened all the same.
 
-    ``tensors`` maps slots to the tensors that exist: every input, and every result still needed. ``lost`` are slots that
-    should exist and could not be computed again (out of memory), with the errors.
+    ``tensors`` maps slots to the tensors that exist: every input, and every result still needed. ``lost`` are slots
+    that should exist and could not be computed again (out of memory), with the errors.
     """
 
     index: int

@@ -1,7 +1,7 @@
-"""``torch.ops.marid.linear_activation(x, weight, bias, activation)``: a linear layer and its activation as one operator.
+"""``torch.ops.marid.linear_activation(x, weight, bias, activation)``: a layer and its activation as one operator.
 
-It equals ``activation(torch.nn.functional.linear(x, weight, bias))`` bit for bit, on every device of PyTorch's; the
-activation is written over the product. On the lazy device it is one node. Under autocast it takes its operands as they are.
+It equals ``activation(torch.nn.functional.linear(x, weight, bias))`` bit for bit; the activation is written over the
+product. On the lazy device it is one node. Under autocast it takes its operands as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,
     "silu": lambda y: torch.nn.functional.silu(y, inplace=True),
-    "gelu": lambda y: aten.gelu_.default(y),
+    "gelu": aten.gelu_.default,
     "gelu_tanh": lambda y: aten.gelu_.default(y, approximate="tanh"),
 }
 ACTIVATIONS = tuple(_IN_PLACE)
@@ -48,7 +48,9 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 _NEEDS_PRODUCT = {"silu", "gelu", "gelu_tanh"}
 
 _ARGUMENTS = "(Tensor x, Tensor weight, Tensor? bias, str activation)"
-_AUTOCAST = [key for key in ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1") if hasattr(torch._C.DispatchKey, key)]
+_AUTOCAST = [
+    key for key in ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1") if hasattr(torch._C.DispatchKey, key)
+]
 
 _library: torch.library.Library | None = None
 
@@ -64,9 +66,7 @@ def register() -> None:
     _library.impl("linear_activation", _forward, "CompositeExplicitAutograd")
     _library.impl("_linear_activation", _forward_keeping, "CompositeExplicitAutograd")
     _library.impl("linear_activation", _above_autograd, "Autograd")
-    torch.library.register_autograd(
-        "marid::_linear_activation", _backward, setup_context=_setup_context, lib=_library
-    )
+    torch.library.register_autograd("marid::_linear_activation", _backward, setup_context=_setup_context, lib=_library)
     for name in ("marid::linear_activation", "marid::_linear_activation"):
         torch.library.register_vmap(name, _vmap_of(name), lib=_library)
 

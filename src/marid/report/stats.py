@@ -27,7 +27,8 @@ class Stats:
     ``ops_captured`` operations recorded; ``ops_executed`` of them run; ``programs_built`` and ``programs_reused``;
     ``materializations`` times a read had to run something; ``automatic_cuts`` times the tape was run because it grew
     too large; ``fallbacks`` operator name to count of operations that could not be recorded and ran eagerly;
-    ``dynamic`` the same for operations whose output shape depends on data; ``passes`` what passes changed in programs, by pass; ``syncs`` by source line, slowest first;
+    ``dynamic`` the same for operations whose output shape depends on data; ``passes`` how much each pass changed;
+    ``syncs`` by source line, slowest first;
     ``pending_nodes`` and ``pending_bytes`` now waiting; ``memory_allocated`` and ``peak_memory`` in bytes;
     ``planned_peak`` the bytes that the largest memory plan takes, ``planned_lower_bound`` the largest sum of bytes that
     live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``epoch`` counts completed runs.

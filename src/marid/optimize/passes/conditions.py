@@ -1,4 +1,4 @@
-"""What passes ask for and promise, and the check of it. Each condition is a function that says what is wrong, or None."""
+"""What passes ask for and promise: each condition is a function that says what is wrong, or None."""
 
 from __future__ import annotations
 

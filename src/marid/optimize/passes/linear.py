@@ -75,7 +75,8 @@ def only_read_by(storages: Storages, parts: list[fx.Node], reader: fx.Node) -> b
 def unwritten(storages: Storages, args: list[object], since: fx.Node, until: fx.Node) -> bool:
     """Whether what ``since`` reads is still the same where ``until`` runs."""
     for arg in args:
-        if isinstance(arg, fx.Node) and "slot" in arg.meta:
-            if storages.is_written(storages.of(arg), since.meta["index"], until.meta["index"]):
-                return False
+        if not isinstance(arg, fx.Node) or "slot" not in arg.meta:
+            continue
+        if storages.is_written(storages.of(arg), since.meta["index"], until.meta["index"]):
+            return False
     return True

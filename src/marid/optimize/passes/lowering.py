@@ -1,17 +1,18 @@
-"""From the graph back to a program, and from a run of that program that has stopped back to the program as it was recorded.
+"""From the graph back to a program, and from where a run of it has stopped back to the program as it was recorded.
 
 Whoever meets an error or Ctrl-C counts in recorded instructions: everything before one has been done, nothing from
-there on. Three rules make that so, whatever the passes did, and ``lower`` refuses a graph that breaks one of them:
+there on. Three rules make that so, whatever the passes did; ``lower`` refuses a graph that breaks one of them:
 
 * instructions that write stay, each in its place;
 * a tensor of the recorded program lives here at least as long as it lives there;
-* a tensor that is not computed here any more can be, as long as anybody there would need it: by its own instruction from
-  tensors that are alive and have not been written since, or because it is another name of such a tensor.
+* a tensor that is not computed here any more can be, as long as anybody there would need it: by its own instruction,
+  from tensors that are alive and have not been written since, or because it is another name of such a tensor.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,9 +37,10 @@ class Improved:
     """A program that does what ``recorded`` does, where ``guards`` hold.
 
     It takes the inputs and ``constants``, the parameters and ``numbers``. ``dying`` are for each instruction the slots
-    that are not needed after it. A run that has done ``k`` of its instructions has done the first ``done[k]`` of the recorded
-    ones. ``recipes`` says for slots that are not computed any more by which recorded instruction they can be, or,
-    complemented, which slot has the same value.
+    that are not needed after it. A run that has done ``k`` of its instructions has done the first ``done[k]`` of the
+    recorded ones; ``indices`` are those whose places they have. ``recipes`` says for slots that are not computed any
+    more by which recorded instruction they can be, or, complemented, which slot has the same value. ``needed`` is by
+    slot the last recorded instruction that reads it.
     """
 
     recorded: Program
@@ -66,7 +68,7 @@ def lower(rewriter: Rewriter, original: Storages) -> Improved:
     recorded = rewriter.program
     builder = _Builder(rewriter)
     instructions, indices = builder.instructions, builder.indices
-    if any(a > b for a, b in zip(indices, indices[1:], strict=False)):
+    if any(a > b for a, b in itertools.pairwise(indices)):
         raise BrokenRule("operations are not in program order")
     writes = [(i, ins.op.func) for i, ins in zip(indices, instructions, strict=True) if ins.op.mutates]
     if writes != [(i, ins.op.func) for i, ins in enumerate(recorded.instructions) if ins.op.mutates]:
@@ -90,7 +92,7 @@ def lower(rewriter: Rewriter, original: Storages) -> Improved:
     done[0], done[-1] = 0, count
     needed = _last_readers(recorded)
     living = dict(needed)
-    produced = {slot for slot in (*recorded.input_slots, *(slot_of(node) for node in constants))}
+    produced = {*recorded.input_slots, *(slot_of(node) for node in constants)}
     produced |= {result.slot for instruction in instructions for result in instruction.results}
     recipes = _recipes(rewriter, original, produced, living)
     specs: list[Spec | None] = [None] * rewriter.slot_count

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, overload
-
+from typing import Any, cast
 
 from marid.graph.node import Spec
 from marid.graph.program import Program
-from marid.optimize.passes import approximate, common, constants, dead_code, linear, simplify, views
+from marid.optimize.passes import approximate, attention, common, constants, dead_code, linear, norms, simplify, views
 from marid.optimize.passes.conditions import ALWAYS, Condition, no_dead_code, no_repeated_views, violation
 from marid.optimize.passes.lowering import BrokenRule, Improved, lower
 from marid.optimize.passes.rewriter import Rewriter
@@ -29,8 +28,8 @@ _RESHAPING = {"resize_", "resize_as_", "set_", "as_strided_", "swapaxes_", "tran
 class Pass:
     """A pass: ``change`` rewrites the graph and returns how many changes it made (None: unknown).
 
-    ``requires`` must hold before it and ``ensures`` after it, beside what must hold always; ``marid.settings.verify_passes``
-    has all of it checked.
+    ``requires`` must hold before it and ``ensures`` after it, beside what must hold always: checked for users' passes,
+    and for Marid's own under ``marid.settings.verify_passes``.
     """
 
     name: str
@@ -48,17 +47,19 @@ class PassFailed(Exception):
         self.own = own
 
 
+_DEAD_CODE = Pass("dead code", dead_code.remove, ensures=(no_dead_code,))
 _OWN = (
     Pass("views", views.collapse),
     Pass("constants", constants.fold),
     Pass("simplify", simplify.simplify),
     Pass("common", common.merge, ensures=(no_repeated_views,)),
+    _DEAD_CODE,  # what is left over has other readers
     Pass("transposes", approximate.read_transposed, approximates=True),
-    Pass("attention", approximate.fuse_attention, approximates=True),
-    Pass("norms", approximate.fuse_norms, approximates=True),
+    Pass("attention", attention.fuse, approximates=True),
+    Pass("norms", norms.fuse, approximates=True),
     Pass("bias", approximate.add_bias_in_product, approximates=True),
     Pass("linear", linear.fuse_activation),
-    Pass("dead code", dead_code.remove, ensures=(no_dead_code,)),
+    _DEAD_CODE,
 )
 _registered: dict[str, Pass] = {}
 _generation = 0
@@ -77,12 +78,6 @@ def _renew() -> None:
 settings.when_changed(_renew)
 
 
-@overload
-def register_pass(change: Change, /) -> Change: ...
-@overload
-def register_pass(
-    *, name: str | None = None, requires: tuple[Condition, ...] = (), ensures: tuple[Condition, ...] = ()
-) -> Callable[[Change], Change]: ...
 def register_pass(
     change: Any = None,
     /,
@@ -94,21 +89,18 @@ def register_pass(
     """Have a pass of yours improve programs, after Marid's own; also as a decorator, with or without arguments.
 
     ``change(rewriter)`` gets a ``Rewriter``: ``rewriter.graph`` is a ``torch.fx.Graph`` of ATen operators, in which
-    ``node.meta["val"]`` is a meta tensor. It may return how many changes it made. ``requires`` and ``ensures`` are functions
-    that take the rewriter and return what is wrong, or None. A pass that raises, or leaves a graph that does not stand
-    for the program, is reported once as a warning, and the program runs as it was recorded.
+    ``node.meta["val"]`` is a meta tensor. It may return how many changes it made. ``requires`` and ``ensures`` are
+    functions that take the rewriter and return what is wrong, or None. A pass that raises, or leaves a graph that does
+    not stand for the program, is reported once as a warning, and the program runs as it was recorded.
 
     Raises ``TypeError`` for what is no function of one argument, ``ValueError`` for a name that is taken.
     """
     if change is None:
-        return lambda function: register_pass_as(function, name, requires, ensures)
-    return register_pass_as(change, name, requires, ensures)
+        return lambda function: _register(function, name, requires, ensures)
+    return _register(change, name, requires, ensures)
 
 
-def register_pass_as(
-    change: Any, name: str | None, requires: tuple[Condition, ...], ensures: tuple[Condition, ...]
-) -> Any:
-    """What ``register_pass`` does when the function is there."""
+def _register(change: Any, name: str | None, requires: tuple[Condition, ...], ensures: tuple[Condition, ...]) -> Any:
     if not callable(change):
         raise TypeError(f"register_pass() takes a function of one Rewriter, but got {type(change).__name__}")
     try:
@@ -118,10 +110,10 @@ def register_pass_as(
     for condition in (*requires, *ensures):
         if not callable(condition):
             raise TypeError(f"a condition is a function of one Rewriter, but got {type(condition).__name__}")
-    title = name if name is not None else getattr(change, "__name__", type(change).__name__)
+    title: str = name if name is not None else getattr(change, "__name__", type(change).__name__)
     if title in _registered or any(own.name == title for own in _OWN):
         raise ValueError(f"there is a pass named {title!r} already")
-    _registered[title] = Pass(title, change, tuple(requires), tuple(ensures))
+    _registered[title] = Pass(title, cast("Change", change), tuple(requires), tuple(ensures))
     _renew()
     return change
 

@@ -1,8 +1,8 @@
 """A program as an FX graph, and what a pass may know and do about it.
 
-Placeholders are the program's inputs (``t3``: the tensor of slot 3), its numbers (``c5``: parameter 5) and constants that passes
-have made; calls are ATen operators in program order, views and in-place writes as they were recorded; several results
-are taken apart by ``getitem``. ``node.meta`` has
+Placeholders are the program's inputs (``t3``: the tensor of slot 3), its numbers (``c5``: parameter 5) and constants
+that passes have made (``k7``); calls are ATen operators in program order, views and in-place writes as they were
+recorded; several results are taken apart by ``getitem``. ``node.meta`` has
 
 * ``slot``: the tensor that a node stands for; new nodes get new slots;
 * ``spec``: its geometry and type, and ``val``, a meta tensor, where a registered pass may want it;
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 _operations: dict[Any, Operation] = {}
-_REPR_LIMIT = 64
 
 
 @dataclass
@@ -184,7 +183,7 @@ class Rewriter:
         return self.slot_count - 1
 
     def complete(self) -> None:
-        """Give what was made with plain FX a place and a slot. Raises ``TypeError`` for calls of anything but operators."""
+        """Give what was made with plain FX a place and a slot. Raises ``TypeError`` for what calls no operator."""
         index = len(self.program.instructions) - 1
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("placeholder", "output"):

@@ -1,7 +1,7 @@
-"""Algebra that gives the very same bits: ``x * 1``, ``-(-x)``, a copy of what nobody else sees, …
+"""Algebra that gives the very same bits: ``x * 1``, ``-(-x)``, a copy of what nobody else sees.
 
-``x + 0`` is not among it for floating-point numbers (it makes 0 of -0), nor is ``x * 0`` (NaN), nor anything that rounds
-elsewhere. Integers have more identities.
+``x + 0`` is not among it for floating-point numbers (it makes 0 of -0), nor is ``x * 0`` (NaN), nor anything that
+rounds elsewhere. Integers have more identities.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _is_nothing(rewriter: Rewriter, node: fx.Node) -> bool:
     dtype = node.meta["spec"].dtype
     if node.target in _POWER:
         return other == 1
-    if node.target in _TIMES:
-        return other == 1 and dtype is not torch.bool and not dtype.is_complex  # inf * 0i
-    if node.target in _DIVIDED:
-        return other == 1 and dtype.is_floating_point
+    if node.target in _TIMES or node.target in _DIVIDED:
+        if other != 1 or dtype is torch.bool or dtype.is_complex:  # inf * (1 + 0i) has a NaN
+            return False
+        return not _flushes_denormal() if dtype.is_floating_point else node.target in _TIMES
     if node.target in _MINUS:
         return other == 0 and str(other) != "-0.0" and len(node.args) == 2 and not dtype.is_complex
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
@@ -88,6 +88,11 @@ def _is_nothing(rewriter: Rewriter, node: fx.Node) -> bool:
     if node.target in _PLUS:
         return type(other) is int and other == 0 and len(node.args) == 2
     return type(other) is int and _INTEGER_NOTHING.get(node.target, other + 1) == other
+
+
+def _flushes_denormal() -> bool:
+    # ``torch.set_flush_denormal``: then a product with 1 is not what it was
+    return (torch.tensor([1e-310], dtype=torch.float64) * 1).item() == 0
 
 
 def _confirmed(rewriter: Rewriter, node: fx.Node) -> bool:

@@ -73,15 +73,15 @@ class Storages:
         mine, others = self.of(node), self.of(by)
         if by.meta["spec"] is not node.meta["spec"] or mine == others or self.writes.get(mine):
             return False
-        last = self.last.get(mine, node.meta["index"])
+        last = int(self.last.get(mine, node.meta["index"]))
         if self.is_written(others, node.meta["index"], last):
             return False
         if mine in self.escaping:
             whole = others == slot_of(by) and by.op == "call_function" and by.target is not operator.getitem
             return whole and others not in self.escaping
         # A part must not keep the whole.
-        whole = self.specs.get(others)
-        small = whole is not None and whole.nbytes <= node.meta["spec"].nbytes
+        root = self.specs.get(others)
+        small = root is not None and root.nbytes <= node.meta["spec"].nbytes
         return small or others == INPUTS or self.last.get(others, 0) >= last
 
     def join(self, node: fx.Node, by: fx.Node) -> None:
@@ -103,7 +103,7 @@ class Storages:
     def _add(self, node: fx.Node) -> None:
         index = node.meta["index"]
         if node.target is operator.getitem:
-            call = node
+            call: Any = node
             while call.target is operator.getitem:
                 call = call.args[0]
             if "slot" in node.meta:
