@@ -311,6 +311,23 @@ def test_a_learning_rate_that_changes_is_no_guard() -> None:
     assert len(improved[0].guards.values) == 1
 
 
+def test_large_programs_are_improved_in_pieces() -> None:
+    """A run does a piece at most; numbers that change meanwhile are those of the run that uses the result."""
+    x = X.to(DEVICE)
+    marid.materialize(x)
+
+    def work(x: torch.Tensor, scale: float) -> torch.Tensor:
+        for _ in range(80):
+            x = (x * 0.5).t().t() * scale
+        return x
+
+    for scale in (1, 1, 1, 3, 2, 1, 1, 3, 1, 1, 1, 1, 3, 3):
+        assert_same(work(x, scale), work(X, scale))
+    (improved, *_) = _improved()
+    assert improved.changes["views"] == 80
+    assert len(improved.program.instructions) < len(improved.recorded.instructions) - 160
+
+
 def test_passes_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """At any time, and small programs are left alone."""
     work = lambda x: x.t().t().exp()  # noqa: E731

@@ -10,7 +10,7 @@ results exist by then.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -31,10 +31,11 @@ from marid.settings import settings
 
 __all__ = ["FlatProgram", "Form"]
 
-Generator = Callable[[Draw], torch.Generator]
+Positioned = Callable[[Draw], torch.Generator]
 
 _SOURCE_LIMIT = 20_000  # instructions; beyond it, compiling one function costs more than the loop ever will
 _FORMS = 16  # specs for which a program keeps a plan, or what passes made of it
+_AT_ONCE = 200  # instructions; larger programs are improved in pieces, one a run, so that no run takes much longer
 _VARIANTS = 4  # times that a program is improved for the same specs, because numbers changed
 _SEEN = 256
 _complaints: set[str] = set()  # what passes failed with, each told once
@@ -52,7 +53,7 @@ class FlatProgram:
         self.transient_bytes = transient_bytes
         self.runs = 0
         self._forms: OrderedDict[tuple[Any, ...], _Forms] = OrderedDict()
-        self._plain = Form(self, None)
+        self.plain = Form(self, None)
         self._seen: set[int] = set()
         self._last_params: list[Any] | None = None
         self._prepared: Table | SourceProgram | None = None
@@ -66,7 +67,7 @@ class FlatProgram:
             self._generation, self._improvable = generation(), improvable(self.program)
             self._forms.clear()
         if self.transient_bytes < settings.plan_bytes and not (self._improvable and settings.passes):
-            return self._plain
+            return self.plain
         specs = task.specs()
         found = self._forms.get(specs)
         if found is not None:
@@ -76,7 +77,7 @@ class FlatProgram:
                 self._seen.clear()
             self._seen.add(hash(specs))
             self._last_params = task.params if self._improvable else None
-            return self._plain
+            return self.plain
         else:
             found = _Forms(self, specs, self._last_params)
             self._last_params = None
@@ -114,7 +115,7 @@ class FlatProgram:
         return SourceProgram(program, dying) if len(program.instructions) <= _SOURCE_LIMIT else None
 
     def interpret(
-        self, tensors: dict[int, Any], params: list[Any], generator: Generator, start: int
+        self, tensors: dict[int, Any], params: list[Any], generator: Positioned, start: int
     ) -> list[torch.Tensor]:
         """Run the recorded program in a loop, from instruction ``start`` on. Raises ``Interrupted``."""
         index, called = start, False
@@ -163,7 +164,7 @@ class Form:
         """The same, hopeless or not."""
         return self._placement
 
-    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Generator) -> list[torch.Tensor]:
+    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
         """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
         owner, improved = self._owner, self.improved
         prepared = owner.prepared() if improved is None else self._prepared
@@ -188,7 +189,9 @@ class Form:
                 return self._finish(run, params, numbers, generator)
         return owner.interpret(dict(zip(owner.program.input_slots, inputs, strict=True)), params, generator, 0)
 
-    def _finish(self, run: TableRun, params: list[Any], numbers: list[Any], generator: Generator) -> list[torch.Tensor]:
+    def _finish(
+        self, run: TableRun, params: list[Any], numbers: list[Any], generator: Positioned
+    ) -> list[torch.Tensor]:
         program = self._owner.program if self.improved is None else self.improved.program
         try:
             drawn = None
@@ -211,7 +214,7 @@ class Form:
             return self._resume(Interrupted(index, False, tensors, RuntimeError()), params, generator)
         return self._owner.interpret(tensors, params, generator, index)  # to raise what the operation raises
 
-    def _resume(self, stop: Interrupted, params: list[Any], generator: Generator) -> list[torch.Tensor]:
+    def _resume(self, stop: Interrupted, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
         """Say in terms of the recorded program how far an improved one came. After an error the recorded one goes on
         from there, to raise what its operations raise."""
         improved = self.improved
@@ -239,6 +242,8 @@ class _Forms:
         self._attempts = 0
         self._varying: set[int] = set()
         self._unequal: set[tuple[int, int]] = set()
+        self._result: Improved | None = None
+        self._work: Generator[None, None, Improved | None] | None = None
 
     def made(self) -> list[Form]:
         return [*self._improved, *([] if self._recorded is None else [self._recorded])]
@@ -252,13 +257,22 @@ class _Forms:
             if form.improved.guards.hold(params):
                 return form
         if self._attempts < _VARIANTS:
-            self._learn(params)
-            made = self._improve(params)
+            try:
+                if not self._is_done(params):
+                    return self._owner.plain
+                made = None if self._result is None else self._form(self._result)
+            except BaseException:
+                self._work = None  # an interrupt: from the start again, the next time
+                raise
+            self._work = None
             self._attempts += 1
-            if made is not None:
+            if made is None:
+                self._attempts = _VARIANTS
+            else:
+                assert made.improved is not None
                 self._improved.append(made)
-                return made
-            self._attempts = _VARIANTS
+                if made.improved.guards.hold(params):  # it may have been begun with other numbers
+                    return made
         return self._as_recorded()
 
     def _learn(self, params: list[Any]) -> None:
@@ -276,19 +290,29 @@ class _Forms:
             self._varying |= varying
             self._unequal |= unequal
 
-    def _improve(self, params: list[Any]) -> Form | None:
-        owner = self._owner
+    def _is_done(self, params: list[Any]) -> bool:
+        """Do the next piece of improving; whether there is a result now."""
+        if self._work is None:
+            self._learn(params)
+            self._work = improve(self._owner.program, self._specs, params, self._varying, self._unequal)
+        self._result = None
         try:
-            improved = improve(owner.program, self._specs, params, self._varying, self._unequal)
+            next(self._work)
+            while len(self._owner.program.instructions) <= _AT_ONCE:
+                next(self._work)
+            return False
+        except StopIteration as end:
+            self._result = end.value
         except PassFailed as failure:
             if failure.own and settings.verify_passes:
                 raise
             if str(failure) not in _complaints:
                 _complaints.add(str(failure))
                 report(f"{failure}; the program runs as it was recorded")
-            return None
-        if improved is None:
-            return None
+        return True
+
+    def _form(self, improved: Improved) -> Form | None:
+        owner = self._owner
         prepared = owner._prepare(improved.program, improved.dying)
         if prepared is None:
             return None

@@ -22,7 +22,7 @@ _NEVER = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted")
 
 def merge(rewriter: Rewriter) -> int:
     """Let readers of a repeated value read the first."""
-    storages = Storages(rewriter)
+    storages = rewriter.storages
     seen: dict[Any, fx.Node] = {}
     merged = 0
     for node in rewriter.calls():

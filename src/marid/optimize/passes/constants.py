@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from marid.optimize.passes.rewriter import Rewriter, op_of, pure
-from marid.optimize.passes.storages import Storages
 
 __all__ = ["fold"]
 
@@ -18,7 +17,7 @@ _UNSET = object()
 
 def fold(rewriter: Rewriter) -> int:
     """Hold what ``zeros``, ``full``, ``arange`` and arithmetic on them give. Random and unset memory is left alone."""
-    storages = Storages(rewriter)
+    storages = rewriter.storages
     folded = 0
     held: dict[Any, fx.Node] = {}
     for node in rewriter.calls():

@@ -20,7 +20,7 @@ _DTYPES = {torch.float32, torch.float64}
 
 def fuse_activation(rewriter: Rewriter) -> int:
     """``relu`` or exact ``gelu`` of an ``addmm`` that nobody else reads, also through a view."""
-    storages = Storages(rewriter)
+    storages: Storages | None = None
     fused = 0
     for node in rewriter.calls():
         if node.target in _RELU:
@@ -36,6 +36,9 @@ def fuse_activation(rewriter: Rewriter) -> int:
             product = view.args[0]
         if not isinstance(product, fx.Node) or product.target is not _ADDMM or product.kwargs:
             continue
+        if len(product.users) > 1 or (view is not None and len(view.users) > 1):
+            continue
+        storages = Storages(rewriter) if storages is None else storages
         spec = product.meta["spec"]
         parts = [product] if view is None else [product, view]
         if spec is None or spec.dtype not in _DTYPES or not only_read_by(storages, parts, node):

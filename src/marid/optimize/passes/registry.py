@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -144,14 +144,16 @@ def improve(
     params: list[Any],
     varying: set[int],
     unequal: set[tuple[int, int]],
-) -> Improved | None:
+) -> Generator[None, None, Improved | None]:
     """What passes make of a program for runs with these specs, or None where they change nothing.
 
-    Raises ``PassFailed``.
+    A generator, so that it can be done in pieces: it yields a few times and returns the result. Raises ``PassFailed``.
     """
     verifies = settings.verify_passes
     rewriter = Rewriter(program, specs, params, varying, unequal, with_val=bool(_registered))
+    yield
     original = Storages(rewriter)
+    rewriter.storages = original.copy()
     changes: dict[str, int] = {}
     for one in (*_OWN, *_registered.values()):
         if one.approximates and not settings.fast_math:
@@ -162,6 +164,7 @@ def improve(
         _check(rewriter, one, (*ALWAYS, *one.ensures), own, "after it", verifies or not own)
         if count:
             changes[one.name] = changes.get(one.name, 0) + count
+    yield
     if not changes:
         return None
     if _registered:

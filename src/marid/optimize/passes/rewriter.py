@@ -18,13 +18,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from marid.graph.node import Operation, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+
+if TYPE_CHECKING:
+    from marid.optimize.passes.storages import Storages
 
 __all__ = [
     "Guards",
@@ -69,7 +72,10 @@ class Rewriter:
     """The graph of one program with the specs and numbers of one run, and how passes change it.
 
     ``varying`` are numbers, ``unequal`` pairs of numbers, that are known to change: nothing is concluded from them.
+    ``storages`` is about the graph before passes that bring in operations; those that share it keep it up to date.
     """
+
+    storages: Storages
 
     def __init__(
         self,

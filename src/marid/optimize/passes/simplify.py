@@ -37,7 +37,7 @@ _INTEGER_NOTHING = {
 
 def simplify(rewriter: Rewriter) -> int:
     """Let readers of what equals an earlier tensor read that."""
-    storages = Storages(rewriter)
+    storages = rewriter.storages
     simplified = 0
     for node in rewriter.calls():
         if not isinstance(node.meta.get("spec"), Spec) or node.target not in _ALL:

@@ -47,6 +47,14 @@ class Storages:
         for root in (*self.escaping, INPUTS):
             self.last[root] = _FOREVER
 
+    def copy(self) -> Storages:
+        """One that can be changed without changing this one."""
+        made = Storages.__new__(Storages)
+        made.root, made.writes, made.last = dict(self.root), dict(self.writes), dict(self.last)
+        made.specs, made.outputs, made.escaping = dict(self.specs), set(self.outputs), set(self.escaping)
+        made._members = {root: list(slots) for root, slots in self._members.items()}
+        return made
+
     def of(self, node: fx.Node) -> int:
         """The storage of a tensor."""
         return self.root[slot_of(node)]

@@ -6,7 +6,6 @@ from torch import fx
 
 from marid.graph.node import Spec
 from marid.optimize.passes.rewriter import Rewriter, op_of, overloads, slot_of
-from marid.optimize.passes.storages import Storages
 
 __all__ = ["collapse"]
 
@@ -17,7 +16,7 @@ _VIEW = overloads("view").pop()
 
 def collapse(rewriter: Rewriter) -> int:
     """``x.t().t()`` is ``x``; a view of a view that has no other reader is one view."""
-    storages = Storages(rewriter)
+    storages = rewriter.storages
     changed = 0
     for node in rewriter.calls():
         if not _is_view(node) or not _is_view(node.args[0]):
