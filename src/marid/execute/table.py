@@ -209,6 +209,8 @@ def _constant(value: Any) -> tuple[bytes, int, bytes]:
         return b"b", int(value), b""
     if isinstance(value, str):
         return b"s", 0, value.encode()
+    if isinstance(value, tuple):  # of ints, made by a pass
+        return b"l", len(value), array.array("q", value).tobytes()
     if isinstance(value, torch.device):
         return b"v", 0, str(value).encode()
     if isinstance(value, torch.dtype):

@@ -125,12 +125,13 @@ class _Builder:
         self.numbers: list[Any] = []
         self._numbers_before = len(rewriter.params)
         for node in rewriter.calls():
-            args = tuple([self._argument(arg) for arg in node.args])
-            kwargs = tuple([(name, self._argument(arg)) for name, arg in node.kwargs.items()])
+            types = {a.name: str(a.type) for a in op_of(node).func._schema.arguments}
+            args = tuple([self._argument(arg, kind) for arg, kind in zip(node.args, types.values(), strict=False)])
+            kwargs = tuple([(name, self._argument(arg, types.get(name))) for name, arg in node.kwargs.items()])
             self.instructions.append(Instruction(op_of(node), args, kwargs, _results(rewriter, node)))
             self.indices.append(node.meta["index"])
 
-    def _argument(self, arg: Any) -> Any:
+    def _argument(self, arg: Any, kind: str | None = None) -> Any:
         if isinstance(arg, fx.Node):
             if "param" in arg.meta:
                 return Param(arg.meta["param"], arg.meta["draw"])
@@ -139,7 +140,9 @@ class _Builder:
             return Slot(slot_of(arg))
         if isinstance(arg, (list, tuple)):
             if not any(isinstance(item, fx.Node) or item is None for item in arg):
-                return self._number(tuple(arg))
+                numbers = tuple(arg)
+                fits = numbers and kind is not None and "List[int]" in kind and all(type(n) is int for n in numbers)
+                return Constant(numbers) if fits else self._number(numbers)
             return ListOf(tuple([self._argument(item) for item in arg]))
         if type(arg) in (int, float, complex):
             return self._number(arg)
