@@ -12,6 +12,7 @@ import torch
 import marid
 from marid.execute import flat
 from marid.frontend.materialize import engine
+from marid.optimize.passes import registry
 from marid.optimize.passes.registry import _registered
 from tests.helpers import DEVICE, assert_same
 
@@ -209,6 +210,25 @@ def test_a_value_that_could_not_be_computed_again_is_refused() -> None:
 
     with pytest.warns(UserWarning, match="_reads_too_late.*cannot be computed again"):
         assert _run(work=work) == ["mul", "exp", "add_", "add"]
+
+
+@pytest.mark.parametrize("where", ["change", "lower"])
+def test_a_bug_in_a_pass_of_marid_costs_no_result(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of tests; in tests it is raised."""
+    if where == "lower":
+        monkeypatch.setattr(registry, "lower", lambda *_: 1 / 0)
+    else:
+        monkeypatch.setattr(registry, "_OWN", (registry.Pass("broken", lambda _: 1 // 0),))
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        return x.t().t().exp()
+
+    monkeypatch.setattr(marid.settings, "verify_passes", False)
+    with pytest.warns(UserWarning, match="division.*runs as it was recorded"):
+        assert _run(work=work) == ["t", "t", "exp"]
+    monkeypatch.setattr(marid.settings, "verify_passes", True)
+    with pytest.raises(registry.PassFailed):
+        _run(work=work)
 
 
 def test_a_warning_that_is_an_error_leaves_the_results() -> None:

@@ -38,7 +38,7 @@ _FORMS = 16  # specs for which a program keeps a plan, or what passes made of it
 _AT_ONCE = 200  # instructions; larger programs are improved in pieces, one a run, so that no run takes much longer
 _VARIANTS = 4  # times that a program is improved for the same specs, because numbers changed
 _SEEN = 256
-_complaints: set[str] = set()  # what passes failed with, each told once
+_complaints: set[str] = set()  # passes that failed, each told once
 
 
 class FlatProgram:
@@ -306,8 +306,8 @@ class _Forms:
         except PassFailed as failure:
             if failure.own and settings.verify_passes:
                 raise
-            if str(failure) not in _complaints:
-                _complaints.add(str(failure))
+            if failure.name not in _complaints:
+                _complaints.add(failure.name)
                 report(f"{failure}; the program runs as it was recorded")
         return True
 

@@ -11,7 +11,7 @@ from marid.graph.node import Spec
 from marid.graph.program import Program
 from marid.optimize.passes import approximate, attention, common, constants, dead_code, linear, norms, simplify, views
 from marid.optimize.passes.conditions import ALWAYS, Condition, no_dead_code, no_repeated_views, violation
-from marid.optimize.passes.lowering import BrokenRule, Improved, lower
+from marid.optimize.passes.lowering import Improved, lower
 from marid.optimize.passes.rewriter import Rewriter
 from marid.optimize.passes.storages import Storages
 from marid.settings import settings
@@ -44,6 +44,7 @@ class PassFailed(Exception):
 
     def __init__(self, name: str, why: str, own: bool) -> None:
         super().__init__(f"the pass {name!r} failed: {why}")
+        self.name = name
         self.own = own
 
 
@@ -171,7 +172,7 @@ def improve(
         dead_code.remove(rewriter)
     try:
         improved = lower(rewriter, original)
-    except (BrokenRule, TypeError) as error:
+    except Exception as error:  # BrokenRule, or whatever follows from a graph that no condition has caught
         names = ", ".join(_registered)
         raise PassFailed(names or "lowering", str(error), not names) from error
     improved.changes = changes
@@ -179,12 +180,10 @@ def improve(
 
 
 def _apply(rewriter: Rewriter, one: Pass, own: bool) -> int:
-    if own:
-        return one.change(rewriter) or 0
-    before = str(rewriter.graph)
+    before = "" if own else str(rewriter.graph)
     try:
         count = one.change(rewriter)
-    except Exception as error:  # a user's function may raise anything
+    except Exception as error:  # a user's function may raise anything, and Marid's own must not cost a result
         raise PassFailed(one.name, f"{type(error).__name__}: {error}", own) from error
     if count is None:
         count = int(str(rewriter.graph) != before)

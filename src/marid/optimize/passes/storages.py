@@ -81,8 +81,9 @@ class Storages:
         mine, others = self.of(node), self.of(by)
         if by.meta["spec"] is not node.meta["spec"] or mine == others or self.writes.get(mine):
             return False
-        last = int(self.last.get(mine, node.meta["index"]))
-        if self.is_written(others, node.meta["index"], last):
+        index: Any = node.meta["index"]
+        last: Any = self.last.get(mine, index)
+        if self.is_written(others, index, last):
             return False
         if mine in self.escaping:
             whole = others == slot_of(by) and by.op == "call_function" and by.target is not operator.getitem
