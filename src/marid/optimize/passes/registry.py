@@ -20,6 +20,8 @@ __all__ = ["Pass", "PassFailed", "generation", "improve", "register_pass", "unre
 
 Change = Callable[[Rewriter], int | None]
 
+_LARGEST = 10_000  # instructions; the graph of a larger program would take seconds
+
 # What changes the geometry of a tensor that others may hold.
 _RESHAPING = {"resize_", "resize_as_", "set_", "as_strided_", "swapaxes_", "transpose_", "t_", "squeeze_", "unsqueeze_"}
 
@@ -129,7 +131,7 @@ def unregister_pass(name: str) -> None:
 
 def improvable(program: Program) -> bool:
     """Whether passes may look at a program: it is worth it, and no operation gives its arguments another shape."""
-    if len(program.instructions) < settings.pass_instructions:
+    if not settings.pass_instructions <= len(program.instructions) <= _LARGEST:
         return False
     for instruction in program.instructions:
         if instruction.op.mutates:
