@@ -29,6 +29,7 @@ def _fresh_start() -> Iterator[None]:
     """Each test starts with seeded generators and counters at zero, and leaves the global defaults as they were."""
     torch.manual_seed(0)
     marid.reset_stats()
+    marid.settings.verify_passes = True
     yield
     torch.set_default_device(None)
     torch.remote_accelerator.set_device(0)  # pyright: ignore[reportAttributeAccessIssue]

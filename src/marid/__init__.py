@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from marid import errors
 from marid.frontend import device as _device
+from marid.frontend import linear_activation as _linear_activation
 
 _device.register()
+_linear_activation.register()
 
 from marid.api import epoch, explain, graph, materialize, reset_stats, stats  # noqa: E402  (the device comes first)
 from marid.frontend.capture import capture  # noqa: E402
@@ -17,6 +19,7 @@ from marid.frontend.materialize import no_sync  # noqa: E402
 from marid.frontend.tensor import LazyTensor  # noqa: E402
 from marid.frontend.tuples import LazyTuple  # noqa: E402
 from marid.graph.computation import ComputationGraph  # noqa: E402
+from marid.optimize.passes.registry import register_pass, unregister_pass  # noqa: E402
 from marid.report.explain import Explanation  # noqa: E402
 from marid.report.stats import Stats  # noqa: E402
 from marid.semantics.metadata import SemanticMetadata  # noqa: E402
@@ -39,7 +42,9 @@ __all__ = [
     "graph",
     "materialize",
     "no_sync",
+    "register_pass",
     "reset_stats",
     "settings",
     "stats",
+    "unregister_pass",
 ]

@@ -63,6 +63,7 @@ def stats() -> Stats:
         automatic_cuts=counters.automatic_cuts,
         fallbacks=dict(counters.fallbacks),
         dynamic=dict(counters.dynamic),
+        passes=dict(counters.passes),
         syncs=counters.syncs(),
         pending_nodes=sum(nodes for nodes, _ in measured),
         pending_bytes=sum(nbytes for _, nbytes in measured),

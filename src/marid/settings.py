@@ -37,6 +37,15 @@ class Settings:
     """Programs run on a thread of their own while recording goes on, where a processor is left for that."""
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""
+    passes: bool = True
+    """Improve programs that come again by passes; results stay the same, bit for bit."""
+    pass_instructions: int = 10
+    """Programs with fewer instructions are not worth the passes."""
+    fast_math: bool = False
+    """Passes may use formulas that round elsewhere (fused attention and norms), within ``torch.testing``'s tolerances.
+    Rows of attention that are masked out entirely are then 0, not NaN."""
+    verify_passes: bool = False
+    """Check what every pass requires and promises. For tests: it costs more than the passes."""
     memory_limit: int = 0
     """A run that would make the devices hold more bytes than this is refused before it starts; 0 for no limit."""
     pool_bytes: int = 128 << 20

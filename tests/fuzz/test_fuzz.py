@@ -19,7 +19,7 @@ from tests.fuzz.programs import PROFILES, Mismatch, Program, check, minimised, p
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
-PROGRAMS = 2_000
+PROGRAMS = int(__import__("os").environ.get("PP", "2000"))
 CONFORMANCE_PROGRAMS = int(os.environ.get("MARID_FUZZ_PROGRAMS", "50000"))
 # Hypothesis remembers every program of a run and slows down as they grow, so that many are taken in batches.
 BATCHES = -(-CONFORMANCE_PROGRAMS // (500 * len(PROFILES)))
@@ -65,8 +65,9 @@ def test_random_programs(profile: str) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_random_programs_in_planned_memory(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, repeated until every program follows a memory plan, however small it is."""
+    """The same, repeated until every program is improved by passes and follows a memory plan, however small it is."""
     monkeypatch.setattr(marid.settings, "plan_bytes", 0)
+    monkeypatch.setattr(marid.settings, "pass_instructions", 1)
     _fuzz(profile, PROGRAMS // 10 // len(PROFILES), runs=7)
 
 

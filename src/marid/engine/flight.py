@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from marid.execute.arena import Placement
-from marid.execute.flat import FlatProgram
+from marid.execute.flat import Form
 from marid.execute.kernel_warnings import warn_of
 from marid.execute.table import TableRun
 from marid.graph.node import Node, Value, finish, input_values, root_of
@@ -33,20 +32,19 @@ class Flight:
     write. Until it is done, its nodes count as run, and what they forgot is kept here, to be given back if it is not.
     """
 
-    __slots__ = ("_kept", "_sources", "give_back", "job", "number", "placement", "program", "roots", "run", "task")
+    __slots__ = ("_kept", "_placement", "_sources", "form", "give_back", "job", "number", "roots", "run", "task")
 
     def __init__(
         self,
         task: Task,
-        program: FlatProgram,
-        placement: Placement | None,
+        form: Form,
         run: TableRun,
         give_back: Callable[[list[Node]], None],
     ) -> None:
         assert library is not None
         self.task = task
-        self.program = program
-        self.placement = placement
+        self.form = form
+        self._placement = placement = form.placement
         self.run = run
         self.give_back = give_back
         self.number = 0
@@ -84,7 +82,7 @@ class Flight:
 
     def land(self) -> None:
         """It is done: give its values their tensors."""
-        for value, tensor in zip(self.task.outputs, self.run.tensors(self.program.program.output_slots), strict=True):
+        for value, tensor in zip(self.task.outputs, self.run.tensors(self.form.output_slots), strict=True):
             value.concrete = tensor
         self._note_memory(True)
 
@@ -106,9 +104,9 @@ class Flight:
 
     def _note_memory(self, completed: bool) -> None:
         assert library is not None
-        if self.placement is not None:
+        if self._placement is not None:
             watched = library.marid_job_watched(self.job)
-            self.placement.ended(completed, watched, bool(library.marid_job_left(self.job)))
+            self._placement.ended(completed, watched, bool(library.marid_job_left(self.job)))
 
 
 def _links(task: Task) -> tuple[list[TableRun], list[int], list[int]]:

@@ -15,9 +15,9 @@ import torch
 from marid.engine.flight import Flight, Positioned
 from marid.engine.protocol import GiveBack
 from marid.errors import MaterializationError, MemoryLimitError
-from marid.execute.arena import Arena, Placement
+from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
-from marid.execute.flat import FlatProgram
+from marid.execute.flat import Form
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph.node import Draw, Node, Value, fail, finish, root_of
@@ -104,19 +104,19 @@ class InProcessEngine:
             task = bind(nodes)
             if room is not None:
                 _refuse_beyond(room, task)
-            program = self.programs.find(task)
-            placement = program.placement(task)
-            if ahead and room is None and self._launch(task, program, placement, give_back):
-                return program.transient_bytes
+            with concretely():
+                form = self.programs.find(task).form(task)
+            if ahead and room is None and self._launch(task, form, give_back):
+                return form.transient_bytes
             self._drain()
             task.resolve()
             self._depth += 1
             try:
-                with KernelWarnings(), concretely(), self.arena.run(placement):
-                    self._conclude(task, lambda: program.run(task.inputs, task.params, self._twisters.at, placement))
+                with KernelWarnings(), concretely(), self.arena.run(form.placement):
+                    self._conclude(task, lambda: form.run(task.inputs, task.params, self._twisters.at))
             finally:
                 self._depth -= 1
-            return program.transient_bytes
+            return form.transient_bytes
 
     def wait(self, values: Sequence[Value] | None = None) -> bool:
         waited = False
@@ -153,16 +153,16 @@ class InProcessEngine:
             self._drain()
             self.arena.trim()
 
-    def _launch(self, task: Task, program: FlatProgram, placement: Placement | None, give_back: GiveBack) -> bool:
+    def _launch(self, task: Task, form: Form, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
-        if self._depth or not program.in_cpp:
+        if self._depth or not form.in_cpp:
             return False
         while len(self._flights) >= _IN_FLIGHT:
             self._wait_for(self._flights[0].number)
-        run = program.start(task.inputs, task.params, placement)
+        run = form.start(task.inputs, task.params)
         if run is None:
             return False
-        flight = Flight(task, program, placement, run, give_back)
+        flight = Flight(task, form, run, give_back)
         self._by_job[flight.job] = flight
         if not flight.start(self._positioned):
             del self._by_job[flight.job]
@@ -176,7 +176,7 @@ class InProcessEngine:
         """For the device's thread: the generator of the next operation of a flight."""
         try:
             flight = self._by_job[job]
-            draw = flight.program.draw(flight.run.next, flight.task.params)
+            draw = flight.form.draw(flight.run.next, flight.task.params)
             return self._twisters.at(draw)._cdata
         except BaseException:
             logger.exception("a generator could not be positioned")
@@ -230,10 +230,10 @@ class InProcessEngine:
             flight.take_back()
         failed.take_back()
         failed.warn()
-        run, task, program = failed.run, failed.task, failed.program
+        run, task, form = failed.run, failed.task, failed.form
         del failed, following
         with KernelWarnings(), concretely():
-            self._conclude(task, lambda: program.resume(run, task.params, self._twisters.at))
+            self._conclude(task, lambda: form.resume(run, task.params, self._twisters.at))
 
     def _forget(self, flight: Flight) -> None:
         del self._by_job[flight.job]
@@ -319,6 +319,10 @@ def _salvage(task: Task, stop: Interrupted) -> None:
         mutates = node.op is not None and node.op.mutates
         if index < stop.index or (stop.finished and mutates):
             finish(node)
+    for value, slot in task.slots.items():
+        error = stop.lost.get(slot)
+        if error is not None and value.concrete is None and value.node.args is None:
+            fail(value.node, _explain(value.node, error if isinstance(error, Exception) else RuntimeError(str(error))))
     counters.ops_executed += stop.index
 
 

@@ -1,35 +1,45 @@
-"""The flat tier: a program run operation by operation, exactly as it was recorded.
+"""The flat tier: a program run operation by operation.
 
-The first time a program runs through a loop in Python, because preparing it costs more than running it once. From the
-second time on it runs as a table in C++ (``table.py``), or as generated source (``source.py``) where that cannot be.
-All of them drop every tensor right after its last use, and can say after a failure which instruction failed and which
+The first time a program runs through a loop in Python, exactly as it was recorded, because preparing it costs more
+than running it once. From the second time on it runs as a table in C++ (``table.py``), or as generated source
+(``source.py``) where that cannot be, improved by passes where specs have come before (``optimize/passes``). All of them
+drop every tensor right after its last use, and can say after a failure which recorded instruction failed and which
 results exist by then.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
 from marid.execute.arena import Placement
 from marid.execute.interrupted import Interrupted
+from marid.execute.kernel_warnings import report
+from marid.execute.resume import arguments, recover
 from marid.execute.source import SourceProgram, source_of
 from marid.execute.table import DONE, DRAWS, RAISED, Table, TableRun, Untranslatable, donors, translate
-from marid.graph.node import Draw
-from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
+from marid.graph.node import Draw, Spec
+from marid.graph.program import Param, Program, Task
 from marid.native import library
+from marid.optimize.passes.lowering import Improved, last_uses
+from marid.optimize.passes.registry import PassFailed, generation, improvable, improve
+from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["FlatProgram"]
+__all__ = ["FlatProgram", "Form", "Positioned"]
 
-Generator = Callable[[Draw], torch.Generator]
+Positioned = Callable[[Draw], torch.Generator]
 
 _SOURCE_LIMIT = 20_000  # instructions; beyond it, compiling one function costs more than the loop ever will
-_PLACEMENTS = 16  # plans that a program keeps
+_FORMS = 16  # specs for which a program keeps a plan, or what passes made of it
+_AT_ONCE = 200  # instructions; larger programs are improved in pieces, one a run, so that no run takes much longer
+_VARIANTS = 4  # times that a program is improved for the same specs, because numbers changed
 _SEEN = 256
+_complaints: set[str] = set()  # passes that failed, each told once
 
 
 class FlatProgram:
@@ -41,105 +51,92 @@ class FlatProgram:
 
     def __init__(self, program: Program, transient_bytes: int) -> None:
         self.program = program
-        self.dying = _last_uses(program)
+        self.dying = last_uses(program)
         self.transient_bytes = transient_bytes
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
-        self._placements: OrderedDict[tuple[Any, ...], Placement] = OrderedDict()
+        self._forms: OrderedDict[tuple[Any, ...], _Forms] = OrderedDict()
+        self.plain = Form(self, None)
         self._seen: set[int] = set()
+        self._last_params: list[Any] | None = None
         self._prepared: Table | SourceProgram | None = None
+        self._improvable = improvable(program)
+        self._generation = generation()
+        self.tier: Any = None
+        """What decides whether it is compiled (``compiled/tier.py``)."""
+        self.ran: Callable[[float], None] | None = None
+        """Told the seconds of each run that came to its end."""
 
-    def run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Generator, placement: Placement | None
-    ) -> list[torch.Tensor]:
-        """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
-        run = self.start(inputs, params, placement)
-        if run is not None:
-            return self._finish(run, params, generator)
-        self.runs += 1
-        if isinstance(self._prepared, SourceProgram):
-            return self._prepared.run(inputs, params, generator)
-        return self._interpret(dict(zip(self.program.input_slots, inputs, strict=True)), params, generator, 0)
-
-    def start(self, inputs: list[Any], params: list[Any], placement: Placement | None) -> TableRun | None:
-        """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
-        if self.runs == 1 and self._prepared is None:
-            self._prepared = self._prepare()
-        if not isinstance(self._prepared, Table):
-            return None
-        try:
-            run = self._prepared.start(inputs, params, None if placement is None else placement.donors)
-        except OverflowError:  # a number of more than 64 bits
-            return None
-        self.runs += 1
-        return run
-
-    def resume(self, run: TableRun, params: list[Any], generator: Generator) -> list[torch.Tensor]:
-        """Go on in Python where a run has stopped, to raise what the operation raises. Raises ``Interrupted``."""
-        return self._interpret(run.existing(), params, generator, run.next)
-
-    def draw(self, index: int, params: list[Any]) -> Draw:
-        """What instruction ``index`` draws."""
-        instruction = self.program.instructions[index]
-        arguments = (*instruction.args, *[value for _, value in instruction.kwargs])
-        return next(params[arg.index] for arg in arguments if isinstance(arg, Param) and arg.draw)
-
-    def placement(self, task: Task) -> Placement | None:
-        """Where a run of ``task`` puts its blocks; None where planning would not pay: for small programs, and for
-        shapes that have not come twice."""
-        if self.transient_bytes < settings.plan_bytes:
-            return None
+    def form(self, task: Task) -> Form:
+        """How a run of ``task`` is done: as recorded the first time and for small programs, else planned and improved
+        for its specs, once they have come twice. To be called below all dispatch: constants are computed."""
+        if self._generation != generation():
+            self._generation, self._improvable = generation(), improvable(self.program)
+            self._forms.clear()
+        if self.transient_bytes < settings.plan_bytes and not (self._improvable and settings.passes):
+            return self.plain
         specs = task.specs()
-        found = self._placements.get(specs)
+        found = self._forms.get(specs)
         if found is not None:
-            self._placements.move_to_end(specs)
-            return None if found.hopeless else found
-        if not self.runs or hash(specs) not in self._seen:
+            self._forms.move_to_end(specs)
+        elif not self.runs or hash(specs) not in self._seen:
             if len(self._seen) >= _SEEN:
                 self._seen.clear()
             self._seen.add(hash(specs))
-            return None
-        found = Placement(donors(self.program, self.dying, specs))
-        self._placements[specs] = found
-        if len(self._placements) > _PLACEMENTS:
-            self._placements.popitem(last=False)
-        return found
+            self._last_params = task.params if self._improvable else None
+            return self.plain
+        else:
+            found = _Forms(self, specs, self._last_params)
+            self._last_params = None
+            self._forms[specs] = found
+            if len(self._forms) > _FORMS:
+                self._forms.popitem(last=False)
+        return found.pick(task.params, self._improvable and settings.passes)
+
+    @property
+    def forms(self) -> list[Form]:
+        """Every way of running this program that was made for certain specs."""
+        return [form for forms in self._forms.values() for form in forms.made()]
 
     @property
     def source(self) -> str:
         return source_of(self.program, self.dying)
 
-    def _prepare(self) -> Table | SourceProgram | None:
+    def explain(self) -> str:
+        """What passes made of this program, a line for each set of specs."""
+        made = [form.improved.explain() for form in self.forms if form.improved is not None]
+        return "\n".join(made) or f"{len(self.program.instructions)} instructions, run as recorded"
+
+    def prepared(self) -> Table | SourceProgram | None:
+        """The recorded program as it runs from the second time on; None the first time, for the loop."""
+        if self.runs and self._prepared is None:
+            self._prepared = self._prepare(self.program, self.dying)
+        return self._prepared
+
+    def _prepare(self, program: Program, dying: list[list[int]]) -> Table | SourceProgram | None:
         if library is not None:
             try:
-                return translate(self.program, self.dying)
+                return translate(program, dying)
             except Untranslatable:
                 pass
-        return SourceProgram(self.program, self.dying) if len(self.program.instructions) <= _SOURCE_LIMIT else None
+        return SourceProgram(program, dying) if len(program.instructions) <= _SOURCE_LIMIT else None
 
-    def _finish(self, run: TableRun, params: list[Any], generator: Generator) -> list[torch.Tensor]:
-        try:
-            drawn = None
-            while True:
-                status = run.go(drawn)
-                if status == DONE:
-                    return run.tensors(self.program.output_slots)
-                if status == RAISED:
-                    break
-                drawn = generator(self.draw(run.next, params)) if status == DRAWS else None
-        except BaseException as error:
-            raise Interrupted(run.next, False, run.existing(), error) from error
-        return self.resume(run, params, generator)
-
-    def _interpret(
-        self, tensors: dict[int, Any], params: list[Any], generator: Generator, start: int
+    def interpret(
+        self, tensors: dict[int, Any], params: list[Any], generator: Positioned, start: int
     ) -> list[torch.Tensor]:
+        """Run the recorded program in a loop, from instruction ``start`` on. Raises ``Interrupted``."""
+        self.steps(tensors, params, generator, start, len(self.program.instructions))
+        return [tensors[slot] for slot in self.program.output_slots]
+
+    def steps(self, tensors: dict[int, Any], params: list[Any], generator: Positioned, start: int, stop: int) -> None:
+        """Run from ``start`` to before ``stop``, in Python; ``tensors`` is what exists, by slot. Raises
+        ``Interrupted``."""
         index, called = start, False
         try:
-            for index in range(start, len(self.program.instructions)):
+            for index in range(start, stop):
                 instruction, called = self.program.instructions[index], False
-                args, kwargs = _arguments(instruction, tensors, params, generator)
+                args, kwargs = arguments(instruction, tensors, params, generator)
                 returned = instruction.op.call(*args, **kwargs)
                 called = True
                 for result in instruction.results:
@@ -151,41 +148,253 @@ class FlatProgram:
                     del tensors[slot]
         except BaseException as error:
             raise Interrupted(index, called, tensors, error) from error
-        return [tensors[slot] for slot in self.program.output_slots]
+
+    def stopped(self, index: int, tensors: dict[int, torch.Tensor], error: BaseException) -> Interrupted:
+        """What is known when a run stops before an instruction."""
+        return Interrupted(index, False, tensors, error)
 
 
-def _last_uses(program: Program) -> list[list[int]]:
-    """For each instruction, the slots that nobody needs after it."""
-    dying: list[list[int]] = []
-    needed = set(program.output_slots)
-    for instruction in reversed(program.instructions):
-        touched = set(_slots_of(instruction)) | {r.slot for r in instruction.results}
-        dying.append(sorted(touched - needed))
-        needed |= touched
-    dying.reverse()
-    return dying
+class Form:
+    """One way of running a program: as recorded, or ``improved`` for certain specs, with or without planned memory."""
+
+    __slots__ = ("_owner", "_placement", "_prepared", "improved")
+
+    def __init__(
+        self,
+        owner: FlatProgram,
+        placement: Placement | None,
+        improved: Improved | None = None,
+        prepared: Table | SourceProgram | None = None,
+    ) -> None:
+        self._owner = owner
+        self._placement = placement
+        self._prepared = prepared
+        self.improved = improved
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where a run puts its blocks; None where that is not planned."""
+        return None if self._placement is None or self._placement.hopeless else self._placement
+
+    @property
+    def planned(self) -> Placement | None:
+        """The same, hopeless or not."""
+        return self._placement
+
+    @property
+    def transient_bytes(self) -> int:
+        """The forecast of what the results take at once."""
+        return self._owner.transient_bytes
+
+    @property
+    def in_cpp(self) -> bool:
+        """Whether all operators are PyTorch's own."""
+        return self._owner.in_cpp
+
+    @property
+    def output_slots(self) -> tuple[int, ...]:
+        """Where the results are that escape."""
+        return self._program.output_slots
+
+    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+        """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
+        ran = self._owner.ran
+        if ran is None:
+            return self._run(inputs, params, generator)
+        start = time.perf_counter()
+        results = self._run(inputs, params, generator)
+        ran(time.perf_counter() - start)
+        return results
+
+    def _run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+        run = self.start(inputs, params)
+        if run is not None:
+            return self._finish(run, params, generator)
+        owner, prepared = self._owner, self._table_or_source()
+        owner.runs += 1
+        if isinstance(prepared, SourceProgram):
+            try:
+                return prepared.run(*self._given(inputs, params), generator)
+            except Interrupted as stop:
+                if self.improved is None:
+                    raise
+                return self._recover(stop, params, generator)
+        return owner.interpret(dict(zip(owner.program.input_slots, inputs, strict=True)), params, generator, 0)
+
+    def start(self, inputs: list[Any], params: list[Any]) -> TableRun | None:
+        """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
+        prepared = self._table_or_source()
+        if not isinstance(prepared, Table):
+            return None
+        placement = self.placement
+        try:
+            run = prepared.start(*self._given(inputs, params), None if placement is None else placement.donors)
+        except OverflowError:  # a number of more than 64 bits
+            return None
+        self._owner.runs += 1
+        return run
+
+    def resume(self, run: TableRun, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+        """Go on in Python where a run has stopped, to raise what the operation raises. Raises ``Interrupted``."""
+        tensors, index = run.existing(), run.next
+        del run
+        if self.improved is not None:
+            return self._recover(Interrupted(index, False, tensors, RuntimeError()), params, generator)
+        return self._owner.interpret(tensors, params, generator, index)
+
+    def draw(self, index: int, params: list[Any]) -> Draw:
+        """What instruction ``index`` of a run draws."""
+        return _draw(self._program, index, self._given([], params)[1])
+
+    @property
+    def _program(self) -> Program:
+        return self._owner.program if self.improved is None else self.improved.program
+
+    def _table_or_source(self) -> Table | SourceProgram | None:
+        return self._owner.prepared() if self.improved is None else self._prepared
+
+    def _given(self, inputs: list[Any], params: list[Any]) -> tuple[list[Any], list[Any]]:
+        if self.improved is None:
+            return inputs, params
+        return [*inputs, *self.improved.constants], [*params, *self.improved.numbers]
+
+    def _finish(self, run: TableRun, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+        try:
+            drawn = None
+            while True:
+                status = run.go(drawn)
+                if status == DONE:
+                    return run.tensors(self.output_slots)
+                if status == RAISED:
+                    break
+                drawn = generator(self.draw(run.next, params)) if status == DRAWS else None
+        except BaseException as error:
+            tensors, index = run.existing(), run.next
+            del run
+            if self.improved is None:
+                raise self._owner.stopped(index, tensors, error) from error
+            return self._recover(Interrupted(index, False, tensors, error), params, generator)
+        return self.resume(run, params, generator)
+
+    def _recover(self, stop: Interrupted, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+        """Say in terms of the recorded program how far an improved one came. After an error the recorded one goes on
+        from there, to raise what its operations raise."""
+        improved = self.improved
+        assert improved is not None
+        instructions = improved.program.instructions
+        written = stop.finished and stop.index < len(instructions) and instructions[stop.index].op.mutates
+        before = improved.indices[stop.index] + written if written else improved.done[stop.index]
+        tensors, lost, interrupt = recover(improved, stop.tensors, before, params, generator)
+        error = stop.error if interrupt is None else interrupt
+        if lost or not isinstance(error, Exception):
+            index = before - 1 if written else before
+            raise Interrupted(index, bool(written), tensors, error, lost) from error
+        return self._owner.interpret(tensors, params, generator, before)
 
 
-def _slots_of(instruction: Instruction) -> list[int]:
-    slots: list[int] = []
-    for arg in (*instruction.args, *(value for _, value in instruction.kwargs)):
-        if isinstance(arg, Slot):
-            slots.append(arg.index)
-        elif isinstance(arg, ListOf):
-            slots += [item.index for item in arg.items if isinstance(item, Slot)]
-    return slots
+class _Forms:
+    """The ways of running a program for one set of specs."""
+
+    def __init__(self, owner: FlatProgram, specs: tuple[Spec | None, ...], earlier: list[Any] | None) -> None:
+        self._owner = owner
+        self._specs = specs
+        self._earlier = earlier
+        self._improved: list[Form] = []
+        self._recorded: Form | None = None
+        self._attempts = 0
+        self._varying: set[int] = set()
+        self._unequal: set[tuple[int, int]] = set()
+        self._result: Improved | None = None
+        self._work: Generator[None, None, Improved | None] | None = None
+
+    def made(self) -> list[Form]:
+        return [*self._improved, *([] if self._recorded is None else [self._recorded])]
+
+    def pick(self, params: list[Any], improves: bool) -> Form:
+        """The way for a run with these numbers, made now if there is none."""
+        if not improves:
+            return self._as_recorded()
+        for form in self._improved:
+            assert form.improved is not None
+            if form.improved.guards.hold(params):
+                return form
+        if self._attempts < _VARIANTS:
+            try:
+                if not self._is_done(params):
+                    return self._owner.plain
+                made = None if self._result is None else self._form(self._result)
+            except BaseException:
+                self._work = None  # an interrupt: from the start again, the next time
+                raise
+            self._work = None
+            self._attempts += 1
+            if made is None:
+                self._attempts = _VARIANTS
+            else:
+                assert made.improved is not None
+                self._improved.append(made)
+                if made.improved.guards.hold(params):  # it may have been begun with other numbers
+                    return made
+        return self._as_recorded()
+
+    def _learn(self, params: list[Any]) -> None:
+        """Numbers that changed are numbers that change."""
+        if self._earlier is not None:
+            self._varying |= {
+                index
+                for index, (a, b) in enumerate(zip(self._earlier, params, strict=True))
+                if type(a) in (int, float, complex) and (type(a) is not type(b) or repr(a) != repr(b))
+            }
+            self._earlier = None
+        for form in self._improved:
+            assert form.improved is not None
+            varying, unequal = form.improved.guards.failing(params)
+            self._varying |= varying
+            self._unequal |= unequal
+
+    def _is_done(self, params: list[Any]) -> bool:
+        """Do the next piece of improving; whether there is a result now."""
+        if self._work is None:
+            self._learn(params)
+            self._work = improve(self._owner.program, self._specs, params, self._varying, self._unequal)
+        self._result = None
+        try:
+            next(self._work)
+            while len(self._owner.program.instructions) <= _AT_ONCE:
+                next(self._work)
+            return False
+        except StopIteration as end:
+            self._result = end.value
+        except PassFailed as failure:
+            if failure.own and settings.verify_passes:
+                raise
+            if failure.name not in _complaints:
+                _complaints.add(failure.name)
+                report(f"{failure}; the program runs as it was recorded")
+        return True
+
+    def _form(self, improved: Improved) -> Form | None:
+        owner = self._owner
+        prepared = owner._prepare(improved.program, improved.dying)
+        if prepared is None:
+            return None
+        counters.count_passes(improved.changes)
+        placement = self._placement(improved.program, improved.dying, improved.specs)
+        return Form(owner, placement, improved, prepared)
+
+    def _as_recorded(self) -> Form:
+        if self._recorded is None:
+            owner = self._owner
+            self._recorded = Form(owner, self._placement(owner.program, owner.dying, self._specs))
+        return self._recorded
+
+    def _placement(self, program: Program, dying: list[list[int]], specs: tuple[Spec | None, ...]) -> Placement | None:
+        if self._owner.transient_bytes < settings.plan_bytes:
+            return None
+        return Placement(donors(program, dying, specs))
 
 
-def _arguments(
-    instruction: Instruction, tensors: dict[int, Any], params: list[Any], generator: Generator
-) -> tuple[list[Any], dict[str, Any]]:
-    def value_of(arg: Any) -> Any:
-        if isinstance(arg, Slot):
-            return tensors[arg.index]
-        if isinstance(arg, Param):
-            return generator(params[arg.index]) if arg.draw else params[arg.index]
-        if isinstance(arg, ListOf):
-            return [value_of(item) for item in arg.items]
-        return arg.value
-
-    return [value_of(a) for a in instruction.args], {name: value_of(a) for name, a in instruction.kwargs}
+def _draw(program: Program, index: int, params: list[Any]) -> Draw:
+    instruction = program.instructions[index]
+    given = (*instruction.args, *[value for _, value in instruction.kwargs])
+    return next(params[arg.index] for arg in given if isinstance(arg, Param) and arg.draw)

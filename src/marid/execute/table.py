@@ -211,6 +211,8 @@ def _constant(value: Any) -> tuple[bytes, int, bytes]:
         return b"b", int(value), b""
     if isinstance(value, str):
         return b"s", 0, value.encode()
+    if isinstance(value, tuple):  # of ints, made by a pass
+        return b"l", len(value), array.array("q", value).tobytes()
     if isinstance(value, torch.device):
         return b"v", 0, str(value).encode()
     if isinstance(value, torch.dtype):
@@ -260,7 +262,9 @@ def donors(program: Program, dying: list[list[int]], specs: tuple[Spec | None, .
         if dead and len(instruction.results) == 1 and _out_overload(instruction.op) is not None:
             spec = specs[instruction.results[0].slot]
             for position, arg in enumerate(instruction.args):
-                if isinstance(arg, Slot) and arg.index in dead and arg.index not in inputs and specs[arg.index] is spec:
+                if spec is None or not isinstance(arg, Slot) or arg.index not in dead or arg.index in inputs:
+                    continue
+                if specs[arg.index] is spec:
                     donor = position
                     break
         found.append(donor)

@@ -202,7 +202,7 @@ module: Any = _load_module()
 
 
 def _omp_pause() -> int | None:
-    """The address of ``omp_pause_resource_all`` in the OpenMP library that PyTorch has loaded, where that is libgomp."""
+    """The address of ``omp_pause_resource_all`` in the OpenMP library that PyTorch uses, where that is libgomp."""
     try:
         mapped = Path("/proc/self/maps").read_text()
     except OSError:

@@ -27,7 +27,8 @@ class Stats:
     ``ops_captured`` operations recorded; ``ops_executed`` of them run; ``programs_built`` and ``programs_reused``;
     ``materializations`` times a read had to run something; ``automatic_cuts`` times the tape was run because it grew
     too large; ``fallbacks`` operator name to count of operations that could not be recorded and ran eagerly;
-    ``dynamic`` the same for operations whose output shape depends on data; ``syncs`` by source line, slowest first;
+    ``dynamic`` the same for operations whose output shape depends on data; ``passes`` how much each pass changed;
+    ``syncs`` by source line, slowest first;
     ``pending_nodes`` and ``pending_bytes`` now waiting; ``memory_allocated`` and ``peak_memory`` in bytes;
     ``planned_peak`` the bytes that the largest memory plan takes, ``planned_lower_bound`` the largest sum of bytes that
     live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``epoch`` counts completed runs.
@@ -41,6 +42,7 @@ class Stats:
     automatic_cuts: int
     fallbacks: dict[str, int]
     dynamic: dict[str, int]
+    passes: dict[str, int]
     syncs: list[Sync]
     pending_nodes: int
     pending_bytes: int
@@ -69,6 +71,7 @@ class Counters:
     unplanned_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     dynamic: dict[str, int] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
     waits: dict[tuple[Site | None, str], list[float]] = field(default_factory=dict)
     cuts: dict[Site | None, int] = field(default_factory=dict)
     eager: dict[tuple[str, str, Site | None], int] = field(default_factory=dict)
@@ -99,6 +102,12 @@ class Counters:
         with self.lock:
             if peak >= self.planned_peak:
                 self.planned_peak, self.planned_lower_bound, self.unplanned_bytes = peak, lower_bound, unplanned
+
+    def count_passes(self, changes: dict[str, int]) -> None:
+        """A program was improved."""
+        with self.lock:
+            for name, count in changes.items():
+                self.passes[name] = self.passes.get(name, 0) + count
 
     def count_operator(self, table: dict[str, int], name: str) -> int:
         """Count ``name`` in ``fallbacks`` or ``dynamic`` and return how often it has occurred."""

@@ -1,0 +1,85 @@
+"""A product with its bias and the activation that follows, as one call: the same bits, since it is the same kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from marid.graph.node import Spec
+from marid.optimize.passes.rewriter import Rewriter, op_of, overloads, slot_of
+from marid.optimize.passes.storages import Storages
+
+__all__ = ["fuse_activation", "only_read_by", "unwritten"]
+
+_ADDMM = overloads("addmm").pop()
+_FUSED = overloads("_addmm_activation").pop()
+_RELU = overloads("relu")
+_GELU = overloads("gelu")
+_DTYPES = {torch.float32, torch.float64}
+
+
+def fuse_activation(rewriter: Rewriter) -> int:
+    """``relu`` or exact ``gelu`` of an ``addmm`` that nobody else reads, also through a view."""
+    storages: Storages | None = None
+    fused = 0
+    for node in rewriter.calls():
+        if node.target in _RELU:
+            gelu = False
+        elif node.target in _GELU and rewriter.peek(node.kwargs.get("approximate", "none")) == "none":
+            gelu = True
+        else:
+            continue
+        product = node.args[0]
+        assert isinstance(product, fx.Node)
+        view = product if product.op == "call_function" and op_of_view(product) else None
+        if view is not None:
+            product = view.args[0]
+        if not isinstance(product, fx.Node) or product.target is not _ADDMM or product.kwargs:
+            continue
+        if len(product.users) > 1 or (view is not None and len(view.users) > 1):
+            continue
+        storages = Storages(rewriter) if storages is None else storages
+        spec = product.meta["spec"]
+        parts = [product] if view is None else [product, view]
+        if spec is None or spec.dtype not in _DTYPES or not only_read_by(storages, parts, node):
+            continue
+        if not unwritten(storages, list(product.args), product, node):
+            continue
+        if view is None:
+            if node.meta["spec"] is not spec:
+                continue
+            rewriter.rewrite(node, _FUSED, tuple(product.args), use_gelu=gelu)
+        else:
+            if not isinstance(node.meta["spec"], Spec) or node.meta["spec"] is not view.meta["spec"]:
+                continue
+            made = rewriter.insert(node, _FUSED, tuple(product.args), spec, use_gelu=gelu)
+            rewriter.rewrite(node, view.target, (made, *view.args[1:]))
+            rewriter.graph.erase_node(view)
+        rewriter.graph.erase_node(product)
+        fused += 1
+    return fused
+
+
+def op_of_view(node: fx.Node) -> bool:
+    """Whether a node is a view of its first argument alone."""
+    return "slot" in node.meta and hasattr(node.target, "_schema") and op_of(node).view
+
+
+def only_read_by(storages: Storages, parts: list[fx.Node], reader: fx.Node) -> bool:
+    """Whether each of ``parts`` has one reader, the next or ``reader``, and is neither an output nor written."""
+    for part, following in zip(parts, [*parts[1:], reader], strict=True):
+        if list(part.users) != [following] or slot_of(part) in storages.outputs:
+            return False
+        if storages.writes.get(storages.of(part)):
+            return False
+    return True
+
+
+def unwritten(storages: Storages, args: list[object], since: fx.Node, until: fx.Node) -> bool:
+    """Whether what ``since`` reads is still the same where ``until`` runs."""
+    for arg in args:
+        if not isinstance(arg, fx.Node) or "slot" not in arg.meta:
+            continue
+        if storages.is_written(storages.of(arg), since.meta["index"], until.meta["index"]):
+            return False
+    return True
