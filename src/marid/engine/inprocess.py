@@ -10,6 +10,7 @@ import torch
 from marid.errors import MaterializationError, MemoryLimitError
 from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
+from marid.execute.compiled.tier import best
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph.node import Draw, Node, fail, finish
@@ -94,7 +95,7 @@ class InProcessEngine:
     def _run(self, task: Task, room: int | None) -> int:
         if room is not None:
             _refuse_beyond(room, task)
-        program = self.programs.find(task)
+        program = best(self.programs.find(task), task, room)
         try:
             placement = program.placement(task)
             with concretely(), self.arena.run(placement):

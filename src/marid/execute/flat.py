@@ -8,6 +8,7 @@ results exist by then.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.native import library
 from marid.settings import settings
 
-__all__ = ["FlatProgram"]
+__all__ = ["FlatProgram", "Generator"]
 
 Generator = Callable[[Draw], torch.Generator]
 
@@ -46,11 +47,25 @@ class FlatProgram:
         self._placements: OrderedDict[tuple[Any, ...], Placement] = OrderedDict()
         self._seen: set[int] = set()
         self._prepared: Table | SourceProgram | None = None
+        self.tier: Any = None
+        """What decides whether it is compiled (``compiled/tier.py``)."""
+        self.ran: Callable[[float], None] | None = None
+        """Told the seconds of each run that came to its end."""
 
     def run(
         self, inputs: list[torch.Tensor], params: list[Any], generator: Generator, placement: Placement | None
     ) -> list[torch.Tensor]:
         """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
+        if self.ran is None:
+            return self._run(inputs, params, generator, placement)
+        start = time.perf_counter()
+        results = self._run(inputs, params, generator, placement)
+        self.ran(time.perf_counter() - start)
+        return results
+
+    def _run(
+        self, inputs: list[torch.Tensor], params: list[Any], generator: Generator, placement: Placement | None
+    ) -> list[torch.Tensor]:
         if self.runs == 1:
             self._prepared = self._prepare()
         self.runs += 1
@@ -63,7 +78,7 @@ class FlatProgram:
                 pass
             else:
                 return self._finish(run, params, generator)
-        return self._interpret(dict(zip(self.program.input_slots, inputs, strict=True)), params, generator, 0)
+        return self.interpret(dict(zip(self.program.input_slots, inputs, strict=True)), params, generator, 0)
 
     def placement(self, task: Task) -> Placement | None:
         """Where a run of ``task`` puts its blocks; None where planning would not pay: for small programs, and for
@@ -109,22 +124,32 @@ class FlatProgram:
                     break
                 drawn = generator(self._draw(run.next, params)) if status == DRAWS else None
         except BaseException as error:
-            raise Interrupted(run.next, False, run.existing(), error) from error
+            raise self._stopped(run.next, run.existing(), error) from error
         tensors, index = run.existing(), run.next
         del run
-        return self._interpret(tensors, params, generator, index)  # to raise what the operation raises
+        return self.interpret(tensors, params, generator, index)  # to raise what the operation raises
+
+    def _stopped(self, index: int, tensors: dict[int, torch.Tensor], error: BaseException) -> Interrupted:
+        """What is known when a run stops before an instruction."""
+        return Interrupted(index, False, tensors, error)
 
     def _draw(self, index: int, params: list[Any]) -> Draw:
         instruction = self.program.instructions[index]
         arguments = (*instruction.args, *[value for _, value in instruction.kwargs])
         return next(params[arg.index] for arg in arguments if isinstance(arg, Param) and arg.draw)
 
-    def _interpret(
+    def interpret(
         self, tensors: dict[int, Any], params: list[Any], generator: Generator, start: int
     ) -> list[torch.Tensor]:
+        """Run from an instruction on, in Python; ``tensors`` by slot. The results that escape."""
+        self.steps(tensors, params, generator, start, len(self.program.instructions))
+        return [tensors[slot] for slot in self.program.output_slots]
+
+    def steps(self, tensors: dict[int, Any], params: list[Any], generator: Generator, start: int, stop: int) -> None:
+        """Run from ``start`` to before ``stop``, in Python; ``tensors`` is what exists, by slot."""
         index, called = start, False
         try:
-            for index in range(start, len(self.program.instructions)):
+            for index in range(start, stop):
                 instruction, called = self.program.instructions[index], False
                 args, kwargs = _arguments(instruction, tensors, params, generator)
                 returned = instruction.op.call(*args, **kwargs)
@@ -138,7 +163,6 @@ class FlatProgram:
                     del tensors[slot]
         except BaseException as error:
             raise Interrupted(index, called, tensors, error) from error
-        return [tensors[slot] for slot in self.program.output_slots]
 
 
 def _last_uses(program: Program) -> list[list[int]]:
