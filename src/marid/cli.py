@@ -1,4 +1,4 @@
-"""The command line: ``marid run script.py``."""
+"""The command line: ``marid run script.py``, ``marid cache info``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import click
 
 import marid
 from marid import runner
+from marid.execute.compiled.disk import DiskCache
+from marid.execute.compiled.tier import folder
+from marid.report.units import bytes_text
 
 __all__ = ["main"]
 
@@ -31,6 +34,29 @@ def run(as_cuda: bool, no_summary: bool, script: str, arguments: tuple[str, ...]
     Everything after SCRIPT belongs to the script.
     """
     return runner.Job(script, arguments, as_cuda=as_cuda, summary=not no_summary)
+
+
+@commands.group()
+def cache() -> None:
+    """What was compiled and is kept on disk."""
+
+
+def _compiled() -> DiskCache:
+    return DiskCache(folder(), marid.settings.cache_bytes)
+
+
+@cache.command()
+def info() -> None:
+    """Say where compiled parts are, how many, and how large."""
+    found = _compiled().entries()
+    total = bytes_text(sum(nbytes for _, nbytes, _ in found))
+    click.echo(f"{folder()}: {len(found)} compiled parts, {total} of {bytes_text(marid.settings.cache_bytes)}")
+
+
+@cache.command()
+def clear() -> None:
+    """Remove all compiled parts."""
+    click.echo(f"{_compiled().clear()} compiled parts removed")
 
 
 def main() -> None:

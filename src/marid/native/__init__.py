@@ -2,8 +2,8 @@
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled. The same file is a
-Python module: ``record.cpp`` records the usual
-operations. Where Python's headers are not installed that one is left out, and Python records everything.
+Python module: ``record.cpp`` records the usual operations. Where Python's headers are not installed that one is left
+out, and Python records everything.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that

@@ -53,6 +53,8 @@ struct Part {
 struct Geometry {
   at::ScalarType dtype;
   bool written = false;
+  int64_t base = -1;   // the input that this one is a view of, which is then not given to the part
+  int64_t offset = 0;  // and where in it, in elements
   std::vector<int64_t> sizes, strides;
   bool fits(const at::Tensor& tensor) const {
     return tensor.defined() && tensor.scalar_type() == dtype && tensor.device().is_cpu() &&
@@ -81,14 +83,21 @@ std::shared_ptr<Instance> find(int64_t id) {
   return found == instances.end() ? nullptr : found->second;
 }
 
-// Whether memory that the part writes is seen by another of its inputs: it was compiled as if that were not so.
+// Whether inputs share memory that is written in another way than the part was compiled for.
 bool overlapping(const Instance& instance, const std::vector<at::Tensor>& inputs) {
   if (!instance.writes) return false;
   for (size_t i = 0; i < inputs.size(); i++) {
-    if (!instance.inputs[i].written) continue;
     const auto* own = inputs[i].storage().unsafeGetStorageImpl();
+    if (int64_t base = instance.inputs[i].base; base >= 0) {
+      if (inputs[base].storage().unsafeGetStorageImpl() != own ||
+          inputs[i].storage_offset() - inputs[base].storage_offset() != instance.inputs[i].offset) {
+        return true;
+      }
+    }
+    if (!instance.inputs[i].written) continue;
     for (size_t j = 0; j < inputs.size(); j++) {
-      if (j != i && inputs[j].storage().unsafeGetStorageImpl() == own) return true;
+      bool known = j == i || instance.inputs[j].base == static_cast<int64_t>(i);
+      if (!known && inputs[j].storage().unsafeGetStorageImpl() == own) return true;
     }
   }
   return false;
@@ -122,7 +131,9 @@ std::vector<at::Tensor> run(Instance& instance, const std::vector<at::Tensor>& i
   }
   given.reserve(inputs.size() + numbers.size() + 1);
   if (instance.carrier.defined()) given.push_back(handle_of(instance.carrier));
-  for (const at::Tensor& tensor : inputs) given.push_back(handle_of(tensor));
+  for (size_t i = 0; i < inputs.size(); i++) {
+    if (instance.inputs[i].base < 0) given.push_back(handle_of(inputs[i]));
+  }
   for (const at::Tensor& tensor : lifted) given.push_back(handle_of(tensor));
   std::vector<AtenTensorHandle> made(part.outputs, nullptr);
   AOTITorchError error =
@@ -195,8 +206,8 @@ void* marid_compiled_load(const char* path, int threads) {
 void marid_compiled_unload(void* given) { delete static_cast<std::shared_ptr<Part>*>(given); }
 const char* marid_compiled_problem() { return problem.c_str(); }
 
-// A part with one set of sizes. `shapes` has for each input, then for each output: dtype, whether it is written, the
-// number of dimensions, sizes, strides. Returns what calls name it by.
+// A part with one set of sizes. `shapes` has for each input, then for each output: dtype, whether it is written,
+// base, offset in it, the number of dimensions, sizes, strides. Returns what calls name it by.
 int64_t marid_compiled_instance(void* given, int64_t inputs, int64_t outputs, const int64_t* shapes, int64_t numbers,
                                 const int64_t* number_dtypes, int64_t symbols, const int64_t* values) {
   auto instance = std::make_shared<Instance>();
@@ -205,6 +216,8 @@ int64_t marid_compiled_instance(void* given, int64_t inputs, int64_t outputs, co
     Geometry geometry;
     geometry.dtype = static_cast<at::ScalarType>(*shapes++);
     geometry.written = *shapes++ != 0;
+    geometry.base = *shapes++;
+    geometry.offset = *shapes++;
     int64_t dims = *shapes++;
     geometry.sizes.assign(shapes, shapes + dims);
     geometry.strides.assign(shapes + dims, shapes + 2 * dims);

@@ -56,8 +56,8 @@ def describe(part: Part, program: Program, specs: Specs, params: list[Any]) -> D
         instructions.append({**described, "results": results})
     return {
         "inputs": [
-            {**_geometry(specs[slot]), "written": written}
-            for slot, written in zip(part.inputs, part.written, strict=True)
+            {**_geometry(specs[slot]), "written": written, "base": base, "offset": _offset(part, specs, position)}
+            for position, (slot, written, base) in enumerate(zip(part.inputs, part.written, part.bases, strict=True))
         ],
         "numbers": [_name(number.dtype) for number in part.numbers],
         "instructions": instructions,
@@ -68,6 +68,14 @@ def describe(part: Part, program: Program, specs: Specs, params: list[Any]) -> D
 def _geometry(spec: Spec | None) -> dict[str, Any]:
     assert spec is not None
     return {"size": list(spec.shape), "stride": list(spec.stride), "dtype": _name(spec.dtype)}
+
+
+def _offset(part: Part, specs: Specs, position: int) -> int:
+    """Where in its base an input begins."""
+    own, base = specs[part.inputs[position]], specs[part.inputs[part.bases[position]]]
+    assert own is not None
+    assert base is not None
+    return own.offset - base.offset if part.bases[position] >= 0 else 0
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -69,7 +69,7 @@ def _text(structure: dict[str, Any]) -> bytes:
 
 
 class DiskCache:
-    """The entries in one folder. ``damaged`` counts those that were thrown away because something was wrong with them."""
+    """The entries in one folder. ``damaged`` counts those that were wrong, and were thrown away."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit

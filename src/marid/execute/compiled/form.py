@@ -53,7 +53,8 @@ class CompiledPart:
         shapes: list[int] = []
         for shape in (*concrete["inputs"], *outputs):
             dtype = getattr(torch, shape["dtype"])
-            shapes += [DTYPES[dtype], shape.get("written", False), len(shape["size"]), *shape["size"], *shape["stride"]]
+            shapes += [DTYPES[dtype], shape.get("written", False), shape.get("base", -1), shape.get("offset", 0)]
+            shapes += [len(shape["size"]), *shape["size"], *shape["stride"]]
         numbers = int64s([DTYPES[number.dtype] for number in self.part.numbers])
         return library.marid_compiled_instance(
             *(self.pointer, len(concrete["inputs"]), len(outputs), int64s(shapes)),

@@ -36,10 +36,10 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
     module = _Builder(description, len(sizes)).module()
     with mode:
         examples = [torch.empty_strided(sizes, [0] * len(sizes))] if sizes else []
-        examples += [_empty(shape, sizes) for shape in description["inputs"]]
+        examples += [_empty(shape, sizes) for shape in description["inputs"] if shape["base"] < 0]
         examples += [torch.empty((), dtype=_dtype(name)) for name in description["numbers"]]
         with torch.no_grad():
-            made: Any = module(*examples)
+            made: Any = module(*examples)  # pyright: ignore[reportGeneralTypeIssues]
         _check_results(description, made, sizes)
     config.cpp.threads = threads
     patches = {
@@ -157,9 +157,16 @@ class _Builder:
             carrier = self.graph.placeholder("sizes")
             self.sizes = [self.call("sym_size", "int", carrier, index) for index in range(symbol_count)]
         self.items: dict[int, Any] = {}
-        for index in range(len(description["inputs"])):
-            self.items[index] = self.graph.placeholder(f"input{index}")
+        for index, shape in enumerate(description["inputs"]):
+            if shape["base"] < 0:
+                self.items[index] = self.graph.placeholder(f"input{index}")
         self.numbers = [self.graph.placeholder(f"number{index}") for index in range(len(description["numbers"]))]
+
+        for index, shape in enumerate(description["inputs"]):
+            if shape["base"] >= 0:
+                size, stride = ([self.baked(n) for n in shape[key]] for key in ("size", "stride"))
+                base = self.items[shape["base"]]
+                self.items[index] = self.call("as_strided", "default", base, size, stride, self.baked(shape["offset"]))
 
     def module(self) -> torch.fx.GraphModule:
         for instruction in self.description["instructions"]:

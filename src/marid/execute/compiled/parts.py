@@ -54,7 +54,8 @@ class Number:
 class Part:
     """Instructions ``start`` to ``stop`` as one call.
 
-    ``inputs`` are the slots it is given, ``written`` says which of them it writes, ``outputs`` the slots it makes,
+    ``inputs`` are the slots it is given, ``written`` says which of them it writes, ``bases`` of which other input an
+    input is a view (by position; -1 for none; known for memory that is written), ``outputs`` the slots it makes,
     ``numbers`` what it is given beside tensors, ``baked`` the parameters that are part of it, and ``again`` the
     instructions, all of them views, that run once more behind it.
     """
@@ -63,18 +64,20 @@ class Part:
     stop: int
     inputs: tuple[int, ...]
     written: tuple[bool, ...]
+    bases: tuple[int, ...]
     outputs: tuple[int, ...]
     numbers: tuple[Number, ...]
     baked: tuple[int, ...]
     again: tuple[Instruction, ...]
 
 
-def choose(program: Program, specs: Specs, params: list[Any], changing: set[int]) -> list[Part]:
-    """The parts of ``program``. ``changing`` are parameters that came with other values before."""
+def choose(program: Program, specs: Specs, params: list[Any], changing: set[int], shared: dict[int, int]) -> list[Part]:
+    """The parts of ``program``. ``changing`` are parameters that came with other values before; ``shared`` says of
+    inputs of the program in whose memory they lie, where that is another one's."""
     barred: set[int] = set()
     while True:
         try:
-            return _Chooser(program, specs, params, changing, barred).parts()
+            return _Chooser(program, specs, params, changing, shared, barred).parts()
         except _Barred as found:
             barred.add(found.index)
 
@@ -104,11 +107,19 @@ def slots_in(value: Any) -> list[int]:
 
 
 class _Chooser:
-    def __init__(self, program: Program, specs: Specs, params: list[Any], changing: set[int], barred: set[int]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        specs: Specs,
+        params: list[Any],
+        changing: set[int],
+        shared: dict[int, int],
+        barred: set[int],
+    ) -> None:
         self.program, self.specs, self.params, self.changing = program, specs, params, changing
         self.reads: list[list[int]] = []
         self.writes: list[list[int]] = []
-        self.root = dict(zip(program.input_slots, program.input_slots, strict=True))
+        self.root = {slot: shared.get(slot, slot) for slot in program.input_slots}
         self.maker: dict[int, int] = {}
         for index, instruction in enumerate(program.instructions):
             self._trace(index, instruction)
@@ -186,13 +197,34 @@ class _Chooser:
                 if slot not in inside:
                     outside.setdefault(self.root[slot], set()).add(slot)
             written |= {self.root[slot] for slot in self.writes[index] if self.root[slot] not in inside}
-            # Memory from outside that is written must be seen through one input only, and that one element by element.
-            for root in written:
-                slots = outside.get(root, set())
-                if len(slots) != 1 or _overlaps(self.specs[next(iter(slots))]):
-                    return index
+            # Memory from outside that is written must be seen through one input, and whatever else is a view of that.
+            if any(self._base(outside.get(root, set())) is None for root in written):
+                return index
             inside |= {result.slot for result in self.program.instructions[index].results}
         return len(self.allowed)
+
+    def _base(self, slots: set[int]) -> int | None:
+        """Of inputs that lie in the same memory, the one that all others are views of."""
+        base = max(slots, key=lambda slot: (self._spec(slot).numel, -slot), default=None)
+        if base is None or _overlaps(self._spec(base)):
+            return None
+        own = self._spec(base)
+        if len(slots) > 1 and (
+            _span(own) != own.numel
+            or any(
+                spec.dtype is not own.dtype
+                or spec.offset < own.offset
+                or spec.offset + _span(spec) > own.offset + own.numel
+                for spec in map(self._spec, slots)
+            )
+        ):
+            return None
+        return base
+
+    def _spec(self, slot: int) -> Spec:
+        spec = self.specs[slot]
+        assert spec is not None
+        return spec
 
     def _part(self, start: int, stop: int) -> Part | None:
         while True:  # without what need not be in it at either end
@@ -220,8 +252,19 @@ class _Chooser:
         if not outputs and not any(self.root[slot] in written for slot in inputs):
             return None
         numbers, baked = self._numbers(start, stop)
-        flags = tuple(self.root[slot] in written for slot in inputs)
-        return Part(start, stop, tuple(inputs), flags, tuple(outputs), tuple(numbers), tuple(baked), tuple(again))
+        bases = []
+        for slot in inputs:
+            base = (
+                self._base({s for s in inputs if self.root[s] == self.root[slot]})
+                if self.root[slot] in written
+                else slot
+            )
+            bases.append(-1 if base is None or base == slot else inputs.index(base))
+        flags = tuple(self.root[slot] in written and base < 0 for slot, base in zip(inputs, bases, strict=True))
+        return Part(
+            *(start, stop, tuple(inputs), flags, tuple(bases)),
+            *(tuple(outputs), tuple(numbers), tuple(baked), tuple(again)),
+        )
 
     def _weight(self, index: int) -> int:
         """How many kernels the flat tier runs for an instruction that Inductor can fuse."""

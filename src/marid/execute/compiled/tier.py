@@ -7,7 +7,7 @@ import logging
 import shutil
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class Tier:
         self._requested = 0
         self._request: _Request | None = None
         self._seen: OrderedDict[Specs, list[Any]] = OrderedDict()
+        self._asked: set[Specs] = set()
         self._first: list[Any] | None = None
         self._spent = 0.0
         self._looked = False
@@ -84,10 +85,10 @@ class Tier:
     def best(self, task: Task, room: int | None) -> FlatProgram | Bound | Checked:
         """What to run ``task`` with now."""
         self.flat.ran = None
-        if self.over and not self._forms:
+        if self.over and not self._forms and self._request is None:
             return self.flat
         if self._request is not None:
-            self._look_after()
+            self._try(self._look_after)
         specs, params = task.specs(), task.params
         for form, program in self._forms:
             extended = form.bind(specs, params)
@@ -104,10 +105,19 @@ class Tier:
             if len(self._seen) > _EXAMPLES:
                 self._seen.popitem(last=False)
             self._first = self._first or params
-            if self._request is None:
-                self._consider()
+            if self._request is None and specs not in self._asked:
+                self._try(functools.partial(self._consider, task))
         self.flat.ran = functools.partial(self._ran, None, specs)
         return self.flat
+
+    def _try(self, function: Callable[[], None]) -> None:
+        """What goes wrong in compiling is never the user's: the program runs flat."""
+        try:
+            function()
+        except Exception:
+            logger.warning("marid cannot compile a program; it runs all the same", exc_info=True)
+            counters.compile_failures += 1
+            self.over, self._request = True, None
 
     # --- times -----------------------------------------------------------------------------------------------------
 
@@ -132,21 +142,22 @@ class Tier:
 
     # --- compiling -------------------------------------------------------------------------------------------------
 
-    def _consider(self) -> None:
+    def _consider(self, task: Task) -> None:
         """Ask for the program to be compiled if its runs took long enough, for the sizes seen so far."""
         wanted = settings.compile_ms / 1000
         if self._spent < wanted and (self._looked or self._spent < wanted / _CACHED):
             return
         only_cached, self._looked = self._spent < wanted, True
-        request = self._describe(only_cached)
+        request = self._describe(only_cached, _shared(task))
         if only_cached and (request is None or any(isinstance(found, Job) for *_, found in request.parts)):
             return
         self._spent = 0.0
         self._requested += 1
+        self._asked.update(self._seen)
         self.over = request is None or self._requested >= _FORMS
         self._request = request
 
-    def _describe(self, only_cached: bool) -> _Request | None:
+    def _describe(self, only_cached: bool, shared: dict[int, int]) -> _Request | None:
         """The parts to compile, found on disk or asked for; None when there is nothing to compile."""
         examples = list(self._seen.items())
         specs, params = examples[-1]
@@ -159,7 +170,7 @@ class Tier:
         }
         request = _Request(torch.get_num_threads())
         cache = DiskCache(folder(), settings.cache_bytes)
-        for part in choose(self.flat.program, specs, params, changing):
+        for part in choose(self.flat.program, specs, params, changing, shared):
             described = [describe(part, self.flat.program, s, p) for s, p in examples]
             general, count = generalize(described) or (None, 0)
             values = None if general is None else solve(general, described[-1], count)
@@ -228,6 +239,16 @@ class Tier:
         if rest is not None:
             rest.checked = True
             self._add(rest)
+
+
+def _shared(task: Task) -> dict[int, int]:
+    """For each input of a run the first input that lies in the same memory."""
+    first: dict[int, int] = {}
+    return {
+        slot: first.setdefault(tensor.untyped_storage()._cdata, slot)
+        for slot, tensor in zip(task.input_slots, task.inputs, strict=True)
+        if tensor.layout is torch.strided
+    }
 
 
 def _entry(found: Entry | Job) -> Entry | None:

@@ -141,19 +141,25 @@ class Compiler:
             self._received += more
             *lines, self._received = self._received.split(b"\n")
             for line in lines:
-                self._take(line)
+                if not self._take(line):
+                    self._lose("the compile worker said something that is no answer")
+                    return
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes) -> bool:
         try:
             answer = json.loads(line)
             number = answer["id"]
-        except (ValueError, TypeError, KeyError):
-            self._lose("the compile worker said something that is no answer")
-            return
+            if "error" not in answer and not (
+                isinstance(answer["path"], str) and isinstance(answer["conditions"], list)
+            ):
+                return False
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return False
         for job in self.jobs:
             if job.number == number:
                 job.answer = answer
         self.jobs = [job for job in self.jobs if job.answer is None]
+        return True
 
     def _lose(self, reason: str) -> None:
         """The worker is gone. Its first job may be why: that one is tried once more, the others wait for it."""
