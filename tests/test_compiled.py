@@ -5,6 +5,7 @@ Programs are really compiled in few tests, since that takes long: two quick ones
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -20,8 +21,9 @@ import torch
 
 import marid
 from marid.execute.cache import ProgramCache
-from marid.execute.compiled import tier, workers
+from marid.execute.compiled import lower, tier, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
+from marid.execute.compiled.disk import DiskCache
 from marid.execute.compiled.form import _evaluate
 from marid.execute.compiled.parts import Part, choose
 from marid.frontend.materialize import engine
@@ -344,6 +346,31 @@ def test_switched_off_nothing_is_compiled() -> None:
     assert marid.stats().compile_workers == 0
 
 
+@pytest.mark.parametrize("folder", ["file/below", "missing"])
+def test_what_cannot_be_kept_on_disk_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """In the worker: a cache that is read only, or a full disk."""
+    built = tmp_path / "work" / "built.so"
+    built.parent.mkdir()
+    built.write_bytes(b"code")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(lower, "compile_part", lambda *_: (built, [True]))
+    monkeypatch.setattr(worker.tempfile, "tempdir", str(tmp_path / "scratch"))
+    if folder == "missing":
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(DiskCache, "_write", full)
+    job = {"structure": {"part": {}, "threads": 1}, "hints": [], "folder": str(tmp_path / folder), "limit": 1 << 20}
+    answer = worker._compile(job)
+    assert Path(answer["path"]).read_bytes() == b"code"
+    assert answer["conditions"] == [True]
+    assert "unstored" in answer
+
+
 # --- real compiles -------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +405,7 @@ def test_a_compiled_chain_is_right_for_other_numbers_and_its_results_are_the_use
     stats = marid.stats()
     assert (stats.programs_compiled, stats.compile_workers, stats.compile_failures) == (1, 1, 0)
     assert stats.compile_mismatches == 0
-    [entry] = tier.DiskCache(tier.folder(), 1 << 30).entries()
+    [entry] = DiskCache(tier.folder(), 1 << 30).entries()
     assert entry[1] > 0
     # A second process, which shares the cache, loads what the first has made.
     text = """
@@ -404,6 +431,7 @@ def test_a_compiled_chain_is_right_for_other_numbers_and_its_results_are_the_use
 
 
 @needs_library
+@pytest.mark.conformance
 def test_one_more_compile_serves_every_size(compiling: Path) -> None:
     """Sizes from the second on share a form; so do written inputs and their views."""
     weight = torch.nn.Linear(12, 20)
@@ -433,3 +461,57 @@ def test_one_more_compile_serves_every_size(compiling: Path) -> None:
     assert marid.stats().compile_mismatches == 0
     for parameter, expected in zip(lazy_weight.parameters(), weight.parameters(), strict=True):
         torch.testing.assert_close(parameter.detach().cpu(), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+@needs_library
+@pytest.mark.conformance
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_training_step_with_a_changing_learning_rate(compiling: Path, optimizer: str) -> None:
+    def make(device: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 16)
+        module = torch.nn.Sequential(*layers).to(device)
+        return module, getattr(torch.optim, optimizer)(module.parameters(), lr=1e-2)
+
+    eager, compiled = make("cpu"), make(DEVICE)
+    data, steps = torch.randn(40, 16, 32), iter(range(10**9))
+
+    def step(module: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> float:
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number % 50)
+        loss = (module(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def run() -> None:
+        number = next(steps)
+        x = data[number % 40]
+        expected = step(*eager, x, number)
+        assert step(*compiled, x.to(DEVICE), number) == pytest.approx(expected, rel=1e-3)
+
+    _wait_for(run, runs=12, seconds=600)
+    assert marid.stats().compile_mismatches == 0
+    for parameter, expected in zip(compiled[0].parameters(), eager[0].parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), expected.detach(), rtol=1e-2, atol=1e-3)
+
+
+@needs_library
+@pytest.mark.conformance
+def test_a_transformer_forward(compiling: Path) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, activation="gelu", batch_first=True, norm_first=True)
+    layer.train()
+    layer.dropout.p = layer.dropout1.p = layer.dropout2.p = layer.self_attn.dropout = 0.0
+    lazy_layer = torch.nn.TransformerEncoderLayer(32, 4, 64, activation="gelu", batch_first=True, norm_first=True)
+    lazy_layer.load_state_dict(layer.state_dict())
+    lazy_layer = lazy_layer.to(DEVICE)
+    lazy_layer.dropout.p = lazy_layer.dropout1.p = lazy_layer.dropout2.p = lazy_layer.self_attn.dropout = 0.0
+    x = torch.randn(2, 10, 32)
+    expected = layer(x)
+
+    def run() -> None:
+        torch.testing.assert_close(lazy_layer(x.to(DEVICE)).cpu(), expected)
+
+    _wait_for(run, seconds=600)
+    assert marid.stats().compile_mismatches == 0
