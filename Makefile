@@ -32,7 +32,7 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	@mkdir -p $(DEMO)
-	$(BIN)/marid run examples/train_gpt.py --losses $(DEMO)/lazy.json
+	MARID_COMPILE=0 $(BIN)/marid run examples/train_gpt.py --losses $(DEMO)/lazy.json
 	@echo; echo "The same script without marid, on the CPU, for comparison:"
 	$(BIN)/python examples/train_gpt.py --stop 100 --characters 0 --losses $(DEMO)/eager.json
 	$(BIN)/python examples/compare_losses.py $(DEMO)/lazy.json $(DEMO)/eager.json

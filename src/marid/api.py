@@ -73,6 +73,16 @@ def stats() -> Stats:
         planned_lower_bound=counters.planned_lower_bound,
         unplanned_bytes=counters.unplanned_bytes,
         epoch=counters.epoch,
+        programs_compiled=counters.programs_compiled,
+        compiled_runs=counters.compiled_runs,
+        compile_cache_hits=counters.compile_cache_hits,
+        compile_failures=counters.compile_failures,
+        compile_mismatches=counters.compile_mismatches,
+        compiled_dropped=counters.compiled_dropped,
+        compile_workers=counters.compile_workers,
+        compile_workers_lost=counters.compile_workers_lost,
+        compile_damaged=counters.compile_damaged,
+        compile_unstored=counters.compile_unstored,
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``marid run script.py``."""
+"""The command line: ``marid run script.py``, ``marid cache info``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import click
 import marid
 from marid import runner
 from marid.bench import command as bench
+from marid.execute.compiled.disk import DiskCache
+from marid.execute.compiled.tier import folder
+from marid.report.units import bytes_text
 
 __all__ = ["main"]
 
@@ -73,6 +76,29 @@ def bench_command(
             click.echo(f"{workload.name:12} {workload.title}")
         return 0
     return bench.Bench(only, peers, quick, rounds or 0, threads or 0, timeout, json, markdown).run()
+
+
+@commands.group()
+def cache() -> None:
+    """What was compiled and is kept on disk."""
+
+
+def _compiled() -> DiskCache:
+    return DiskCache(folder(), marid.settings.cache_bytes)
+
+
+@cache.command()
+def info() -> None:
+    """Say where compiled parts are, how many, and how large."""
+    found = _compiled().entries()
+    total = bytes_text(sum(nbytes for _, nbytes, _ in found))
+    click.echo(f"{folder()}: {len(found)} compiled parts, {total} of {bytes_text(marid.settings.cache_bytes)}")
+
+
+@cache.command()
+def clear() -> None:
+    """Remove all compiled parts."""
+    click.echo(f"{_compiled().clear()} compiled parts removed")
 
 
 def main() -> None:

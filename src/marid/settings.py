@@ -50,6 +50,14 @@ class Settings:
     """A run that would make the devices hold more bytes than this is refused before it starts; 0 for no limit."""
     pool_bytes: int = 128 << 20
     """How many bytes of freed results are kept to be used again, in place of fresh memory."""
+    compile: bool = True
+    """Compile programs that repeat, in a process of its own; what is compiled agrees with eager PyTorch to rounding."""
+    compile_after: int = 8
+    """A program that has run fewer times is not compiled."""
+    compile_ms: int = 1000
+    """Nor is one whose runs took fewer milliseconds in all."""
+    cache_bytes: int = 512 << 20
+    """How many bytes of compiled code are kept on disk; the least recently used goes first."""
     native: bool = True
     """Build and use the C++ half when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))

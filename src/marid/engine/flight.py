@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from marid.execute.flat import Form
+from marid.execute.flat import Way
 from marid.execute.kernel_warnings import warn_of
 from marid.execute.table import TableRun
 from marid.graph.node import Node, Value, finish, input_values, root_of
@@ -37,7 +37,7 @@ class Flight:
     def __init__(
         self,
         task: Task,
-        form: Form,
+        form: Way,
         run: TableRun,
         give_back: Callable[[list[Node]], None],
     ) -> None:
@@ -85,6 +85,8 @@ class Flight:
         for value, tensor in zip(self.task.outputs, self.run.tensors(self.form.output_slots), strict=True):
             value.concrete = tensor
         self._note_memory(True)
+        assert library is not None
+        self.form.ran(library.marid_job_seconds(self.job))
 
     def take_back(self) -> None:
         """It will not run, or did not come to its end: let its nodes be pending again."""

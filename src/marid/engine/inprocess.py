@@ -17,7 +17,8 @@ from marid.engine.protocol import GiveBack
 from marid.errors import MaterializationError, MemoryLimitError
 from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
-from marid.execute.flat import Form
+from marid.execute.compiled.tier import best
+from marid.execute.flat import Way
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph.node import Draw, Node, Value, fail, finish, root_of
@@ -105,7 +106,7 @@ class InProcessEngine:
             if room is not None:
                 _refuse_beyond(room, task)
             with concretely():
-                form = self.programs.find(task).form(task)
+                form = best(self.programs.find(task), task, room)
             if ahead and room is None and self._launch(task, form, give_back):
                 return form.transient_bytes
             self._drain()
@@ -153,7 +154,7 @@ class InProcessEngine:
             self._drain()
             self.arena.trim()
 
-    def _launch(self, task: Task, form: Form, give_back: GiveBack) -> bool:
+    def _launch(self, task: Task, form: Way, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
         if self._depth or not form.in_cpp:
             return False

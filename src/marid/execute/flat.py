@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,7 +30,7 @@ from marid.optimize.passes.registry import PassFailed, generation, improvable, i
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["FlatProgram", "Form", "Positioned"]
+__all__ = ["FlatProgram", "Form", "Positioned", "Way"]
 
 Positioned = Callable[[Draw], torch.Generator]
 
@@ -49,6 +49,9 @@ class FlatProgram:
     take at once, with the sizes of the run it was built for.
     """
 
+    may_improve = True
+    """Whether passes are for programs of this kind."""
+
     def __init__(self, program: Program, transient_bytes: int) -> None:
         self.program = program
         self.dying = last_uses(program)
@@ -61,7 +64,7 @@ class FlatProgram:
         self._seen: set[int] = set()
         self._last_params: list[Any] | None = None
         self._prepared: Table | SourceProgram | None = None
-        self._improvable = improvable(program)
+        self._improvable = self.may_improve and improvable(program)
         self._generation = generation()
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""
@@ -72,7 +75,8 @@ class FlatProgram:
         """How a run of ``task`` is done: as recorded the first time and for small programs, else planned and improved
         for its specs, once they have come twice. To be called below all dispatch: constants are computed."""
         if self._generation != generation():
-            self._generation, self._improvable = generation(), improvable(self.program)
+            self._generation = generation()
+            self._improvable = self.may_improve and improvable(self.program)
             self._forms.clear()
         if self.transient_bytes < settings.plan_bytes and not (self._improvable and settings.passes):
             return self.plain
@@ -154,6 +158,50 @@ class FlatProgram:
         return Interrupted(index, False, tensors, error)
 
 
+class Way(Protocol):
+    """How a task is run."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where a run puts its blocks; None where that is not planned."""
+        ...
+
+    @property
+    def transient_bytes(self) -> int:
+        """The forecast of what the results take at once."""
+        ...
+
+    @property
+    def in_cpp(self) -> bool:
+        """Whether all operators are PyTorch's own."""
+        ...
+
+    @property
+    def output_slots(self) -> tuple[int, ...]:
+        """Where the results are that escape."""
+        ...
+
+    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, /) -> list[torch.Tensor]:
+        """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
+        ...
+
+    def start(self, inputs: list[Any], params: list[Any], /) -> TableRun | None:
+        """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
+        ...
+
+    def resume(self, run: TableRun, params: list[Any], generator: Positioned, /) -> list[torch.Tensor]:
+        """Go on in Python where a run has stopped, to raise what the operation raises. Raises ``Interrupted``."""
+        ...
+
+    def draw(self, index: int, params: list[Any], /) -> Draw:
+        """What instruction ``index`` of a run draws."""
+        ...
+
+    def ran(self, seconds: float, /) -> None:
+        """A run that was begun with ``start`` came to its end."""
+        ...
+
+
 class Form:
     """One way of running a program: as recorded, or ``improved`` for certain specs, with or without planned memory."""
 
@@ -198,13 +246,15 @@ class Form:
 
     def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
         """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
-        ran = self._owner.ran
-        if ran is None:
-            return self._run(inputs, params, generator)
         start = time.perf_counter()
         results = self._run(inputs, params, generator)
-        ran(time.perf_counter() - start)
+        self.ran(time.perf_counter() - start)
         return results
+
+    def ran(self, seconds: float) -> None:
+        """A run that was begun with ``start`` came to its end."""
+        if self._owner.ran is not None:
+            self._owner.ran(seconds)
 
     def _run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
         run = self.start(inputs, params)

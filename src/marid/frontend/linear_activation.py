@@ -60,7 +60,7 @@ def register() -> None:
     global _library
     if _library is not None:
         return
-    _library = torch.library.Library("marid", "DEF")
+    _library = torch.library.Library("marid", "FRAGMENT")
     _library.define(f"linear_activation{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _library.define(f"_linear_activation{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl("linear_activation", _forward, "CompositeExplicitAutograd")

@@ -1,8 +1,9 @@
 """The C++ half of Marid, built once per PyTorch and Python version on first import.
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
-``execute.cpp`` runs programs without Python. The same file is a Python module: ``record.cpp`` records the usual
-operations. Where Python's headers are not installed that one is left out, and Python records everything.
+``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled. The same file is a
+Python module: ``record.cpp`` records the usual operations. Where Python's headers are not installed that one is left
+out, and Python records everything.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
@@ -146,6 +147,12 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_run_go": (_INT, [_POINTER, _POINTER, ctypes.c_double]),
     "marid_run_next": (_INT64, [_POINTER]),
     "marid_run_has": (_INT, [_POINTER, _INT64]),
+    "marid_compiled_load": (_POINTER, [_TEXT, _INT]),
+    "marid_compiled_unload": (None, [_POINTER]),
+    "marid_compiled_problem": (_TEXT, []),
+    "marid_compiled_instance": (_INT64, [_POINTER, _INT64, _INT64, _INT64S, _INT64, _INT64S, _INT64, _INT64S]),
+    "marid_compiled_drop": (None, [_INT64]),
+    "marid_compiled_failed": (_INT, [_INT64]),
     "marid_warnings_begin": (_POINTER, []),
     "marid_warnings_text": (_TEXT, [_POINTER, _INT64]),
     "marid_warnings_suspend": (None, [_POINTER]),
@@ -156,6 +163,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_job_state": (_INT, [_POINTER]),
     "marid_job_watched": (_POINTER, [_POINTER]),
     "marid_job_left": (_INT, [_POINTER]),
+    "marid_job_seconds": (ctypes.c_double, [_POINTER]),
     "marid_job_warnings": (_POINTER, [_POINTER]),
     "marid_job_free": (None, [_POINTER]),
     "marid_queue_done": (_INT64, []),

@@ -54,6 +54,7 @@ struct Job {
   State state = kWaiting;
   void* watched = nullptr;
   int left = 0;
+  double seconds = 0;
   void* warnings = nullptr;
 };
 
@@ -127,7 +128,9 @@ void work(Queue* own) {
     if (own->stopping) return;
     Job* job = own->jobs.front();
     held.unlock();
+    auto start = std::chrono::steady_clock::now();
     State state = perform(*job, own->positioned);
+    job->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     held.lock();
     job->state = state;
     own->jobs.pop_front();
@@ -179,6 +182,7 @@ int marid_job_state(void* job) {
 }
 // What watched memory saw, once, or null.
 void* marid_job_watched(void* job) { return std::exchange(static_cast<Job*>(job)->watched, nullptr); }
+double marid_job_seconds(void* job) { return static_cast<Job*>(job)->seconds; }
 int marid_job_left(void* job) { return static_cast<Job*>(job)->left; }
 // What kernels warned of; ended by marid_warnings_free.
 void* marid_job_warnings(void* job) { return std::exchange(static_cast<Job*>(job)->warnings, nullptr); }

@@ -31,7 +31,12 @@ class Stats:
     ``syncs`` by source line, slowest first;
     ``pending_nodes`` and ``pending_bytes`` now waiting; ``memory_allocated`` and ``peak_memory`` in bytes;
     ``planned_peak`` the bytes that the largest memory plan takes, ``planned_lower_bound`` the largest sum of bytes that
-    live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``epoch`` counts completed runs.
+    live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``epoch`` counts completed runs;
+    ``programs_compiled`` programs of which there is a compiled form (one for each shapes rule), ``compiled_runs`` runs
+    with one; ``compile_cache_hits`` parts found on disk; ``compile_failures`` parts that could not be compiled,
+    ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` forms that
+    were no faster; ``compile_workers`` worker processes started, ``compile_workers_lost`` that died;
+    ``compile_damaged`` entries of the disk cache that were damaged, ``compile_unstored`` parts that did not get there.
     """
 
     ops_captured: int
@@ -52,6 +57,16 @@ class Stats:
     planned_lower_bound: int
     unplanned_bytes: int
     epoch: int
+    programs_compiled: int
+    compiled_runs: int
+    compile_cache_hits: int
+    compile_failures: int
+    compile_mismatches: int
+    compiled_dropped: int
+    compile_workers: int
+    compile_workers_lost: int
+    compile_damaged: int
+    compile_unstored: int
 
 
 @dataclass
@@ -69,6 +84,16 @@ class Counters:
     planned_peak: int = 0
     planned_lower_bound: int = 0
     unplanned_bytes: int = 0
+    programs_compiled: int = 0
+    compiled_runs: int = 0
+    compile_cache_hits: int = 0
+    compile_failures: int = 0
+    compile_mismatches: int = 0
+    compiled_dropped: int = 0
+    compile_workers: int = 0
+    compile_workers_lost: int = 0
+    compile_damaged: int = 0
+    compile_unstored: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     dynamic: dict[str, int] = field(default_factory=dict)
     passes: dict[str, int] = field(default_factory=dict)

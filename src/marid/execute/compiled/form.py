@@ -1,0 +1,196 @@
+"""A program with compiled parts: for which shapes it is right, and how it runs.
+
+A *form* is a set of parts of one program, compiled for one shapes rule. It is *bound* to a run when the run fits it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from marid.execute.compiled.describe import Description, describe, solve
+from marid.execute.compiled.operators import DTYPES
+from marid.execute.compiled.parts import Part, Specs
+from marid.graph.node import Operation
+from marid.graph.program import Instruction, ListOf, Param, Program, Result, Slot
+from marid.native import int64s, library
+
+if TYPE_CHECKING:
+    from marid.execute.compiled.disk import Entry
+
+__all__ = ["CompiledPart", "Form", "assemble"]
+
+_INSTANCES = 64  # sets of sizes that a form remembers
+
+
+class CompiledPart:
+    """A part with its code. ``general`` is its description, with ``count`` symbols."""
+
+    __slots__ = ("__weakref__", "conditions", "count", "general", "part", "pointer")
+
+    def __init__(self, part: Part, general: Description, count: int, entry: Entry, threads: int) -> None:
+        """Load the code. Raises ``OSError``."""
+        assert library is not None
+        self.part, self.general, self.count, self.conditions = part, general, count, entry.conditions
+        self.pointer: int | None = library.marid_compiled_load(str(entry.path).encode(), threads)
+        if self.pointer is None:
+            raise OSError(library.marid_compiled_problem().decode(errors="replace"))
+        weakref.finalize(self, library.marid_compiled_unload, self.pointer).atexit = False
+
+    def instance(self, program: Program, specs: Specs, params: list[Any]) -> int | None:
+        """What calls with these shapes name the part by; None when it was not compiled for them."""
+        assert library is not None
+        concrete = describe(self.part, program, specs, params)
+        values = solve(self.general, concrete, self.count)
+        if values is None or not all(_evaluate(condition, values) for condition in self.conditions):
+            return None
+        results = {r["slot"]: r for i in concrete["instructions"] for r in i["results"]}
+        outputs = [results[slot] for slot in concrete["outputs"]]
+        shapes: list[int] = []
+        for shape in (*concrete["inputs"], *outputs):
+            dtype = getattr(torch, shape["dtype"])
+            shapes += [DTYPES[dtype], shape.get("written", False), shape.get("base", -1), shape.get("offset", 0)]
+            shapes += [len(shape["size"]), *shape["size"], *shape["stride"]]
+        numbers = int64s([DTYPES[number.dtype] for number in self.part.numbers])
+        return library.marid_compiled_instance(
+            *(self.pointer, len(concrete["inputs"]), len(outputs), int64s(shapes)),
+            *(len(numbers), numbers, len(values), int64s(values)),
+        )
+
+
+class _Instances:
+    """The names of the parts for one set of sizes."""
+
+    __slots__ = ("__weakref__", "names")
+
+    def __init__(self, names: list[int]) -> None:
+        self.names = names
+        assert library is not None
+        for name in names:
+            weakref.finalize(self, library.marid_compiled_drop, name).atexit = False
+
+
+class Form:
+    """The compiled parts of a program under one shapes rule."""
+
+    def __init__(self, program: Program, parts: list[CompiledPart], threads: int) -> None:
+        self.program, self.parts, self.threads = program, parts, threads
+        self.checked = False
+        self._baked = [index for part in parts for index in part.part.baked]
+        self._instances: OrderedDict[Any, _Instances | None] = OrderedDict()
+
+    def bind(self, specs: Specs, params: list[Any]) -> list[Any] | None:
+        """The parameters of a run with the parts: those of the program, then numbers and name of each part. None when
+        the run does not fit."""
+        if torch.get_num_threads() != self.threads:
+            return None
+        key = (specs, tuple([params[index] for index in self._baked]))
+        if key in self._instances:
+            self._instances.move_to_end(key)
+            found = self._instances[key]
+        else:
+            found = self._instances[key] = self._fit(specs, params)
+            if len(self._instances) > _INSTANCES:
+                self._instances.popitem(last=False)
+        if found is None:
+            return None
+        extended = [*params]
+        for part, name in zip(self.parts, found.names, strict=True):
+            numbers = tuple([number.of(params) for number in part.part.numbers])
+            if None in numbers:
+                return None
+            extended += [numbers, name]
+        return extended
+
+    def reject(self, specs: Specs, params: list[Any]) -> None:
+        """Runs like this one are not to be bound again."""
+        self._instances[specs, tuple([params[index] for index in self._baked])] = None
+
+    def without(self, bad: set[int]) -> Form | None:
+        """The form without these parts, by position; None when nothing is left."""
+        parts = [part for index, part in enumerate(self.parts) if index not in bad]
+        return Form(self.program, parts, self.threads) if parts else None
+
+    def _fit(self, specs: Specs, params: list[Any]) -> _Instances | None:
+        names: list[int] = []
+        for part in self.parts:
+            name = part.instance(self.program, specs, params)
+            if name is None:
+                _Instances(names)  # gives them up
+                return None
+            names.append(name)
+        return _Instances(names)
+
+
+def assemble(program: Program, parts: list[Part], operation: Operation) -> tuple[Program, list[int]]:
+    """The program with a call in the place of each part, and for each of its instructions which one of ``program``
+    comes next when it has not run. Its parameters are those of ``program``, and two for each part."""
+    own = 1 + max((arg.index for arg in _params(program)), default=-1)
+    instructions: list[Instruction] = []
+    origins: list[int] = []
+    index = 0
+    for number, part in enumerate(parts):
+        instructions += program.instructions[index : part.start]
+        origins += range(index, part.start)
+        arguments = ListOf(tuple(Slot(slot) for slot in part.inputs))
+        results = tuple(Result((position,), slot) for position, slot in enumerate(part.outputs))
+        numbers, name = Param(own + 2 * number, False), Param(own + 2 * number + 1, False)
+        instructions.append(Instruction(operation, (arguments, numbers, name), (), results))
+        origins.append(part.start)
+        instructions += part.again
+        origins += [part.stop] * len(part.again)
+        index = part.stop
+    instructions += program.instructions[index:]
+    origins += range(index, len(program.instructions))
+    made = Program((), tuple(instructions), program.input_slots, program.output_slots, program.slot_count)
+    return made, origins
+
+
+def _params(program: Program) -> list[Param]:
+    return [
+        arg
+        for instruction in program.instructions
+        for arg in (*instruction.args, *(value for _, value in instruction.kwargs))
+        if isinstance(arg, Param)
+    ]
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+    "+": lambda *items: sum(items),
+    "//": lambda a, b: a // b,
+    "%": lambda a, b: a % b,
+    "max": max,
+    "min": min,
+    "and": lambda *items: all(items),
+    "or": lambda *items: any(items),
+    "not": lambda a: not a,
+}
+
+
+def _evaluate(condition: Any, values: tuple[int, ...]) -> Any:
+    """A condition of ``lower.py``; anything that is none does not hold."""
+    if not isinstance(condition, list):
+        return condition
+    name, *arguments = condition
+    if name == "symbol":
+        return values[arguments[0]]
+    items = [_evaluate(argument, values) for argument in arguments]
+    if name == "*":
+        product = 1
+        for item in items:
+            product *= item
+        return product
+    operation = _OPERATIONS.get(name)
+    if operation is None or (name in ("//", "%") and not items[1]):
+        return False
+    return operation(*items)

@@ -1,0 +1,294 @@
+"""From the description of a part to a shared object, by AOTInductor. Runs in the worker process only.
+
+Raises ``Refused`` for what Inductor cannot take or would do differently than the ATen kernels.
+"""
+
+from __future__ import annotations
+
+import operator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Refused", "compile_part"]
+
+
+class Refused(Exception):
+    """The part must run flat; the text says why."""
+
+
+def compile_part(description: dict[str, Any], hints: list[int], threads: int) -> tuple[Path, list[Any]]:
+    """The shared object, and the conditions on the symbols' values under which it is right, as nested lists."""
+    from torch._dynamo.source import ConstantSource
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_aot
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    symbols = [
+        shapes.create_symbol(hint, ConstantSource(f"size{index}"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        for index, hint in enumerate(hints)
+    ]
+    sizes = [shapes.create_symintnode(symbol, hint=hint) for symbol, hint in zip(symbols, hints, strict=True)]
+    module = _Builder(description, len(sizes)).module()
+    with mode:
+        examples = [torch.empty_strided(sizes, [0] * len(sizes))] if sizes else []
+        examples += [_empty(shape, sizes) for shape in description["inputs"] if shape["base"] < 0]
+        examples += [torch.empty((), dtype=_dtype(name)) for name in description["numbers"]]
+        with torch.no_grad():
+            made = module(*examples)
+        _check_results(description, made, sizes)
+    config.cpp.threads = threads
+    patches = {
+        "force_disable_caches": True,
+        "aot_inductor.precompile_headers": False,
+        "cpp_cache_precompile_headers": False,
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "aot_inductor.enable_line_tables": False,
+        "keep_output_stride": True,
+        "compile_threads": 1,
+    }
+    with torch.no_grad():
+        files: Any = compile_fx_aot(module, examples, config_patches=patches)  # pyright: ignore[reportArgumentType]
+    path = Path(files if isinstance(files, str) else next(str(f) for f in files if str(f).endswith(".so")))
+    source = path.with_suffix(".cpp").read_text()
+    if "proxy_executor" in source.partition("::run_impl(")[2].partition("{")[2]:
+        raise Refused("it calls an operator that has no C interface")
+    return path, _conditions(shapes, symbols)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise Refused(f"no type {name!r}")
+    return found
+
+
+def _number(value: Any, sizes: list[Any]) -> Any:
+    """An integer, or what an expression is with these sizes."""
+    if isinstance(value, dict) and "e" in value:
+        factor, chosen, offset = value["e"]
+        for index in chosen:
+            factor = factor * sizes[index]
+        return factor + offset
+    return value
+
+
+def _empty(shape: dict[str, Any], sizes: list[Any]) -> torch.Tensor:
+    size, stride = ([_number(n, sizes) for n in shape[key]] for key in ("size", "stride"))
+    return torch.empty_strided(size, stride, dtype=_dtype(shape["dtype"]))
+
+
+def _check_results(description: dict[str, Any], made: Any, sizes: list[Any]) -> None:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    shapes = {r["slot"]: r for i in description["instructions"] for r in i["results"]}
+    for slot, tensor in zip(description["outputs"], made, strict=True):
+        shape = shapes[slot]
+        wanted = [[_number(n, sizes) for n in shape[key]] for key in ("size", "stride")]
+        for seen, right in zip((tensor.shape, tensor.stride()), wanted, strict=True):
+            if len(seen) != len(right) or not all(
+                statically_known_true(a == b) for a, b in zip(seen, right, strict=True)
+            ):
+                raise Refused(f"a result has another geometry: {list(seen)} in place of {right}")
+        if tensor.dtype is not _dtype(shape["dtype"]):
+            raise Refused(f"a result has type {tensor.dtype} in place of {shape['dtype']}")
+
+
+# --- conditions ----------------------------------------------------------------------------------------------------
+
+_RELATIONS = {
+    "Equality": "==",
+    "Unequality": "!=",
+    "StrictLessThan": "<",
+    "LessThan": "<=",
+    "StrictGreaterThan": ">",
+    "GreaterThan": ">=",
+}
+_OPERATIONS = {
+    "Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%",
+    "Max": "max", "Min": "min", "And": "and", "Or": "or", "Not": "not",
+}  # fmt: skip
+
+
+def _conditions(shapes: Any, symbols: list[Any]) -> list[Any]:
+    """What the trace took for granted of the symbols."""
+    if any(symbol in shapes.replacements for symbol in symbols):
+        raise Refused("a size that changes was taken for a constant")
+    found = [_listed(guard.expr, symbols) for guard in shapes.guards]
+    for index, symbol in enumerate(symbols):
+        bounds = shapes.var_to_range[symbol]
+        found.append([">=", ["symbol", index], max(int(bounds.lower), 2)])
+        if bounds.upper.is_number and bounds.upper.is_finite and int(bounds.upper) < 1 << 62:
+            found.append(["<=", ["symbol", index], int(bounds.upper)])
+    return found
+
+
+def _listed(expression: Any, symbols: list[Any]) -> Any:
+    if expression in symbols:
+        return ["symbol", symbols.index(expression)]
+    if expression.is_Boolean and expression.args == ():
+        return bool(expression)
+    if expression.is_Integer:
+        return int(expression)
+    kind = type(expression).__name__
+    name = _RELATIONS.get(kind) or _OPERATIONS.get(kind)
+    if kind == "Pow" and expression.args[1].is_Integer and 0 < int(expression.args[1]) <= 4:
+        return ["*", *[_listed(expression.args[0], symbols)] * int(expression.args[1])]
+    if name is None:
+        raise Refused(f"a condition on sizes that cannot be checked: {expression}")
+    return [name, *(_listed(argument, symbols) for argument in expression.args)]
+
+
+# --- the graph -----------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Makes the graph module of a description."""
+
+    def __init__(self, description: dict[str, Any], symbol_count: int) -> None:
+        self.description = description
+        self.graph = torch.fx.Graph()
+        self.sizes: list[Any] = []
+        if symbol_count:
+            carrier = self.graph.placeholder("sizes")
+            self.sizes = [self.call("sym_size", "int", carrier, index) for index in range(symbol_count)]
+        self.items: dict[int, Any] = {}
+        for index, shape in enumerate(description["inputs"]):
+            if shape["base"] < 0:
+                self.items[index] = self.graph.placeholder(f"input{index}")
+        self.numbers = [self.graph.placeholder(f"number{index}") for index in range(len(description["numbers"]))]
+
+        for index, shape in enumerate(description["inputs"]):
+            if shape["base"] >= 0:
+                size, stride = ([self.baked(n) for n in shape[key]] for key in ("size", "stride"))
+                base = self.items[shape["base"]]
+                self.items[index] = self.call("as_strided", "default", base, size, stride, self.baked(shape["offset"]))
+
+    def module(self) -> torch.fx.GraphModule:
+        for instruction in self.description["instructions"]:
+            self.add(instruction)
+        self.graph.output(tuple(self.items[slot] for slot in self.description["outputs"]))
+        return torch.fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def add(self, instruction: dict[str, Any]) -> None:
+        name, overload = instruction["op"], instruction["overload"]
+        arguments = {key: self.value(value) for key, value in instruction["args"].items()}
+        returned = self.emit(name, overload, arguments, self.lifted(instruction["args"]))
+        for result in instruction["results"]:
+            item = returned
+            for step in result["path"]:
+                item = (
+                    item[step] if isinstance(item, list) else self.graph.call_function(operator.getitem, (item, step))
+                )
+            self.items[result["slot"]] = item
+
+    def lifted(self, arguments: dict[str, Any]) -> bool:
+        return any(
+            isinstance(value, dict) and ("number" in value or "numbers" in value) for value in arguments.values()
+        )
+
+    def value(self, value: dict[str, Any]) -> Any:
+        if "slot" in value:
+            return self.items[value["slot"]]
+        if "list" in value:
+            return [None if item is None else self.items[item["slot"]] for item in value["list"]]
+        if "number" in value:
+            return self.numbers[value["number"]]
+        if "numbers" in value:
+            return [self.numbers[index] for index in value["numbers"]]
+        if "dtype" in value:
+            return _dtype(value["dtype"])
+        if "memory_format" in value:
+            found = getattr(torch, value["memory_format"], None)
+            if not isinstance(found, torch.memory_format):
+                raise Refused("no such memory format")
+            return found
+        if "baked" in value:
+            given = value["baked"]
+            return [self.baked(n) for n in given] if isinstance(given, list) else self.baked(given)
+        return value["constant"]
+
+    def baked(self, value: Any) -> Any:
+        if isinstance(value, dict) and "float" in value:
+            return float.fromhex(value["float"])
+        if isinstance(value, dict):
+            factor, chosen, offset = value["e"]
+            item: Any = factor
+            for index in chosen:
+                item = self.graph.call_function(operator.mul, (self.sizes[index], item))
+            return self.graph.call_function(operator.add, (item, offset)) if offset else item
+        return value
+
+    def call(self, name: str, overload: str, *args: Any, **kwargs: Any) -> Any:
+        return self.graph.call_function(_overload(name, overload), args, kwargs)
+
+    def emit(self, name: str, overload: str, arguments: dict[str, Any], lifted: bool) -> Any:
+        """Call an operator; where it takes a number that is an input, one that takes a tensor there."""
+        if name.startswith("_foreach_"):
+            return self.emit_each(name, overload, arguments)
+        if not lifted or (overload in ("Tensor", "default") and not {"alpha", "value"} & arguments.keys()):
+            return self.call_named(name, overload, arguments)
+        in_place = name.endswith("_")
+        base, given = name.removesuffix("_"), dict(arguments)
+        own = given.get("self")
+        if base in ("fill", "masked_fill"):
+            return self.call_named(name, "Tensor", given)
+        if base in ("addcmul", "addcdiv"):
+            value = given.pop("value", None)
+            product = self.call("mul" if base == "addcmul" else "div", "Tensor", given["tensor1"], given["tensor2"])
+            if value is not None:
+                product = self.call("mul", "Tensor", product, value)
+            made = self.call("add", "Tensor", own, product)
+        elif base == "lerp":
+            step = self.call("mul", "Tensor", self.call("sub", "Tensor", given["end"], own), given["weight"])
+            made = self.call("add", "Tensor", own, step)
+        elif "alpha" in given:
+            made = self.call(base, "Tensor", own, self.call("mul", "Tensor", given["other"], given["alpha"]))
+        elif overload == "Scalar":
+            return self.call_named(name, "Tensor", given)
+        else:
+            return self.call_named(name, overload, given)
+        return self.call("copy_", "default", own, made) if in_place else made
+
+    def call_named(self, name: str, overload: str, arguments: dict[str, Any]) -> Any:
+        function = _overload(name, overload)
+        given, args = dict(arguments), []
+        for argument in function._schema.arguments:
+            if argument.kwarg_only or argument.name not in given:
+                break
+            args.append(given.pop(argument.name))
+        return self.graph.call_function(function, tuple(args), given)
+
+    def emit_each(self, name: str, overload: str, arguments: dict[str, Any]) -> list[Any]:
+        """An operator on lists, element by element."""
+        lists = {key: value for key, value in arguments.items() if isinstance(value, list)}
+        shared = {key: value for key, value in arguments.items() if key not in lists}
+        names = {"scalar": "other", "scalars": "other", "tensors1": "end", "weights": "weight"}
+        if "tensor1" in lists:
+            names["scalars"] = "value"
+        target = name.removeprefix("_foreach_")
+        base = target.removesuffix("_")
+        to = {"Scalar": "Scalar", "ScalarList": "Scalar", "List": "Tensor", "default": "default"}[overload]
+        if base in ("addcmul", "addcdiv", "maximum"):
+            to = "default"
+        if target == "maximum_":
+            raise Refused("maximum has no in-place form")
+        made = []
+        for index in range(len(lists["self"])):
+            own = {names.get(key, key): value[index] for key, value in lists.items()}
+            own |= {names.get(key, key): value for key, value in shared.items()}
+            lifted = bool({"scalar", "scalars", "value", "weight", "alpha"} & arguments.keys())
+            made.append(self.emit(target, to, own, lifted))
+        return made
+
+
+def _overload(name: str, overload: str) -> torch._ops.OpOverload:
+    packet = getattr(torch.ops.aten, name, None)
+    found = None if packet is None else getattr(packet, overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise Refused(f"no operator {name}.{overload}")
+    return found

@@ -1,0 +1,267 @@
+"""Running a program with compiled parts, and the first such run, which is compared with the flat tier."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from marid.errors import LazyTensorError
+from marid.execute.arena import Placement
+from marid.execute.compiled.form import Form, assemble
+from marid.execute.compiled.parts import Part, slots_in
+from marid.execute.flat import FlatProgram, Positioned, Way
+from marid.execute.interrupted import Interrupted
+from marid.graph.node import Draw, Operation
+from marid.graph.program import Task
+from marid.native import library
+from marid.report.stats import counters
+
+__all__ = ["Bound", "Checked", "CompiledProgram"]
+
+logger = logging.getLogger("marid")
+
+# Relative and absolute, as torch.testing.assert_close has them.
+_TOLERANCES = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+}
+_PIECE = 1 << 15
+
+_FAILED_WRITING = 2  # what marid_compiled_failed says of a part that may have done half of its work
+
+
+@functools.cache
+def _operation() -> Operation:
+    return Operation(torch.ops.marid.compiled.default, mutates=True, view=False)
+
+
+class CompiledProgram(FlatProgram):
+    """A program in which calls of compiled parts stand for stretches of ``flat``, with which it goes on in trouble.
+
+    Slots are those of ``flat``, and what it says of a failure is said in instructions of ``flat``.
+    """
+
+    may_improve = False
+
+    def __init__(self, flat: FlatProgram, form: Form) -> None:
+        program, self._origins = assemble(flat.program, [part.part for part in form.parts], _operation())
+        super().__init__(program, flat.transient_bytes)
+        self.flat = flat
+        self.compiled = form
+        self.runs = 1  # not to be interpreted first
+        self.left = False
+        """Whether the latest run went on without the parts."""
+        self.params: list[Any] = []
+        """Of the latest run."""
+
+    def interpret(
+        self, tensors: dict[int, Any], params: list[Any], generator: Positioned, start: int
+    ) -> list[torch.Tensor]:
+        """Go on in the flat program."""
+        self.left = True
+        origin = self._origin(start, tensors)
+        assert library is not None
+        names = params[len(params) - 2 * len(self.compiled.parts) + 1 :: 2]
+        if any(library.marid_compiled_failed(name) == _FAILED_WRITING for name in names):
+            error = LazyTensorError("a compiled part failed after it may have written to its inputs")
+            raise Interrupted(origin, False, tensors, error)
+        return self.flat.interpret(tensors, params, generator, origin)
+
+    def stopped(self, index: int, tensors: dict[int, torch.Tensor], error: BaseException) -> Interrupted:
+        return Interrupted(self._origin(index, tensors), False, tensors, error)
+
+    def _origin(self, index: int, tensors: dict[int, Any]) -> int:
+        """The instruction of ``flat`` to go on with. Behind a part, its views come first."""
+        while index < len(self._origins) and self._is_again(index):
+            try:
+                self.steps(tensors, self.params, _no_generator, index, index + 1)
+            except Interrupted as stop:
+                if isinstance(stop.error, Exception):
+                    raise stop.error from None
+                continue  # Ctrl-C, in the midst of handling another
+            index += 1
+        return self._after(index)
+
+    def _is_again(self, index: int) -> bool:
+        """Whether an instruction is one that is made again behind a part."""
+        return self._after(index + 1) == self._origins[index]
+
+    def _after(self, index: int) -> int:
+        return self._origins[index] if index < len(self._origins) else len(self.flat.program.instructions)
+
+
+def _no_generator(_: Any) -> Any:
+    raise AssertionError("views draw no numbers")
+
+
+class _Here:
+    """A way of running that takes the calling thread from beginning to end."""
+
+    __slots__ = ()
+    in_cpp = False
+
+    def start(self, _inputs: list[Any], _params: list[Any]) -> None:
+        return None
+
+    def resume(self, _run: Any, _params: list[Any], _generator: Positioned) -> list[torch.Tensor]:
+        raise AssertionError("it is never begun apart")
+
+    def draw(self, _index: int, _params: list[Any]) -> Draw:
+        raise AssertionError("it is never begun apart")
+
+    def ran(self, _seconds: float) -> None:
+        raise AssertionError("it is never begun apart")
+
+
+class Bound(_Here):
+    """A run with the compiled parts."""
+
+    __slots__ = ("_form", "_params", "_program", "_refused", "output_slots", "transient_bytes")
+
+    def __init__(self, program: CompiledProgram, form: Way, params: list[Any], refused: Callable[[], None]) -> None:
+        self._program, self._form, self._params, self._refused = program, form, params, refused
+        self.transient_bytes = program.transient_bytes
+        self.output_slots = form.output_slots
+
+    @property
+    def placement(self) -> Placement | None:
+        return self._form.placement
+
+    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+        self._program.left, self._program.params = False, [*params, *self._params[len(params) :]]
+        try:
+            return self._form.run(inputs, self._program.params, generator)
+        finally:
+            if self._program.left:
+                self._refused()
+
+
+class Checked(_Here):
+    """A flat run beside which each part runs once, on copies of what it writes; results are compared.
+
+    Each part is compared on its own inputs: what an earlier one does to the last digits is not held against it.
+    """
+
+    __slots__ = (
+        "_done",
+        "_extended",
+        "_flat",
+        "_form",
+        "_task",
+        "in_cpp",
+        "output_slots",
+        "placement",
+        "transient_bytes",
+    )
+
+    def __init__(
+        self, flat: FlatProgram, form: Form, extended: list[Any], task: Task, done: Callable[[set[int]], None]
+    ) -> None:
+        self._flat, self._form, self._extended, self._task, self._done = flat, form, extended, task, done
+        self.transient_bytes = flat.transient_bytes
+        self.placement: Placement | None = None
+        self.output_slots = flat.program.output_slots
+
+    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+        flat, position = self._flat, 0
+        tensors: dict[int, Any] = dict(zip(flat.program.input_slots, inputs, strict=True))
+        bad: set[int] = set()
+        for number, compiled in enumerate(self._form.parts):
+            part = compiled.part
+            flat.steps(tensors, params, generator, position, part.start)
+            real = [tensors[slot] for slot in part.inputs]
+            given = _copies(part, real)
+            made = self._call(given, number, len(params))
+            # What is written now could be what the copies were made of: the flat tier comes second.
+            flat.steps(tensors, params, generator, part.start, part.stop)
+            position = part.stop
+            pairs = [(tensors[slot], slot) for slot in part.outputs]
+            written = [i for i, w in enumerate(part.written) if w]
+            if made is None:
+                bad.add(number)
+            else:
+                pairs += [(real[i], part.inputs[i]) for i in written]
+                seen = made + [given[i] for i in written]
+                wrong = [slot for got, (right, slot) in zip(seen, pairs, strict=True) if not _close(got, right)]
+                if wrong or _share(made, given):
+                    bad.add(number)
+                    counters.compile_mismatches += 1
+                    self._report(part.start, part.stop, wrong)
+            del real, given, made, pairs
+        flat.steps(tensors, params, generator, position, len(flat.program.instructions))
+        self._done(bad)
+        return [tensors[slot] for slot in flat.program.output_slots]
+
+    def _call(self, given: list[torch.Tensor], number: int, own: int) -> list[torch.Tensor] | None:
+        numbers, name = self._extended[own + 2 * number : own + 2 * number + 2]
+        try:
+            return list(_operation().call(given, numbers, name))
+        except RuntimeError as error:
+            logger.info("a compiled part is not used: %s", error)
+            return None
+
+    def _report(self, start: int, stop: int, wrong: list[int]) -> None:
+        """Warn where the first wrong result was written: the last operation of the part that made or wrote it."""
+        instructions = self._flat.program.instructions
+        index = stop - 1
+        for at in range(start, stop):
+            instruction = instructions[at]
+            if any(result.slot in wrong for result in instruction.results):
+                index = at
+                break
+            if instruction.op.mutates and any(set(slots_in(value)) & set(wrong) for value in instruction.args):
+                index = at
+        node = self._task.nodes[index]
+        name = instructions[index].op.name
+        place = (node.site.file, node.site.line) if node.site is not None else ("<unknown>", 0)
+        warnings.warn_explicit(
+            f"compiled {name} (and what was fused with it) differs from the flat tier by more than rounding; "
+            "this part of the program is not compiled",
+            UserWarning,
+            *place,
+        )
+
+
+def _copies(part: Part, real: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs for a part, with copies of what it writes."""
+    given = [_copied(t) if w else t for t, w in zip(real, part.written, strict=True)]
+    for index, base in enumerate(part.bases):
+        if base >= 0:
+            own = real[index]
+            offset = given[base].storage_offset() + own.storage_offset() - real[base].storage_offset()
+            given[index] = given[base].as_strided(own.shape, own.stride(), offset)
+    return given
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+def _close(got: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equality within the tolerances of ``torch.testing``, with dtype and strides."""
+    if (got.shape, got.stride(), got.dtype) != (right.shape, right.stride(), right.dtype):
+        return False
+    if got.dtype not in _TOLERANCES:
+        return torch.equal(got, right)
+    relative, absolute = _TOLERANCES[got.dtype]
+    # In pieces that fit into a cache: a user waits for this.
+    pieces = zip(got.reshape(-1).split(_PIECE), right.reshape(-1).split(_PIECE), strict=True)
+    quick = got.dtype in (torch.float32, torch.float64)  # the others would be rounded on the way
+    return all(
+        (quick and bool((a - b).abs_().sub_(b.abs(), alpha=relative).max() <= absolute))
+        or torch.allclose(a, b, relative, absolute, equal_nan=True)  # also for infinities and NaN
+        for a, b in pieces
+    )
+
+
+def _share(made: list[torch.Tensor], given: list[torch.Tensor]) -> bool:
+    """Whether results share memory with each other or with inputs."""
+    own = [tensor.untyped_storage()._cdata for tensor in made]
+    return len(set(own)) < len(own) or bool(set(own) & {tensor.untyped_storage()._cdata for tensor in given})

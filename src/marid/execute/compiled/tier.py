@@ -1,0 +1,301 @@
+"""When a program is compiled, and when the compiled form is used: what the flat tier asks before each run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marid.execute.compiled.describe import describe, generalize, solve
+from marid.execute.compiled.disk import DiskCache, Entry, identity
+from marid.execute.compiled.form import CompiledPart, Form
+from marid.execute.compiled.parts import Part, Specs, choose
+from marid.execute.compiled.run import Bound, Checked, CompiledProgram
+from marid.execute.compiled.workers import Job, compiler
+from marid.execute.flat import FlatProgram, Way
+from marid.graph.program import Task
+from marid.native import library
+from marid.report.stats import counters
+from marid.settings import settings
+
+__all__ = ["Tier", "best", "folder"]
+
+logger = logging.getLogger("marid")
+
+_FORMS = 3  # shapes rules that a program is compiled for at most
+_EXAMPLES = 4  # sets of sizes that are remembered, to see what changes
+_SAMPLES = 9  # runs of either tier before they are compared
+_WARM = 4  # runs of a new form that do not count: its memory is planned in them
+_CACHED = 8  # a program is looked up on disk after this fraction of the time it takes to be compiled
+
+_said: set[str] = set()
+
+
+def best(program: FlatProgram, task: Task, room: int | None) -> Way:
+    """How to run ``task``. ``room`` are the bytes that the run may take, or None. To be called below all dispatch."""
+    if not settings.compile or library is None or program.runs < settings.compile_after:
+        return program.form(task)
+    if program.tier is None:
+        program.tier = Tier(program)
+    return program.tier.best(task, room)
+
+
+def folder() -> Path:
+    """Where compiled parts are kept."""
+    return settings.cache_dir / "compiled"
+
+
+class _Request:
+    """Parts that are being compiled for one shapes rule."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.parts: list[tuple[Part, dict[str, Any], int, Entry | Job]] = []
+
+    @property
+    def answered(self) -> bool:
+        return all(not isinstance(found, Job) or found.answer is not None for _, _, _, found in self.parts)
+
+
+class Tier:
+    """What is known about compiling one program."""
+
+    def __init__(self, flat: FlatProgram) -> None:
+        self.flat = flat
+        self.over = False
+        """Whether nothing more is to be compiled."""
+        self._forms: list[tuple[Form, CompiledProgram]] = []
+        self._requested = 0
+        self._request: _Request | None = None
+        self._seen: OrderedDict[Specs, list[Any]] = OrderedDict()
+        self._asked: set[Specs] = set()
+        self._first: list[Any] | None = None
+        self._spent = 0.0
+        self._looked = False
+        self._times: dict[tuple[Form | None, Specs], deque[float]] = {}
+        flat.ran = None
+
+    def best(self, task: Task, room: int | None) -> Way:
+        """How to run ``task`` now."""
+        self.flat.ran = None
+        if self.over and not self._forms and self._request is None:
+            return self.flat.form(task)
+        if self._request is not None:
+            self._try(self._look_after)
+        specs, params = task.specs(), task.params
+        for form, program in self._forms:
+            extended = form.bind(specs, params)
+            if extended is None:
+                continue
+            if not form.checked:
+                return self._check(form, extended, task, room)
+            counters.compiled_runs += 1
+            program.ran = functools.partial(self._ran, form, specs)
+            return Bound(program, program.form(task), extended, functools.partial(form.reject, specs, params))
+        if not self.over:
+            self._seen[specs] = params
+            self._seen.move_to_end(specs)
+            if len(self._seen) > _EXAMPLES:
+                self._seen.popitem(last=False)
+            self._first = self._first or params
+            if self._request is None and specs not in self._asked:
+                self._try(functools.partial(self._consider, task))
+        self.flat.ran = functools.partial(self._ran, None, specs)
+        return self.flat.form(task)
+
+    def _try(self, function: Callable[[], None]) -> None:
+        """What goes wrong in compiling is never the user's: the program runs flat."""
+        try:
+            function()
+        except Exception:
+            logger.warning("marid cannot compile a program; it runs all the same", exc_info=True)
+            counters.compile_failures += 1
+            self.over, self._request = True, None
+
+    # --- times -----------------------------------------------------------------------------------------------------
+
+    def _ran(self, form: Form | None, specs: Specs, seconds: float) -> None:
+        times = self._times.setdefault((form, specs), deque(maxlen=_SAMPLES + _WARM))
+        times.append(seconds)
+        if len(self._times) > 16 * _EXAMPLES:
+            del self._times[next(iter(self._times))]
+        if form is None:
+            self._spent += seconds
+        elif len(times) == _SAMPLES + _WARM:
+            before = self._times.get((None, specs))
+            if before is not None and len(before) >= _SAMPLES:
+                self._compare(form, list(times)[_WARM:], list(before)[-_SAMPLES:])
+
+    def _compare(self, form: Form, now: list[float], before: list[float]) -> None:
+        """Give a form up that does not pay."""
+        if min(now) > min(before) and statistics.median(now) > statistics.median(before):
+            self._forms = [one for one in self._forms if one[0] is not form]
+            self.over = True
+            counters.compiled_dropped += 1
+
+    # --- compiling -------------------------------------------------------------------------------------------------
+
+    def _consider(self, task: Task) -> None:
+        """Ask for the program to be compiled if its runs took long enough, for the sizes seen so far."""
+        wanted = settings.compile_ms / 1000
+        if self._spent < wanted and (self._looked or self._spent < wanted / _CACHED):
+            return
+        only_cached, self._looked = self._spent < wanted, True
+        request = self._describe(only_cached, _shared(task))
+        if only_cached and (request is None or any(isinstance(found, Job) for *_, found in request.parts)):
+            return
+        self._spent = 0.0
+        self._requested += 1
+        self._asked.update(self._seen)
+        self.over = request is None or self._requested >= _FORMS
+        self._request = request
+
+    def _describe(self, only_cached: bool, shared: dict[int, int]) -> _Request | None:
+        """The parts to compile, found on disk or asked for; None when there is nothing to compile."""
+        examples = list(self._seen.items())
+        specs, params = examples[-1]
+        assert self._first is not None
+        others = [self._first, *(given for _, given in examples)]
+        changing = {
+            index
+            for index, now in enumerate(params)
+            if any(type(o[index]) is not type(now) or o[index] != now for o in others)
+        }
+        request = _Request(torch.get_num_threads())
+        cache = DiskCache(folder(), settings.cache_bytes)
+        for part in choose(self.flat.program, specs, params, changing, shared):
+            described = [describe(part, self.flat.program, s, p) for s, p in examples]
+            general, count = generalize(described) or (None, 0)
+            values = None if general is None else solve(general, described[-1], count)
+            if general is None or values is None:
+                continue
+            structure = {
+                "part": general, "symbols": count, "threads": request.threads, "identity": identity(),
+            }  # fmt: skip
+            found: Entry | Job | None = cache.find(structure)
+            if found is not None:
+                counters.compile_cache_hits += 1
+            elif only_cached:
+                return None
+            else:
+                hints = _hints(values, general)
+                found = compiler.submit(
+                    {"structure": structure, "hints": hints, "folder": str(folder()), "limit": settings.cache_bytes}
+                )
+            request.parts.append((part, general, count, found))
+        counters.compile_damaged += cache.damaged
+        return request if request.parts else None
+
+    def _look_after(self) -> None:
+        """Make a form of what was compiled, when all of it is there."""
+        assert self._request is not None
+        compiler.poll()
+        if not self._request.answered:
+            return
+        request, self._request = self._request, None
+        loaded = []
+        for part, general, count, found in request.parts:
+            entry = _entry(found)
+            if entry is None:
+                counters.compile_failures += 1
+                continue
+            try:
+                loaded.append(CompiledPart(part, general, count, entry, request.threads))
+            except OSError as error:
+                logger.info("a compiled part cannot be loaded: %s", error)
+                counters.compile_failures += 1
+            if isinstance(found, Job) and found.answer is not None and "unstored" in found.answer:
+                shutil.rmtree(entry.path.parent, ignore_errors=True)
+        if loaded:
+            self._add(Form(self.flat.program, loaded, request.threads))
+
+    def _add(self, form: Form) -> None:
+        self._forms.insert(0, (form, CompiledProgram(self.flat, form)))
+        counters.programs_compiled += 1
+
+    def _check(self, form: Form, extended: list[Any], task: Task, room: int | None) -> Way:
+        specs = task.specs()
+        if room is not None:
+            extra = max(_copies(specs, part.part) for part in form.parts)
+            if extra > room - self.flat.transient_bytes:
+                return self.flat.form(task)
+        return Checked(self.flat, form, extended, task, lambda bad: self._judge(form, bad))
+
+    def _judge(self, form: Form, bad: set[int]) -> None:
+        """Use the parts of a form that were right."""
+        form.checked = True
+        if not bad:
+            return
+        self._forms = [one for one in self._forms if one[0] is not form]
+        counters.programs_compiled -= 1
+        rest = form.without(bad)
+        if rest is not None:
+            rest.checked = True
+            self._add(rest)
+
+
+def _shared(task: Task) -> dict[int, int]:
+    """For each input of a run the first input that lies in the same memory."""
+    first: dict[int, int] = {}
+    return {
+        slot: first.setdefault(tensor.untyped_storage()._cdata, slot)
+        for slot, tensor in zip(task.input_slots, task.inputs, strict=True)
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided  # others are still in the making
+    }
+
+
+def _entry(found: Entry | Job) -> Entry | None:
+    if isinstance(found, Entry):
+        return found
+    answer = found.answer
+    assert answer is not None
+    if "unstored" in answer:
+        counters.compile_unstored += 1
+        _say_once(f"marid cannot keep compiled code in {folder()}: {answer['unstored']}")
+    if "error" in answer:
+        logger.info("a part is not compiled: %s", answer["error"])
+        return None
+    return Entry(Path(answer["path"]), answer["conditions"])
+
+
+def _hints(values: tuple[int, ...], general: dict[str, Any]) -> list[int]:
+    """Examples of the sizes for the compiler, none of them equal to one that does not change."""
+    taken = set(_integers(general))
+    hints: list[int] = []
+    for value in values:
+        hint = max(value, 2)
+        while hint in taken:
+            hint += 1
+        taken.add(hint)
+        hints.append(hint)
+    return hints
+
+
+def _integers(item: Any) -> Iterator[int]:
+    if isinstance(item, dict):
+        for value in item.values():
+            yield from _integers(value)
+    elif isinstance(item, list):
+        for value in item:
+            yield from _integers(value)
+    elif type(item) is int:
+        yield item
+
+
+def _copies(specs: Specs, part: Part) -> int:
+    """The bytes that checking a part takes: its results, and copies of what it writes."""
+    slots = [*part.outputs, *(slot for slot, written in zip(part.inputs, part.written, strict=True) if written)]
+    return sum(spec.nbytes for slot in slots if (spec := specs[slot]) is not None)
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning(text)
