@@ -17,7 +17,8 @@ from marid.frontend.materialize import no_sync  # noqa: E402
 from marid.frontend.tensor import LazyTensor  # noqa: E402
 from marid.frontend.tuples import LazyTuple  # noqa: E402
 from marid.graph.computation import ComputationGraph  # noqa: E402
-from marid.report.stats import Stats  # noqa: E402
+from marid.replay.function import compile  # noqa: E402, A004
+from marid.report.stats import FunctionStats, Stats  # noqa: E402
 from marid.semantics.metadata import SemanticMetadata  # noqa: E402
 from marid.settings import Settings, settings  # noqa: E402
 
@@ -25,12 +26,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ComputationGraph",
+    "FunctionStats",
     "LazyTensor",
     "LazyTuple",
     "SemanticMetadata",
     "Settings",
     "Stats",
     "capture",
+    "compile",
     "epoch",
     "errors",
     "graph",

@@ -12,7 +12,7 @@ from marid.frontend.materialize import materialize as _materialize
 from marid.frontend.materialize import pending_nodes
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value
-from marid.report.stats import Stats, counters
+from marid.report.stats import Stats, counters, functions
 
 __all__ = ["epoch", "graph", "materialize", "reset_stats", "stats"]
 
@@ -67,6 +67,7 @@ def stats() -> Stats:
         planned_peak=counters.planned_peak,
         planned_lower_bound=counters.planned_lower_bound,
         unplanned_bytes=counters.unplanned_bytes,
+        functions=sorted((one.copy() for one in list(functions)), key=lambda one: one.name),
         epoch=counters.epoch,
     )
 

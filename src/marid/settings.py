@@ -37,6 +37,10 @@ class Settings:
     """Programs whose results take fewer bytes at once are run without a memory plan."""
     memory_limit: int = 0
     """A run that would make the devices hold more bytes than this is refused before it starts; 0 for no limit."""
+    compile_recordings: int = 8
+    """How often a function under ``marid.compile`` may be recorded for one kind of arguments before it is given up."""
+    compile_kinds: int = 64
+    """How many kinds of arguments (shapes, numbers, modes) a function under ``marid.compile`` may have."""
     pool_bytes: int = 128 << 20
     """How many bytes of freed results are kept to be used again, in place of fresh memory."""
     native: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from marid.execute.cache import ProgramCache
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph.node import Draw, Node, fail, finish
+from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
 from marid.optimize.forecast import forecast
@@ -75,6 +77,28 @@ class InProcessEngine:
             nodes[:] = [node for node in nodes if node.args is not None]
             with KernelWarnings():
                 return self._run(bind(nodes), room) if nodes else 0
+
+    def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
+        with self.lock, KernelWarnings():
+            if prepared.ready is None:
+                prepared.ready = self.programs.find(prepared)
+            program = prepared.ready
+            try:
+                placement = program.placement(prepared)
+                with concretely(), self.arena.run(placement):
+                    results = program.run(inputs, params, self._twisters.at, placement)
+            except Interrupted as stop:
+                self._twisters.forget()
+                if stop.index == len(prepared.nodes) or not isinstance(stop.error, Exception):
+                    raise stop.error from None
+                failure = _explain(prepared.nodes[stop.index], stop.error)
+                failure.__cause__ = stop.error.with_traceback(None)
+            else:
+                counters.ops_executed += len(prepared.nodes)
+                counters.epoch += 1
+                return results
+        inputs.clear()
+        raise failure
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from marid.graph.node import Draw, Node
+from marid.graph.prepared import Prepared
 
 __all__ = ["Engine"]
 
@@ -27,6 +28,13 @@ class Engine(Protocol):
         operation fails: what ran before it keeps its results, it has failed (``graph.node.fail``), and what follows
         stays pending. Raises ``MemoryLimitError``, and runs nothing, when the results would take more than ``room``
         bytes at once.
+        """
+        ...
+
+    def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
+        """Run a prepared program on buffers; the buffers of its outputs, in order. Nothing may be pending that writes
+        the inputs, or reads what the program writes. Raises ``MaterializationError`` when an operation fails; what
+        ran before it has written what it writes.
         """
         ...
 

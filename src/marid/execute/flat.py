@@ -19,6 +19,7 @@ from marid.execute.interrupted import Interrupted
 from marid.execute.source import SourceProgram, source_of
 from marid.execute.table import DONE, DRAWS, RAISED, Table, TableRun, Untranslatable, donors, translate
 from marid.graph.node import Draw
+from marid.graph.prepared import Prepared
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.native import library
 from marid.settings import settings
@@ -65,7 +66,7 @@ class FlatProgram:
                 return self._finish(run, params, generator)
         return self._interpret(dict(zip(self.program.input_slots, inputs, strict=True)), params, generator, 0)
 
-    def placement(self, task: Task) -> Placement | None:
+    def placement(self, task: Task | Prepared) -> Placement | None:
         """Where a run of ``task`` puts its blocks; None where planning would not pay: for small programs, and for
         shapes that have not come twice."""
         if self.transient_bytes < settings.plan_bytes:

@@ -15,6 +15,7 @@ from marid.engine.inprocess import InProcessEngine
 from marid.engine.protocol import Engine
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
+from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write
 from marid.graph.tape import Tape
 from marid.report.stats import counters
@@ -76,6 +77,9 @@ def pending_nodes(tensor: Any) -> list[Node]:
 
 def materialize(tensors: Iterable[Any], reason: str) -> None:
     """Run what ``tensors`` need, in one program for each device. Raises ``SyncForbiddenError`` under ``no_sync``."""
+    watching = observer()
+    if watching is not None:
+        watching.read(reason)
     asked: dict[int, list[Node]] = {}
     for tensor in tensors:
         nodes = pending_nodes(tensor)
@@ -122,6 +126,9 @@ def concrete(tensor: Any, reason: str) -> torch.Tensor:
 def run_pending(tape: Tape, nodes: list[Node]) -> None:
     """Run a cut and keep the books. Raises ``MaterializationError`` for the first operation that fails and, before any
     has run, ``MemoryLimitError``."""
+    watching = observer()
+    if watching is not None:
+        watching.read("running what is pending")
     try:
         limit = settings.memory_limit
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
@@ -194,6 +201,9 @@ def overflow(tape: Tape) -> None:
     Half of the limits is enough to run, at the next node like the one where this happened before; at the limits, which
     no charge exceeds, it happens anyway.
     """
+    if observer() is not None:
+        tape.room = settings.max_pending_bytes  # a function under marid.compile is one program
+        return
     newest = tape.entries[-1]()
     here = None if newest is None else (newest.site, newest.scope, newest.op, newest.spec)
     if tape.grace <= 0:

@@ -1,0 +1,133 @@
+"""What one run of a function did, in terms of its arguments and its state: two runs can be compared by it.
+
+It holds nothing of the run itself: no node, no result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from marid.frontend.observe import Drawn
+from marid.graph.node import Spec
+from marid.replay.reachable import Reached, is_plain
+from marid.replay.snapshot import Snapshot, same_number
+
+__all__ = ["CONSTANT", "GRAD", "HOST", "MADE", "OUTPUT", "TENSOR", "UPLOAD", "Made", "Origin", "Recording", "Ref"]
+
+# Where a value comes from: a tensor (of the arguments, then of the state), the gradient that it had before, an upload,
+# or an output of the program.
+TENSOR, GRAD, UPLOAD, OUTPUT = "tensor", "grad", "upload", "output"
+# What a leaf of the result can be beside TENSOR and GRAD: a tensor that the run made (``Recording.made``), anything
+# that is no tensor, or a tensor of the CPU that was an argument.
+MADE, CONSTANT, HOST = "made", "constant", "host"
+
+Ref = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that a run makes: its value, the storage it shares, and what autograd knows of it.
+
+    ``storage`` is a tensor whose storage it has, or a number that is equal for those that share a new one; ``base`` a
+    tensor that it is a view of for autograd too; ``graph`` is None, ``LEAF`` or ``SPENT``.
+    """
+
+    value: Ref
+    spec: Spec
+    storage: Ref | int | None
+    base: Ref | None
+    graph: str | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an upload comes from: an argument (``argument``), state (``tensor``), or data that is always the same."""
+
+    argument: int | None
+    tensor: torch.Tensor | None
+    content: torch.Tensor | None
+    spec: Spec
+    make: Any
+
+    def is_like(self, other: Origin) -> bool:
+        if self.argument != other.argument or self.tensor is not other.tensor or self.spec is not other.spec:
+            return False
+        if self.content is None or other.content is None:
+            return self.content is other.content
+        return self.content.shape == other.content.shape and _bytes(self.content) == _bytes(other.content)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@dataclass
+class Recording:
+    """What a run did.
+
+    ``numbers`` are the program's parameters, those of ``draws`` given by position; ``sites`` the line of each.
+    ``outputs`` are specs and roots of the program's outputs. ``grads`` says which gradients change to what, ``bumps``
+    which versions grow by how much. ``grads_before`` are the specs of the gradients that were there, ``used`` the
+    tensors that must share memory as they did: ``shared``.
+    """
+
+    key: tuple[Any, ...]
+    numbers: list[Any]
+    sites: list[Any]
+    inputs: list[Ref]
+    outputs: list[tuple[Spec, Ref | None]]
+    made: list[Made]
+    results: list[tuple[str, Any]]
+    structure: Any
+    grads: list[tuple[int, Ref | None]]
+    bumps: list[tuple[Ref, int]]
+    draws: list[Drawn]
+    origins: list[Origin]
+    device: int
+    used: list[Ref]
+    shared: tuple[int, ...]
+    snapshot: Snapshot
+    reached: Reached
+    grads_before: list[Spec | None]
+
+    def difference(self, other: Recording) -> str | None:
+        """How a later run differs from this one, in words; None if it did the same."""
+        if self.key != other.key:
+            return f"other operations are recorded ({_first_difference(self, other)})"
+        for index, (a, b) in enumerate(zip(self.numbers, other.numbers, strict=True)):
+            if not same_number(a, b):
+                return f"a number changed: {a} -> {b}, {other.sites[index]}"
+        mine = (self.inputs, self.outputs, self.made, self.grads, self.bumps, self.device, self.used, self.shared)
+        its = (other.inputs, other.outputs, other.made, other.grads, other.bumps, other.device, other.used, other.shared)
+        if mine != its:
+            return "tensors come from or go to other places"
+        if len(self.origins) != len(other.origins) or not all(map(Origin.is_like, self.origins, other.origins)):
+            return "other data is uploaded"
+        if self.structure != other.structure:
+            return "the result has another structure"
+        for mine, its in zip(self.results, other.results, strict=True):
+            if not _same_result(mine, its):
+                return f"the result changed: {mine[1]!r} -> {its[1]!r}"
+        drawn = [(d.generator, d.device, d.name, d.spec) for d in self.draws]
+        if drawn != [(d.generator, d.device, d.name, d.spec) for d in other.draws]:
+            return "other random numbers are drawn"
+        if self.grads_before != other.grads_before:
+            return "gradients are there that were not"
+        return None
+
+
+def _same_result(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    (kind, a), (other_kind, b) = one, other
+    if kind != other_kind:
+        return False
+    return a is b or (same_number(a, b) if kind != CONSTANT or is_plain(a) else False)
+
+
+def _first_difference(one: Recording, other: Recording) -> str:
+    for index, (a, b) in enumerate(zip(one.key, other.key, strict=False)):
+        if a is not b and a != b:
+            return f"{a} -> {b}, element {index} of the program"
+    return f"{len(one.key)} -> {len(other.key)} elements of the program"
