@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
+from marid.frontend import handles
 from marid.frontend.observe import Upload
 from marid.graph.node import Draw, Node, Output, Spec, Value, root_of
 from marid.graph.program import Task
@@ -98,8 +101,11 @@ class Places:
     def unexplained(self) -> str | None:
         """A result that somebody unknown keeps, in words."""
         roots = {root_of(value) for value in self._explained}
-        for value in self._outputs:
-            if value not in self._explained and value not in roots:
+        kept = [value for value in self._outputs if value not in self._explained and value not in roots]
+        views = {value for value in kept if root_of(value) in roots or root_of(value) in self._known}
+        held = _held_by_python(views) if views else views
+        for value in kept:
+            if value not in views or value in held:
                 op = value.node.op
                 return f"{op.name if op is not None else 'a result'} ({_line(value)})"
         return None
@@ -114,6 +120,16 @@ class Places:
         refs = sorted(self._used)
         roots = [id(root_of((self.tensors if kind == TENSOR else self.grads)[index]._value)) for kind, index in refs]
         return refs, tuple([roots.index(one) for one in roots])
+
+
+def _held_by_python(values: set[Value]) -> set[Value]:
+    """Those of which Python has a tensor: what autograd notes of a view keeps tensors of the same memory beside."""
+    found: set[Value] = set()
+    tensors = [thing for thing in gc.get_objects() if handles.is_lazy(thing) and thing._value in values]
+    for index in range(len(tensors)):
+        if sys.getrefcount(tensors[index]) > 3:  # the list, the argument, and autograd
+            found.add(tensors[index]._value)
+    return found
 
 
 def _spec(value: Value) -> Spec:

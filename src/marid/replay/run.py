@@ -163,6 +163,8 @@ class Run:
         for index, (tensor, before) in enumerate(zip(self._tensors, self._grads, strict=True)):
             grad = grad_of(tensor)
             if grad is not before:
+                if grad is not None and graph_of(grad) == LIVE:
+                    raise Refused("it makes gradients that gradients can be taken of")
                 places.use((TENSOR, index))
                 changed.append((index, None if grad is None else places.of_tensor(grad) or places.make(grad)))
         return changed
