@@ -67,7 +67,7 @@ def stats() -> Stats:
         planned_peak=counters.planned_peak,
         planned_lower_bound=counters.planned_lower_bound,
         unplanned_bytes=counters.unplanned_bytes,
-        functions=sorted((one.copy() for one in list(functions)), key=lambda one: one.name),
+        functions=sorted((one.copy() for one in list(functions) if one.calls), key=lambda one: one.name),
         epoch=counters.epoch,
     )
 

@@ -119,6 +119,7 @@ class Compiled:
                 kind.templates.insert(0, Template(recording, run.prepare(), len(call.lazy)))
                 del kind.templates[_TEMPLATES:]
                 kind.recordings.remove(earlier)
+                kind.attempts = 0
                 return result
         kind.recordings.append(recording)
         del kind.recordings[:-_RECORDINGS]

@@ -98,14 +98,14 @@ class Places:
                     return kind, index
         return self._groups.setdefault(id(storage), len(self._groups))
 
-    def unexplained(self) -> str | None:
-        """A result that somebody unknown keeps, in words."""
+    def unexplained(self, keeps_graph: bool) -> str | None:
+        """A result that somebody unknown keeps, in words; where ``keeps_graph``, autograd may keep what it wants."""
         roots = {root_of(value) for value in self._explained}
         kept = [value for value in self._outputs if value not in self._explained and value not in roots]
-        views = {value for value in kept if root_of(value) in roots or root_of(value) in self._known}
-        held = _held_by_python(views) if views else views
+        may = {v for v in kept if keeps_graph or root_of(v) in roots or root_of(v) in self._known}
+        held = _held_by_python(may) if may else may
         for value in kept:
-            if value not in views or value in held:
+            if value not in may or value in held:
                 op = value.node.op
                 return f"{op.name if op is not None else 'a result'} ({_line(value)})"
         return None

@@ -15,11 +15,13 @@ from marid.graph.node import Spec
 from marid.replay.reachable import Reached, is_plain
 from marid.replay.snapshot import Snapshot, same_number
 
-__all__ = ["CONSTANT", "GRAD", "HOST", "MADE", "OUTPUT", "TENSOR", "UPLOAD", "Made", "Origin", "Recording", "Ref"]
+__all__ = ["CONSTANT", "GIVEN", "GRAD", "HOST", "MADE", "OUTPUT", "TENSOR", "UPLOAD", "Derivative", "Made", "Origin",
+    "Recording", "Ref"]
 
 # Where a value comes from: a tensor (of the arguments, then of the state), the gradient that it had before, an upload,
 # or an output of the program.
 TENSOR, GRAD, UPLOAD, OUTPUT = "tensor", "grad", "upload", "output"
+GIVEN = "given"  # in a backward: a gradient that comes in
 # What a leaf of the result can be beside TENSOR and GRAD: a tensor that the run made (``Recording.made``), anything
 # that is no tensor, or a tensor of the CPU that was an argument.
 MADE, CONSTANT, HOST = "made", "constant", "host"
@@ -32,7 +34,7 @@ class Made:
     """A tensor that a run makes: its value, the storage it shares, and what autograd knows of it.
 
     ``storage`` is a tensor whose storage it has, or a number that is equal for those that share a new one; ``base`` a
-    tensor that it is a view of for autograd too; ``graph`` is None, ``LEAF`` or ``SPENT``.
+    tensor that it is a view of for autograd too; ``graph`` is None, ``LEAF``, ``SPENT`` or ``LIVE``.
     """
 
     value: Ref
@@ -58,6 +60,34 @@ class Origin:
         if self.content is None or other.content is None:
             return self.content is other.content
         return self.content.shape == other.content.shape and _bytes(self.content) == _bytes(other.content)
+
+
+@dataclass
+class Derivative:
+    """The backward of what a run returns, for gradients of the outputs ``given`` (positions among the live ones).
+
+    ``wanted`` are the tensors whose gradients it gives, ``results`` those gradients: an output, a gradient that was
+    given (``GIVEN``), or none.
+    """
+
+    given: tuple[int, ...]
+    wanted: list[Ref]
+    key: tuple[Any, ...]
+    numbers: list[Any]
+    inputs: list[Ref]
+    outputs: list[tuple[Spec, Ref | None]]
+    results: list[Ref | None]
+    given_specs: list[Spec]
+
+    def is_like(self, other: Derivative) -> bool:
+        mine = (self.given, self.wanted, self.key, self.inputs, self.outputs, self.results, self.given_specs)
+        its = (other.given, other.wanted, other.key, other.inputs, other.outputs, other.results, other.given_specs)
+        return mine == its and same_number(self.numbers, other.numbers)
+
+
+def _shown(drawn: Drawn) -> Any:
+    generator = None if drawn.generator is None else drawn.generator._cdata
+    return generator, drawn.device, drawn.name, drawn.spec
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -92,6 +122,7 @@ class Recording:
     snapshot: Snapshot
     reached: Reached
     grads_before: list[Spec | None]
+    derivatives: list[Derivative]
 
     def difference(self, other: Recording) -> str | None:
         """How a later run differs from this one, in words; None if it did the same."""
@@ -111,9 +142,13 @@ class Recording:
         for mine, its in zip(self.results, other.results, strict=True):
             if not _same_result(mine, its):
                 return f"the result changed: {mine[1]!r} -> {its[1]!r}"
-        drawn = [(d.generator, d.device, d.name, d.spec) for d in self.draws]
-        if drawn != [(d.generator, d.device, d.name, d.spec) for d in other.draws]:
+        if [_shown(drawn) for drawn in self.draws] != [_shown(drawn) for drawn in other.draws]:
             return "other random numbers are drawn"
+        if len(self.derivatives) != len(other.derivatives):
+            return "other derivatives are recorded"
+        for derivative, its in zip(self.derivatives, other.derivatives, strict=True):
+            if not derivative.is_like(its):
+                return "another derivative is recorded"
         if self.grads_before != other.grads_before:
             return "gradients are there that were not"
         return None

@@ -9,32 +9,24 @@ import torch
 from torch.utils import _pytree
 
 from marid.frontend import handles
-from marid.frontend.materialize import run_everything
 from marid.frontend.observe import Observer, Upload, observing
-from marid.graph.node import Spec
+from marid.graph.node import Node, Spec, root_of
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.tape import Tape
 from marid.optimize.forecast import forecast
 from marid.replay.arguments import Call
+from marid.replay.backward import record_backwards
 from marid.replay.gradients import LIVE, graph_of
 from marid.replay.host import HostWatch
+from marid.replay.pending import run_pending_work
 from marid.replay.places import Places, Refused, numbers_of
 from marid.replay.reachable import reach
-from marid.replay.recording import CONSTANT, GRAD, HOST, TENSOR, Origin, Recording, Ref
+from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, TENSOR, Origin, Recording, Ref
 from marid.replay.snapshot import Snapshot
 from marid.replay.streams import Streams
 
-__all__ = ["Run", "grad_of", "run_pending_work"]
-
-
-def run_pending_work() -> bool:
-    """Run all that is pending on all devices; whether nothing failed."""
-    fine = True
-    for index in range(handles.device_count):
-        on = handles.tape(index)
-        fine &= not on.entries or run_everything(on) is None
-    return fine
+__all__ = ["Run", "grad_of"]
 
 
 def grad_of(tensor: Any) -> Any:
@@ -66,6 +58,7 @@ class Run:
         self._versions = [_version(tensor) for tensor in (*self._tensors, *self._grads)]
         self._host_versions = [_version(tensor) for tensor in self._host]
         self._task: Task | None = None
+        self._backwards: list[Task] = []
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
         """Run the Python; its result. What it raises leaves as it is."""
@@ -80,10 +73,10 @@ class Run:
             self.refusal = refused.with_traceback(None)
         return result
 
-    def prepare(self) -> Prepared:
-        """The program of the run, to be run again."""
+    def prepare(self) -> list[Prepared]:
+        """The programs of the run, to be run again: its own, and those of its derivatives."""
         assert self._task is not None
-        return Prepared(self._task, forecast(self._task).nbytes)
+        return [Prepared(task, forecast(task).nbytes) for task in (self._task, *self._backwards)]
 
     # --- what cannot be replayed ---
 
@@ -112,15 +105,19 @@ class Run:
     def _describe(self, result: Any, seen: Observer, host: HostWatch) -> bool:
         """Whether all results that live on are held by what is known; else nothing is noted the first time."""
         leaves, structure = _pytree.tree_flatten(result)
-        for leaf in leaves:
-            if handles.is_lazy(leaf) and not any(leaf is one for one in self._tensors) and graph_of(leaf) == LIVE:
-                raise Refused("it returns a tensor that gradients can still be taken of", for_good=True)
+        live: dict[int, Any] = {id(leaf): leaf for leaf in leaves if handles.is_lazy(leaf) and self._is_live(leaf)}
         tape = self._tape()
-        task = bind(tape.pending())
+        end = next(tape.sequence)
+        backwards = record_backwards([*live.values()], self._tensors, tape) if live else []
+        task = bind(_before(tape, end))
         places = Places(self._tensors, self._grads, seen.uploads, task)
         grads = self._new_grads(places)
         results = [self._result(leaf, places) for leaf in leaves]
-        kept = places.unexplained()
+        for leaf in live.values():
+            if places.of(root_of(leaf._value))[0] != OUTPUT:
+                raise Refused("it returns a view of its argument or state with a history of gradients", for_good=True)
+        derivatives = [backward.describe(places) for backward in backwards]
+        kept = places.unexplained(bool(live))
         if kept is not None:
             self.refusal = Refused(f"a result is kept by something other than what it returns: {kept}")
             return False
@@ -129,6 +126,7 @@ class Run:
         bumps = self._bumps(places)
         used, shared = places.used()
         self._task = task
+        self._backwards = [backward.task for backward in backwards]
         self.recording = Recording(
             key=task.key,
             numbers=numbers,
@@ -148,8 +146,12 @@ class Run:
             snapshot=self._snapshot,
             reached=self._reached,
             grads_before=[None if grad is None else grad._value.spec for grad in self._grads],
+            derivatives=derivatives,
         )
         return True
+
+    def _is_live(self, tensor: Any) -> bool:
+        return not any(tensor is one for one in self._tensors) and graph_of(tensor) == LIVE
 
     def _tape(self) -> Tape:
         tapes = [handles.tape(index) for index in range(handles.device_count)]
@@ -204,6 +206,11 @@ class Run:
         if upload.content is None:
             raise Refused(f"it makes a tensor of {upload.tensor.numel()} elements from Python's data")
         return Origin(None, None, upload.content, spec, upload.make)
+
+
+def _before(tape: Tape, end: int) -> list[Node]:
+    """What is pending and was recorded before ``end``: in a list that alone holds it."""
+    return [node for node in tape.pending() if node.seq < end]
 
 
 def _version(tensor: Any) -> int:

@@ -31,13 +31,13 @@ class Streams:
         self._hosts = self._host_states()
 
     def _positions(self) -> dict[Any, _Position]:
-        found: dict[Any, _Position] = {}
+        found: dict[Any, _Position] = {}  # by address of a generator; the devices' own count down from -1
         for index in range(handles.device_count):
             generator = random.default_generator(index)
-            found[index] = (generator.seed, generator.offset, generator.spare)
+            found[-1 - index] = (generator.seed, generator.offset, generator.spare)
         for given in self._own:
             with random.generator_of(given, 0) as generator:
-                found[id(given)] = (generator.seed, generator.offset, generator.spare)
+                found[given._cdata] = (generator.seed, generator.offset, generator.spare)
         return found
 
     def _host_states(self) -> list[Any]:
@@ -50,7 +50,7 @@ class Streams:
         """Why what happened to the generators is not just ``draws``; None when it is."""
         reached = dict(self._before)
         for drawn in draws:
-            which = drawn.device if drawn.generator is None else id(drawn.generator)
+            which = -1 - drawn.device if drawn.generator is None else drawn.generator._cdata
             if which not in reached:
                 return "random numbers come from a generator that the function makes"
             draw = drawn.draw

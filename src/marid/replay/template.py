@@ -14,9 +14,22 @@ from marid.frontend.materialize import bytes_of, engine
 from marid.graph.node import Node, Storage, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.replay.arguments import Call
-from marid.replay.gradients import LEAF, SPENT, with_spent_graph
-from marid.replay.recording import CONSTANT, GRAD, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Made, Recording, Ref
-from marid.replay.run import run_pending_work
+from marid.replay.backward import connect
+from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
+from marid.replay.recording import (
+    CONSTANT,
+    GRAD,
+    HOST,
+    MADE,
+    OUTPUT,
+    TENSOR,
+    UPLOAD,
+    Derivative,
+    Made,
+    Recording,
+    Ref,
+)
+from marid.replay.pending import run_pending_work
 from marid.replay.streams import take_again
 from marid.semantics.scopes import current_site, state
 from marid.settings import settings
@@ -29,9 +42,10 @@ MISS: Any = object()
 class Template:
     """A recording whose program is ready to run."""
 
-    def __init__(self, recording: Recording, prepared: Prepared, arguments: int) -> None:
+    def __init__(self, recording: Recording, prepared: list[Prepared], arguments: int) -> None:
         self.recording = recording
-        self._prepared = prepared
+        self._prepared, *backwards = prepared
+        self._backwards = [*zip(recording.derivatives, backwards, strict=True)]
         own = recording.reached.lazy
         self._state_specs = [tensor._value.spec for tensor in own]
         self._state_flags = [_flags(tensor) for tensor in own]
@@ -77,7 +91,7 @@ class Template:
             for place in self._draws:
                 numbers[place] = taken[numbers[place][1]]
         buffers = engine.replay(self._prepared, [values[ref].concrete for ref in recording.inputs], numbers)  # pyright: ignore
-        return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds).result(self._simple)
+        return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(self._simple)
 
     def _is_state_alike(self) -> bool:
         own = self.recording.reached.lazy
@@ -132,6 +146,7 @@ class _HandOut:
         values: dict[Ref, Value],
         buffers: list[torch.Tensor],
         rounds: list[list[Ref]],
+        backwards: list[tuple[Derivative, Prepared]],
     ) -> None:
         self._recording = recording
         self._call = call
@@ -144,15 +159,32 @@ class _HandOut:
         for refs in rounds:
             torch.autograd.graph.increment_version([self._known(ref) for ref in refs])
         with handles.below_autograd():
-            self._made = [None if made.graph == SPENT else self._handle(made) for made in recording.made]
+            later = (SPENT, LIVE)  # made where autograd sees it
+            self._made = [None if made.graph in later else self._handle(made) for made in recording.made]
         for index, made in enumerate(recording.made):
             self._made[index] = self._with_graph(made, self._made[index])
+        if backwards:
+            self._connect(backwards)
         for index, ref in recording.grads:
             tensors[index].grad = None if ref is None else self._tensor(ref)
 
     def result(self, simple: bool) -> Any:
         leaves = [self._leaf(kind, of) for kind, of in self._recording.results]
         return leaves[0] if simple else _pytree.tree_unflatten(leaves, self._recording.structure)
+
+    def _connect(self, backwards: list[tuple[Derivative, Prepared]]) -> None:
+        """Give the tensors that gradients can be taken of a history: the recorded backward."""
+        places = [index for index, made in enumerate(self._recording.made) if made.graph == LIVE]
+        inputs = [self._known(ref) for ref in backwards[0][0].wanted]
+
+        def make() -> list[Any]:
+            return [self._handle(self._recording.made[index]) for index in places]
+
+        known = {ref: self._known(ref) for ref in self._recording.used}
+        made = {self._recording.made[i].value: tensor for i, tensor in enumerate(self._made) if tensor is not None}
+        live = connect(inputs, make, [self._recording.made[i].value for i in places], {**made, **known}, self._values, backwards)
+        for index, tensor in zip(places, live, strict=True):
+            self._made[index] = tensor
 
     def _note(self, buffers: list[torch.Tensor]) -> None:
         site, scope, sequence = current_site(), state.scope, self._tape.sequence

@@ -63,7 +63,7 @@ class Stats:
     ``pending_nodes`` and ``pending_bytes`` now waiting; ``memory_allocated`` and ``peak_memory`` in bytes;
     ``planned_peak`` the bytes that the largest memory plan takes, ``planned_lower_bound`` the largest sum of bytes that
     live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``functions`` under
-    ``marid.compile``; ``epoch`` counts completed runs.
+    ``marid.compile`` that were called; ``epoch`` counts completed runs.
     """
 
     ops_captured: int

@@ -1,0 +1,615 @@
+"""``marid.compile``: replays do what the Python would have done, or the Python runs."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import marid
+from marid.errors import SyncForbiddenError, UnsupportedOperationError
+from tests.helpers import DEVICE, assert_same
+
+SCALE = 2.0
+
+
+def _batches(count: int, rows: int = 5, columns: int = 8) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(7)
+    return [torch.randn(rows, columns, generator=source) for _ in range(count)]
+
+
+def _compare(make: Callable[[str], Callable[..., Any]], calls: int = 6, replays: int | None = None) -> Any:
+    """``make(device)`` gives a function of a batch and what else to look at; eager and compiled do the same."""
+    torch.manual_seed(0)
+    eager = make("cpu")
+    torch.manual_seed(0)
+    compiled = marid.compile(make(DEVICE))
+    expected, lazy = [], []
+    torch.manual_seed(1)
+    expected = [eager(batch) for batch in _batches(calls)]
+    torch.manual_seed(1)
+    lazy = [compiled(batch.to(DEVICE)) for batch in _batches(calls)]
+    assert_same(lazy, expected)
+    if replays is not None:
+        assert compiled.stats().replays == replays, compiled.stats()
+    return compiled
+
+
+def _trainer(optimizer: Callable[[Any], Any], dropout: float = 0.0, module: Any = None) -> Any:
+    def make(device: str) -> Any:
+        model = module() if module else torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(16, 4)
+        )
+        model.to(device)
+        own = optimizer(model.parameters())
+
+        def step(x: torch.Tensor) -> Any:
+            own.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            own.step()
+            return loss.detach(), {name: p.detach().clone() for name, p in model.named_parameters()}
+
+        return step
+
+    return make
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "one by one": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_steps(name: str) -> None:
+    """Losses and parameters of ten steps, whether the optimizer can be replayed or not."""
+    _compare(_trainer(OPTIMIZERS[name], dropout=0.3), calls=10, replays=7 if name in ("momentum", "one by one") else None)
+
+
+def test_training_with_state_of_modules() -> None:
+    """Batch normalisation writes its running statistics."""
+    layers = lambda: torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))  # noqa: E731
+    make = _trainer(OPTIMIZERS["momentum"], module=layers)
+    _compare(make, calls=8, replays=5)
+
+
+def test_adamw_that_keeps_its_counter_on_the_device() -> None:
+    """``capturable=True``: the same parameters as without ``marid.compile``, bit for bit."""
+    found = []
+    for wrap in (lambda f: f, marid.compile):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4).to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = wrap(step)
+        losses = [run(batch.to(DEVICE)) for batch in _batches(8)]
+        found.append([loss.item() for loss in losses] + [p.tolist() for p in model.parameters()])
+    assert found[0] == found[1]
+    assert marid.stats().functions[0].replays == 5
+
+
+def test_an_optimizer_that_counts_on_the_host_says_so() -> None:
+    """AdamW's bias corrections are other numbers at each step: never replayed, and the reason is told."""
+    compiled = _compare(_trainer(OPTIMIZERS["adamw"]), calls=12, replays=0)
+    assert any("tensor of the CPU" in reason for reason in compiled.stats().fallbacks), compiled.stats()
+
+
+def test_random_numbers_advance_as_eagerly() -> None:
+    """All kinds of draws, an odd number of normal ones (whose second half waits), and draws that nobody uses."""
+
+    def make(device: str) -> Any:
+        def run(x: torch.Tensor) -> Any:
+            torch.rand(3, device=device)  # dropped
+            odd = torch.randn(3, device=device)
+            noise = torch.randn_like(x) + torch.rand(x.shape, device=device)
+            return odd, F.dropout(x, 0.4) + noise, torch.randint(0, 9, (4,), device=device), torch.randperm(5, device=device)
+
+        return run
+
+    compiled = _compare(make, calls=7, replays=5)
+    after = torch.randn(4, device=DEVICE)
+    torch.manual_seed(1)
+    eager = make("cpu")
+    for batch in _batches(7):
+        eager(batch)
+    assert torch.equal(after.cpu(), torch.randn(4))
+    torch.manual_seed(5)
+    again = compiled(_batches(1)[0].to(DEVICE))
+    torch.manual_seed(5)
+    assert_same(again, eager(_batches(1)[0]))
+
+
+def test_a_generator_of_the_user() -> None:
+    """One that the function can reach is drawn from at each replay; one that it makes, or seeds, is not replayed."""
+
+    def make(device: str) -> Any:
+        source = torch.Generator(device).manual_seed(3)
+        return lambda x: x + torch.rand(x.shape, generator=source, device=device)
+
+    _compare(make, replays=4)
+
+    def seeding(device: str) -> Any:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            torch.manual_seed(3)
+            return x + torch.rand(x.shape, device=device)
+
+        return run
+
+    _compare(seeding, replays=0)
+
+
+def test_held_results_are_never_overwritten() -> None:
+    """Each call returns memory of its own, also for views and for results that are written afterwards."""
+    compiled = marid.compile(lambda x: ((x * 2)[1:], x + 1))
+    held = [compiled(torch.full((4, 3), float(call), device=DEVICE)) for call in range(6)]
+    held[4][0].add_(100)
+    for call, (view, total) in enumerate(held):
+        assert view.tolist() == [[2.0 * call + (100 if call == 4 else 0)] * 3] * 3
+        assert total.tolist() == [[call + 1.0] * 3] * 4
+    assert compiled.stats().replays == 4
+
+
+def test_results_that_are_arguments_or_views_of_them() -> None:
+    """Identity, aliases and views come out as from the Python."""
+    state = torch.zeros(4, device=DEVICE)
+
+    def run(x: torch.Tensor, keep: Any) -> Any:
+        state.add_(x)
+        x.mul_(2)
+        return x, x[1:], x.detach(), state, state[:2], keep, [x.view(2, 2)]
+
+    compiled = marid.compile(run)
+    total = torch.zeros(4)
+    for call in range(6):
+        x = torch.full((4,), float(call), device=DEVICE)
+        same, tail, alias, own, part, keep, (square,) = compiled(x, "kept")
+        total += call
+        assert same is x
+        assert own is state
+        assert keep == "kept"
+        tail.add_(1)
+        square[0, 0] = 9
+        assert x.tolist() == alias.tolist() == [9.0, *[2.0 * call + 1] * 3]
+        assert part.tolist() == total[:2].tolist()
+        state.sub_(0)
+        assert state.tolist() == total.tolist()
+    assert compiled.stats().replays == 4
+
+
+def test_two_results_that_share_memory() -> None:
+    """A result and a view of it, and two handles of one value."""
+    compiled = marid.compile(lambda x: (lambda y: (y, y[1:], y.detach()))(x + 1))
+    for call in range(5):
+        whole, part, alias = compiled(torch.full((3,), float(call), device=DEVICE))
+        whole.mul_(2)
+        part[0] = -1
+        assert whole.tolist() == alias.tolist() == [2.0 * call + 2, -1.0, 2.0 * call + 2]
+        assert part.tolist() == whole.tolist()[1:]
+    assert compiled.stats().replays == 3
+
+
+def test_arguments_that_share_memory() -> None:
+    """A recording of two tensors does not serve a call with one tensor twice, or with a view."""
+    compiled = marid.compile(lambda a, b: (a.add_(1), b.mul_(2), a + b)[2])
+    for call in range(4):
+        for how in ("apart", "same", "view"):
+            a = torch.full((3,), float(call), device=DEVICE)
+            b = a if how == "same" else a[:] if how == "view" else torch.full((3,), float(call), device=DEVICE)
+            expected = (call + 1) * 4.0 if how != "apart" else call * 3.0 + 1
+            assert compiled(a, b).tolist() == [expected] * 3, how
+    assert compiled.stats().replays == 6
+
+
+def test_structures_and_keywords() -> None:
+    """Nested containers in and out, keywords in any order, defaults, tuples of results."""
+
+    def run(batch: dict[str, Any], *rest: Any, scale: float = 2.0, flag: bool = False) -> Any:
+        first, (second, third) = batch["a"], batch["b"]
+        return {"sum": first + second, "rest": [r * scale for r in rest], "split": torch.split(third, 1), "flag": flag, "none": None}
+
+    compiled = marid.compile(run)
+    x = torch.arange(4.0)
+    for call in range(3):
+        for keywords in ({}, {"scale": 3.0}, {"flag": True, "scale": 3.0}, {"scale": 3.0, "flag": True}):
+            args = ({"a": x * call, "b": (x + 1, x + call)}, x, x * 2)
+            lazy = compiled(*torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), args), **keywords)
+            assert_same(lazy, run(*args, **keywords))
+    assert compiled.stats().replays == 12 - 6
+
+
+def test_numbers_are_told_apart() -> None:
+    """1, 1.0 and True; 0.0 and -0.0; NaN; each is a kind of its own."""
+    compiled = marid.compile(lambda x, n: x / n if n is not None else x)
+    x = torch.tensor([1, 2])
+    for _ in range(3):
+        for number in (1, 1.0, True, 0.0, -0.0, float("nan"), float("inf"), None):
+            assert_same(compiled(x.to(DEVICE), number), x / number if number is not None else x)
+
+
+def test_state_that_python_changes_is_never_stale() -> None:
+    """Counters, lists, globals, closures, attributes: what changes is seen at the next call."""
+
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+            self.seen: list[int] = []
+
+    counter, factor, config = Counter(), 1.0, {"bias": 0.0}
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        counter.count += 1
+        return x * counter.count
+
+    def appending(x: torch.Tensor) -> torch.Tensor:
+        counter.seen.append(1)
+        return x * len(counter.seen)
+
+    def depending(x: torch.Tensor) -> torch.Tensor:
+        return x * factor * SCALE + config["bias"] + counter.count
+
+    x = torch.ones(2, device=DEVICE)
+    for function in (counting, appending):
+        compiled = marid.compile(function)
+        assert [compiled(x).tolist()[0] for _ in range(12)] == [float(n) for n in range(1, 13)]
+        assert compiled.stats().replays == 0
+    compiled = marid.compile(depending)
+    for factor in (1.0, 2.0):
+        for config["bias"] in (0.0, 5.0):
+            for counter.count in (3, 4):
+                for _ in range(3):
+                    assert compiled(x).tolist()[0] == factor * SCALE + config["bias"] + counter.count
+    assert compiled.stats().replays == 8
+
+
+def test_globals_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a function calls another one."""
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * SCALE
+
+    compiled = marid.compile(lambda x: inner(x))
+    x = torch.ones(1, device=DEVICE)
+    assert [compiled(x).item() for _ in range(4)] == [2.0] * 4
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert [compiled(x).item() for _ in range(4)] == [3.0] * 4
+    assert compiled.stats().replays == 4
+
+
+def test_hyperparameters_and_modes_are_watched() -> None:
+    """Learning rates, ``train``/``eval``, frozen parameters, ``no_grad``, autocast: the next call follows."""
+
+    def make(device: str) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer
+
+    def step_of(model: Any, optimizer: Any) -> Any:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    found = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        model, optimizer = make(device)
+        step = step_of(model, optimizer)
+        run = marid.compile(step) if device == DEVICE else step
+        torch.manual_seed(1)
+        losses = []
+        for change in range(5):
+            if change == 1:
+                optimizer.param_groups[0]["lr"] = 0.03
+            elif change == 2:
+                model.eval()
+            elif change == 3:
+                model[0].requires_grad_(False)
+            elif change == 4:
+                model.train()
+            losses += [run(batch.to(device)).item() for batch in _batches(4)]
+        found.append(losses + [p.tolist() for p in model.parameters()])
+    assert found[0] == found[1]
+    assert marid.stats().functions[0].replays >= 8
+
+
+def test_parameters_that_are_replaced() -> None:
+    """``load_state_dict`` writes in place; another parameter object, or other ``.data``, is seen."""
+    model = torch.nn.Linear(3, 2).to(DEVICE)
+    with torch.no_grad():
+        run = marid.compile(lambda x: model(x))
+        x = torch.ones(1, 3, device=DEVICE)
+        for change in range(4):
+            if change == 1:
+                model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            elif change == 2:
+                model.weight = torch.nn.Parameter(torch.full((2, 3), 2.0, device=DEVICE))
+            elif change == 3:
+                model.bias.data = torch.full((2,), 5.0, device=DEVICE)
+            for _ in range(3):
+                assert run(x).tolist() == F.linear(x.cpu(), model.weight.cpu(), model.bias.cpu()).tolist()
+    assert run.stats().replays >= 5
+
+
+def test_pending_writes_and_reads_keep_their_order() -> None:
+    """What was recorded before a replay runs before it, and sees what was there then."""
+    state = torch.zeros(2, device=DEVICE)
+    compiled = marid.compile(lambda x: state.add_(x).sum())
+    for call in range(5):
+        before = state * 10
+        x = torch.ones(2, device=DEVICE)
+        x.mul_(call)
+        total = compiled(x)
+        after = state * 10
+        x.zero_()
+        state.mul_(1)
+        assert total.item() == 2.0 * sum(range(call + 1))
+        assert before.tolist() == [10.0 * sum(range(call))] * 2
+        assert after.tolist() == [10.0 * sum(range(call + 1))] * 2
+    assert compiled.stats().replays == 3
+
+
+def test_gradients_that_accumulate() -> None:
+    """``zero_grad`` every third call: gradients are there or not, and are added to where they are."""
+
+    def make(device: str) -> Any:
+        model = torch.nn.Linear(8, 2).to(device)
+        calls = [0]
+
+        def run(x: torch.Tensor) -> None:
+            model(x).square().sum().backward()
+
+        run = marid.compile(run) if device == DEVICE else run
+
+        def outer(x: torch.Tensor) -> Any:
+            if calls[0] % 3 == 0:
+                model.zero_grad()
+            calls[0] += 1
+            run(x)
+            return [p.grad.clone() for p in model.parameters()]
+
+        return outer
+
+    torch.manual_seed(0)
+    eager = make("cpu")
+    torch.manual_seed(0)
+    lazy = make(DEVICE)
+    for batch in _batches(12):
+        assert_same(lazy(batch.to(DEVICE)), eager(batch))
+    assert marid.stats().functions[0].replays >= 6
+
+
+def test_data_from_the_host() -> None:
+    """CPU arguments and constants are uploaded again; what is computed on the host from them is not replayed."""
+    own = torch.zeros(3)
+
+    def fine(x: torch.Tensor) -> torch.Tensor:
+        constant = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
+        constant.add_(1)
+        return x.to(DEVICE) * constant + own.to(DEVICE) + torch.tensor(0.5)
+
+    compiled = marid.compile(fine)
+    for call in range(6):
+        own.fill_(call)
+        assert compiled(torch.full((3,), float(call))).tolist() == [call * f + call + 0.5 for f in (2.0, 3.0, 4.0)]
+    assert compiled.stats().replays == 4
+    bad: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: (x * 2).to(DEVICE),
+        lambda x: torch.ones(1, device=DEVICE) * x[0].item(),
+        lambda x: torch.ones(1, device=DEVICE) * x.tolist()[0],
+        lambda x: torch.ones(1, device=DEVICE) * float(x.numpy()[0]),
+        lambda x: torch.ones(1, device=DEVICE) * float(np.asarray(x)[0]),
+        lambda x: x[:1].to(DEVICE) if x[0] > 2 else x[:1].to(DEVICE),
+        lambda x: torch.ones(1, device=DEVICE) * (x[0].clone() * 1),
+    ]
+    for index, function in enumerate(bad):
+        run = marid.compile(function)
+        for call in (1, 1, 1, 5, 1, 7):
+            function_result = function(torch.full((1,), float(call))).tolist()
+            assert run(torch.full((1,), float(call))).tolist() == function_result, index
+        assert run.stats().replays == 0, index
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand(), lambda: torch.rand(()).item()])  # noqa: NPY002
+def test_numbers_drawn_on_the_host(draw: Callable[[], float]) -> None:
+    """They are other ones at each call."""
+    compiled = marid.compile(lambda x: x + draw())
+    found = {compiled(torch.zeros(1, device=DEVICE, dtype=torch.float64)).item() for _ in range(12)}
+    assert len(found) == 12
+    assert compiled.stats().replays == 0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: 1.0 if x.sum() > 0 else 2.0,
+        lambda x: x.cpu().sum(),
+        lambda x: float(x.numpy()[0]),
+        lambda x: x.nonzero().shape[0],
+        lambda x: len(x[x > 0]),
+        lambda x: torch.remote_accelerator.synchronize() or 1.0,  # pyright: ignore[reportAttributeAccessIssue]
+    ],
+)
+def test_reads_inside(read: Callable[[torch.Tensor], Any]) -> None:
+    """They fall back and say so; ``fullgraph`` raises at their line, and the function stays usable."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y * read(y)
+
+    compiled = marid.compile(run)
+    for call in (1.0, 2.0, -3.0, 4.0):
+        assert_same(compiled(torch.full((2,), call, device=DEVICE)), run(torch.full((2,), call)) if read.__code__.co_names[0] != "torch" else torch.full((2,), call * 2))
+    stats = compiled.stats()
+    assert (stats.recordings, stats.replays, stats.plain) == (1, 0, 3)
+    assert "test_compile.py" in next(iter(stats.fallbacks))
+    strict = marid.compile(run, fullgraph=True)
+    for _ in range(2):
+        with pytest.raises(SyncForbiddenError, match="test_compile.py"):
+            strict(torch.ones(2, device=DEVICE))
+
+
+def test_fullgraph_refuses_what_changes() -> None:
+    """Also without a read, once it is clear that there will be no replay."""
+    numbers = iter(range(100))
+    compiled = marid.compile(lambda x: x + next(numbers), fullgraph=True)
+    with pytest.raises(UnsupportedOperationError, match="a number changed"):
+        for _ in range(20):
+            compiled(torch.ones(1, device=DEVICE))
+
+
+def test_results_kept_elsewhere_are_no_secret() -> None:
+    """A result that the function stores where nobody can follow is stored at each call."""
+    kept: list[torch.Tensor] = []
+    store = kept.append  # a builtin method: what it is bound to is not followed
+    compiled = marid.compile(lambda x: store(x * 2))
+    for call in range(12):
+        compiled(torch.full((1,), float(call), device=DEVICE))
+    assert [t.item() for t in kept] == [2.0 * call for call in range(12)]
+    assert compiled.stats().replays == 0
+
+
+def test_what_a_recording_raises_leaves_the_function_usable() -> None:
+    """The exception is the user's, and nothing is remembered of that call."""
+    fail = [True]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        if fail[0]:
+            raise KeyError("mine")
+        return y
+
+    compiled = marid.compile(run)
+    with pytest.raises(KeyError, match="mine"):
+        compiled(torch.ones(1, device=DEVICE))
+    fail[0] = False
+    assert [compiled(torch.ones(1, device=DEVICE)).item() for _ in range(4)] == [2.0] * 4
+    assert compiled.stats().replays == 2
+    with pytest.raises(RuntimeError, match="must match"):
+        marid.compile(lambda a, b: a + b)(torch.ones(2, device=DEVICE), torch.ones(3, device=DEVICE))
+
+
+def test_errors_of_a_replay_name_both_lines() -> None:
+    """An index out of range at the fourth call: where it was written, where it was read; later calls are fine."""
+    table = torch.arange(5.0, device=DEVICE)
+    compiled = marid.compile(lambda index: table.index_select(0, index))
+    good = torch.tensor([1, 2], device=DEVICE)
+    for _ in range(3):
+        assert compiled(good).tolist() == [1.0, 2.0]
+    with pytest.raises(IndexError, match="out of range") as caught:
+        compiled(torch.tensor([1, 9], device=DEVICE))
+    assert isinstance(caught.value, marid.errors.MaterializationError)
+    assert str(caught.value).count("test_compile.py") == 2
+    assert compiled(good).tolist() == [1.0, 2.0]
+    assert compiled.stats().replays == 2
+
+
+def test_nothing_is_kept_alive() -> None:
+    """Results and arguments of replays are freed with their last holder."""
+    compiled = marid.compile(lambda x: (x @ x).relu())
+    for _ in range(3):
+        compiled(torch.ones(64, 64, device=DEVICE))
+    gc.collect()
+    before = torch.remote_accelerator.memory_allocated()  # pyright: ignore[reportAttributeAccessIssue]
+    for _ in range(5):
+        compiled(torch.ones(64, 64, device=DEVICE))
+    assert torch.remote_accelerator.memory_allocated() == before  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_threads() -> None:
+    """Several at once, through one compiled function and through several."""
+    shared = marid.compile(lambda x, y: (x * y).cumsum(0))
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        own = marid.compile(lambda x: x * number + 1)
+        for call in range(25):
+            x = torch.full((4,), float(call + number), device=DEVICE)
+            if shared(x, own(x)).tolist() != torch.full((4,), (call + number) * ((call + number) * number + 1.0)).cumsum(0).tolist():
+                wrong.append((number, call))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_methods_modules_and_decorators() -> None:
+    """A module, a method of a class, a decorator with and without arguments, one inside of another."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(2))
+
+        @marid.compile
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total += x
+            return self.total * 2
+
+    model = Model().to(DEVICE)
+    outer = marid.compile(model)
+    assert [outer(torch.ones(2, device=DEVICE)).tolist()[0] for _ in range(5)] == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert outer.stats().replays == 3
+    assert [model(torch.ones(2, device=DEVICE)).tolist()[0] for _ in range(4)] == [12.0, 14.0, 16.0, 18.0]
+    assert dict(outer.named_buffers()).keys() == {"total"}
+
+    @marid.compile(fullgraph=True)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        """Doubled."""
+        return x * 2
+
+    assert (double.__name__, double.__doc__) == ("double", "Doubled.")
+    assert torch.func.vmap(double)(torch.ones(3, device=DEVICE)).tolist() == [2.0] * 3
+
+
+def test_under_no_sync_a_replay_is_no_read() -> None:
+    """And it counts as a run."""
+    compiled = marid.compile(lambda x: x.exp().sum())
+    x = torch.ones(3, device=DEVICE)
+    with marid.no_sync():
+        results = [compiled(x) for _ in range(4)]
+        epoch = marid.epoch()
+        results.append(compiled(x))
+        assert marid.epoch() == epoch + 1
+    assert len({result.item() for result in results}) == 1
+    assert marid.stats().functions[0].replays == 3
+    marid.reset_stats()
+    assert marid.stats().functions == []
+    assert compiled.stats().calls == 0
+
+
+def test_sizes_are_kinds() -> None:
+    """Each size is recorded for itself."""
+    compiled = marid.compile(lambda x: x.reshape(-1).narrow(0, 0, x.shape[0]) * x.shape[0])
+    for _ in range(3):
+        for rows in (2, 3, 5):
+            x = torch.arange(rows * 2.0).view(rows, 2)
+            assert_same(compiled(x.to(DEVICE)), x.reshape(-1).narrow(0, 0, rows) * rows)
+    assert compiled.stats().replays == 3
