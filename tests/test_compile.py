@@ -613,3 +613,161 @@ def test_sizes_are_kinds() -> None:
             x = torch.arange(rows * 2.0).view(rows, 2)
             assert_same(compiled(x.to(DEVICE)), x.reshape(-1).narrow(0, 0, rows) * rows)
     assert compiled.stats().replays == 3
+
+
+def test_gradients_through_a_compiled_module() -> None:
+    """The most usual way of all: the model is compiled, loss, backward and optimizer are not."""
+
+    def make(device: str) -> Any:
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Dropout(0.3), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)
+        ).to(device)
+        run = marid.compile(model) if device == DEVICE else model
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def step(x: torch.Tensor) -> Any:
+            x = x.clone().requires_grad_()
+            optimizer.zero_grad()
+            out = run(x * 2)
+            loss = out.square().sum() + out.sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach(), out.detach(), x.grad, [p.grad.clone() for p in model.parameters()]
+
+        return step
+
+    torch.manual_seed(0)
+    eager = make("cpu")
+    torch.manual_seed(0)
+    lazy = make(DEVICE)
+    torch.manual_seed(1)
+    expected = [eager(batch) for batch in _batches(8)]
+    torch.manual_seed(1)
+    assert_same([lazy(batch.to(DEVICE)) for batch in _batches(8)], expected)
+    assert marid.stats().functions[0].replays == 6
+
+
+def test_several_outputs_with_gradients() -> None:
+    """Gradients may come for any of them, in any layout; what does not require gradients stays so."""
+    w = torch.linspace(-1, 1, 12).view(3, 4)
+    own = {device: w.clone().to(device).requires_grad_() for device in ("cpu", DEVICE)}
+
+    def make(device: str) -> Any:
+        weight = own[device]
+        return lambda x, y: ((x @ weight).sin(), {"b": weight.exp() * y}, (x * 2).detach(), x.sum())
+
+    eager, compiled = make("cpu"), marid.compile(make(DEVICE))
+    for call in range(9):
+        x, y = torch.randn(2, 3), torch.randn(3, 4).requires_grad_(call % 2 == 0)
+        found = []
+        for device, run in (("cpu", eager), (DEVICE, compiled)):
+            a, b = x.to(device), y.detach().to(device).requires_grad_(y.requires_grad)
+            first, rest, plain, total = run(a, b)
+            loss = [first.sum(), rest["b"].square().sum(), (first.t() @ first).sum() + rest["b"].mean()][call % 3]
+            loss.backward()
+            found.append([first.detach(), rest["b"].detach(), plain, total, own[device].grad.clone(), b.grad])
+        assert_same(found[1], found[0])
+    assert compiled.stats().replays >= 4
+
+
+def test_backward_of_a_replay_has_the_errors_of_pytorch() -> None:
+    """A second backward, a saved tensor that was written in between, a second derivative."""
+    w = torch.ones(3, device=DEVICE, requires_grad=True)
+    compiled = marid.compile(lambda x: (x * w).exp())
+    x = torch.ones(3, device=DEVICE)
+    for _ in range(3):
+        y = compiled(x)
+    assert compiled.stats().replays == 1
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.sum().backward()
+    w.grad = None
+    y = compiled(x)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert w.grad.tolist() == (2 * torch.ones(3).exp()).tolist()
+    for target in (x, w.data):
+        y = compiled(x)
+        if target is x:
+            x.mul_(1)
+        else:
+            y.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    (first,) = torch.autograd.grad(compiled(x).sum(), w, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        first.sum().backward()
+
+
+def test_losses_after_backward_are_spent() -> None:
+    """``return loss`` after ``loss.backward()``: it requires gradients, and another backward raises."""
+    w = torch.ones(3, device=DEVICE, requires_grad=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        loss = (x * w).square().sum()
+        loss.backward()
+        return loss
+
+    compiled = marid.compile(run)
+    for _ in range(5):
+        w.grad = None
+        loss = compiled(torch.ones(3, device=DEVICE))
+        assert loss.requires_grad
+        assert not loss.is_leaf
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+        assert w.grad.tolist() == [2.0] * 3
+    assert compiled.stats().replays == 3
+
+
+def test_gradients_to_what_nobody_knows() -> None:
+    """A graph that leaves the function: never cut off, the Python runs."""
+    hidden = torch.ones(3, device=DEVICE, requires_grad=True)
+    derived = hidden * 2
+    compiled = marid.compile(lambda x: (x * derived).sum())
+    for _ in range(4):
+        (gradient,) = torch.autograd.grad(compiled(torch.ones(3, device=DEVICE)), hidden, retain_graph=True)
+        assert gradient.tolist() == [2.0] * 3
+    frozen = marid.compile(lambda x: (x.mul_(2), x)[1])
+    for _ in range(4):
+        leaf = torch.ones(3, device=DEVICE, requires_grad=True)
+        frozen(leaf * 1).sum().backward()
+        assert leaf.grad.tolist() == [2.0] * 3
+
+
+def test_verification_finds_what_is_not_watched() -> None:
+    """A number behind a builtin: every third replay is compared with the Python."""
+    hidden = [1.0]
+    compiled = marid.compile(lambda x, read=hidden.__getitem__: x * read(0))
+    x = torch.ones(1, device=DEVICE)
+    marid.settings.compile_verify = 3
+    try:
+        assert [compiled(x).item() for _ in range(8)] == [1.0] * 8
+        assert compiled.stats().recordings == 3
+        hidden[0] = 2.0
+        found = [compiled(x).item() for _ in range(5)]
+    finally:
+        marid.settings.compile_verify = 0
+    assert found[-2:] == [2.0, 2.0]
+    assert any("not watched" in reason for reason in compiled.stats().fallbacks)
+
+
+def test_dynamic_dimensions() -> None:
+    """Marks are kept, checked, and sizes of marked dimensions are no further kinds of arguments."""
+    x = torch.zeros(2, 3, device=DEVICE)
+    marid.mark_dynamic(x, 0)
+    marid.mark_dynamic(x, -1)
+    with pytest.raises(IndexError):
+        marid.mark_dynamic(x, 2)
+    marid.settings.compile_kinds = 3
+    try:
+        for dims, replayed in ((None, 3), ({0: 0}, 10), ({"x": 0}, 10)):
+            compiled = marid.compile(lambda x: x * x.shape[0], dynamic_dims=dims)
+            for rows in range(1, 11):
+                for _ in range(3):
+                    y = torch.ones(rows, 2)
+                    lazy = compiled(x=y.to(DEVICE)) if dims == {"x": 0} else compiled(y.to(DEVICE))
+                    assert_same(lazy, y * rows)
+            assert compiled.stats().replays == replayed
+    finally:
+        marid.settings.compile_kinds = 64

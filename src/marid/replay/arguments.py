@@ -13,6 +13,8 @@ from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 
 from marid.frontend import handles
+from marid.graph.node import Spec
+from marid.replay.dynamic import dynamic_dims_of
 from marid.replay.reachable import is_plain
 
 __all__ = ["Call", "Unreadable", "surroundings"]
@@ -38,6 +40,16 @@ class Call:
             self._parts.append(name)
             self._read(kwargs[name])
         self.key = tuple(self._parts)
+
+    def family(self) -> tuple[Any, ...]:
+        """The key without the sizes of dimensions that are marked as dynamic."""
+        sizes = []
+        for tensor in (*self.lazy, *self.host):
+            dims = dynamic_dims_of(tensor)
+            shape = [None if dim in dims else size for dim, size in enumerate(tensor.shape)]
+            sizes.append((*shape, *(() if dims else tensor.stride()), tensor.storage_offset(), tensor.dtype, tensor.requires_grad))
+        rest = [part for part in self._parts if type(part) is not Spec and not _is_geometry(part)]
+        return (*rest, *sizes)
 
     def _read(self, arg: Any) -> None:
         put = self._parts.append
@@ -73,6 +85,10 @@ class Call:
         else:
             put((kind, id(arg)))
             self.others.append(arg)
+
+
+def _is_geometry(part: Any) -> bool:
+    return type(part) is tuple and len(part) == 7 and part[0] in (torch.Tensor, torch.nn.Parameter)
 
 
 def _first(found: list[Any], arg: Any) -> int:

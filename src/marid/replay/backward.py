@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from marid.frontend import handles
+from marid.frontend import handles, random
 from marid.frontend.materialize import engine
-from marid.frontend.observe import observing
+from marid.frontend.observe import Drawn, observing
 from marid.graph.node import Node, Spec, Storage, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
@@ -90,13 +90,26 @@ def record_backwards(live: list[Any], tensors: list[Any], tape: Tape) -> list[Ba
             grads = [_stand_in(live[index]) for index in given]
             start = next(tape.sequence)
             with observing(False) as seen:
-                results = torch.autograd.grad(
-                    [live[index] for index in given], inputs, grads, retain_graph=True, allow_unused=True
-                )
+                results = _gradients([live[index] for index in given], inputs, grads)
+            _put_back(seen.draws)
             if seen.reads or seen.draws:
                 raise Refused("its backward reads values or draws random numbers", for_good=True)
             found.append(Backward(given, wanted, grads, list(results), bind(_since(tape, start))))
     return found
+
+
+def _gradients(outputs: list[Any], inputs: list[Any], grads: list[Any]) -> Any:
+    try:
+        return torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+    except Exception as error:  # the graph cannot be used, or a hook of the user raised: so will the user's backward
+        raise Refused(f"its backward cannot be recorded: {error}", for_good=True) from None
+
+
+def _put_back(draws: list[Drawn]) -> None:
+    """Put generators back to where they were before ``draws``."""
+    for drawn in reversed(draws):
+        with random.generator_of(drawn.generator, drawn.device) as generator:
+            generator.seed, generator.offset, generator.spare = drawn.draw.seed, drawn.draw.offset, drawn.draw.spare
 
 
 def _since(tape: Tape, start: int) -> list[Node]:

@@ -11,7 +11,9 @@ from typing import Any
 from marid.errors import UnsupportedOperationError
 from marid.frontend.observe import observer
 from marid.replay.arguments import Call, Unreadable
+from marid.replay.dynamic import mark_arguments
 from marid.replay.places import Refused
+from marid.replay.reachable import Wrapper
 from marid.replay.recording import Recording
 from marid.replay.run import Run
 from marid.replay.template import MISS, Template
@@ -34,16 +36,19 @@ class _Kind:
         self.templates: list[Template] = []
         self.recordings: list[Recording] = []
         self.attempts = 0
+        self.unverified = 0  # replays since the Python ran
         self.given_up = False
 
 
-class Compiled:
+class Compiled(Wrapper):
     """A function under ``marid.compile``; called like the function."""
 
-    def __init__(self, function: Callable[..., Any], fullgraph: bool) -> None:
+    def __init__(self, function: Callable[..., Any], fullgraph: bool, dynamic_dims: Any) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._fullgraph = fullgraph
+        self._dynamic_dims = dynamic_dims
+        self._families: set[Any] = set()
         self._kinds: dict[Any, _Kind] = {}
         self._lock = threading.RLock()
         self._given_up = False
@@ -56,6 +61,8 @@ class Compiled:
         with self._lock:
             self._stats.calls += 1
             if not self._given_up:
+                if self._dynamic_dims:
+                    mark_arguments(self._dynamic_dims, args, kwargs)
                 try:
                     call = Call(args, kwargs)
                 except Unreadable:
@@ -85,18 +92,31 @@ class Compiled:
     def _kind_of(self, call: Call) -> _Kind:
         kind = self._kinds.get(call.key)
         if kind is None:
-            kind = self._kinds[call.key] = _Kind(call.others)
-            if len(self._kinds) > settings.compile_kinds:
+            kind = _Kind(call.others)
+            family = call.family()
+            if family not in self._families and len(self._families) >= settings.compile_kinds:
                 kind.given_up = True
-                self._say(f"more than {settings.compile_kinds} kinds of arguments (MARID_COMPILE_KINDS)")
-                self._kinds.pop(call.key)
+                reason = f"more than {settings.compile_kinds} kinds of arguments (MARID_COMPILE_KINDS)"
+                self._stats.count_fallback(reason)
+                self._say(reason)
+            else:
+                self._families.add(family)
+                self._kinds[call.key] = kind
+                while len(self._kinds) > 4 * settings.compile_kinds:  # sizes of dynamic dimensions
+                    self._kinds.pop(next(iter(self._kinds)))
         return kind
 
     def _replayed(self, kind: _Kind, call: Call) -> Any:
+        every = settings.compile_verify
+        if every and kind.unverified >= every:
+            kind.unverified = 0
+            return MISS
         for index, template in enumerate(kind.templates):
             result = template.run(call)
             if result is not MISS:
                 self._stats.replays += 1
+                kind.attempts = 0
+                kind.unverified += 1
                 if index:
                     kind.templates.insert(0, kind.templates.pop(index))
                 return result
@@ -112,15 +132,21 @@ class Compiled:
             assert run.refusal is not None
             self._fall_back(kind, run.refusal)
             return result
+        known = [template.recording for template in kind.templates]
         why = None
-        for earlier in kind.recordings:
+        for earlier in (*kind.recordings, *known):
             why = earlier.difference(recording)
             if why is None:
+                kind.templates = [template for template in kind.templates if template.recording is not earlier]
+                kind.recordings = [other for other in kind.recordings if other is not earlier]
                 kind.templates.insert(0, Template(recording, run.prepare(), len(call.lazy)))
                 del kind.templates[_TEMPLATES:]
-                kind.recordings.remove(earlier)
-                kind.attempts = 0
                 return result
+        if any(template.holds(call) for template in kind.templates):
+            # It was run only to be compared: nothing that is watched has changed, and yet it did something else.
+            kind.templates.clear()
+            self._fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
+            return result
         kind.recordings.append(recording)
         del kind.recordings[:-_RECORDINGS]
         if why is not None:
@@ -149,8 +175,16 @@ class Compiled:
 def compile(  # noqa: A001
     fn: Callable[..., Any] | None = None, *, fullgraph: bool = False, dynamic_dims: Any = None
 ) -> Any:
-    """``fn``, recorded when it is called and replayed, without its Python, once two recordings did the same."""
-    del dynamic_dims
+    """``fn``, recorded when it is called, and replayed without its Python once two recordings did the same.
+
+    A replay does what the Python did: results of its own, state written in place, gradients, random numbers. It is
+    made only while everything that the Python could see is as it was; see ``docs/compile.md`` for what that covers.
+    What cannot be replayed runs as Python, and ``stats()`` of the returned object says why; with ``fullgraph`` it
+    raises instead: ``SyncForbiddenError`` where a value is read, else ``UnsupportedOperationError``.
+
+    ``dynamic_dims`` gives, by position or name of an argument, a dimension or several whose size varies
+    (``mark_dynamic``). Without ``fn``, a decorator.
+    """
     if fn is None:
-        return lambda function: Compiled(function, fullgraph)
-    return Compiled(fn, fullgraph)
+        return lambda function: Compiled(function, fullgraph, dynamic_dims)
+    return Compiled(fn, fullgraph, dynamic_dims)

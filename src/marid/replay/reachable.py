@@ -25,7 +25,7 @@ import torch
 
 from marid.frontend import handles
 
-__all__ = ["LONG", "MISSING", "Reached", "is_plain", "reach"]
+__all__ = ["LONG", "MISSING", "Reached", "Wrapper", "is_plain", "reach"]
 
 MISSING = object()
 _LIMIT = 200_000  # things looked at; beyond it a function is not one to replay
@@ -68,6 +68,12 @@ class Reached:
         self.generators: list[torch.Generator] = []
         self.seen: dict[int, Any] = {}
         self.too_much: str | None = None
+
+
+class Wrapper:
+    """Something that stands for a function: what it leads to is the function."""
+
+    _function: Any
 
 
 def is_plain(thing: Any) -> bool:
@@ -113,6 +119,8 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         if len(thing) <= LONG:
             for index, value in enumerate(list(thing)):
                 yield f"{path}[{index}]", value
+    elif isinstance(thing, Wrapper):
+        yield path, thing._function
     elif isinstance(thing, types.FunctionType):
         yield from _function(path, thing, found)
     elif isinstance(thing, types.MethodType):
@@ -128,7 +136,7 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         yield path, thing.fget
     elif isinstance(thing, type):
         yield from _class(path, thing, found)
-    elif not isinstance(thing, (types.ModuleType, *_OPAQUE)):
+    elif not isinstance(thing, (types.ModuleType, *_OPAQUE)) and not type(thing).__module__.startswith("marid."):
         yield from _object(path, thing, found)
 
 

@@ -62,8 +62,12 @@ class Run:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
         """Run the Python; its result. What it raises leaves as it is."""
-        with observing(refuse_reads) as seen, HostWatch(self._host) as host:
-            result = self._function(*args, **kwargs)
+        try:
+            with observing(refuse_reads) as seen, HostWatch(self._host) as host:
+                result = self._function(*args, **kwargs)
+        finally:
+            for index in range(handles.device_count):
+                handles.tape(index).room = 0  # not cut while the function ran: measured again at the next operation
         try:
             self._check(seen, host)
             if not self._describe(result, seen, host):

@@ -61,6 +61,12 @@ class Template:
         self._rounds = [[ref for ref, count in recording.bumps if count > done] for done in range(most)]
         self._simple = recording.structure.is_leaf()
 
+    def holds(self, call: Call) -> bool:
+        """Whether the state is the one in which the recording was made, as far as it is watched."""
+        if self.recording.snapshot.change() is not None or not self._is_state_alike():
+            return False
+        return self._grads_of([*call.lazy, *self.recording.reached.lazy]) is not None
+
     def run(self, call: Call) -> Any:
         """The result for ``call``, or ``MISS`` (and nothing has happened) where the Python has to run.
 
