@@ -97,7 +97,7 @@ def _scalar(f: Function) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _vjp(f: Function) -> Callable[[torch.Tensor], Any]:
     def run(x: torch.Tensor) -> Any:
-        out, back = vjp(f, x)
+        out, back = vjp(f, x)[:2]
         return out, back(torch.ones_like(out) * 0.5)
 
     return run
@@ -174,7 +174,9 @@ def _assert_equal(lazy: Any, expected: Any) -> None:
         assert lazy == expected
 
 
-_ALL = [(operation, transform) for operation in OPS for transform in TRANSFORMS if (operation, transform) not in REFUSED]
+_ALL = [
+    (operation, transform) for operation in OPS for transform in TRANSFORMS if (operation, transform) not in REFUSED
+]
 # Every operation, every transform, and some of the pairs.
 _SOME = [pair for index, pair in enumerate(_ALL) if index % 7 == 0 or pair[0] == "softmax"]
 

@@ -47,7 +47,15 @@ class Call:
         for tensor in (*self.lazy, *self.host):
             dims = dynamic_dims_of(tensor)
             shape = [None if dim in dims else size for dim, size in enumerate(tensor.shape)]
-            sizes.append((*shape, *(() if dims else tensor.stride()), tensor.storage_offset(), tensor.dtype, tensor.requires_grad))
+            sizes.append(
+                (
+                    *shape,
+                    *(() if dims else tensor.stride()),
+                    tensor.storage_offset(),
+                    tensor.dtype,
+                    tensor.requires_grad,
+                )
+            )
         rest = [part for part in self._parts if type(part) is not Spec and not _is_geometry(part)]
         return (*rest, *sizes)
 
@@ -116,7 +124,9 @@ def surroundings() -> Any:
         modes = tuple([_mode(torch._C._get_function_stack_at(i)) for i in range(torch._C._len_torch_function_stack())])
     autocast: Any = None
     if torch.is_autocast_enabled(handles.DEVICE_TYPE) or torch.is_autocast_enabled("cpu"):
-        autocast = tuple([(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in (handles.DEVICE_TYPE, "cpu")])
+        autocast = tuple(
+            [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in (handles.DEVICE_TYPE, "cpu")]
+        )
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

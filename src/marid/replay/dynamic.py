@@ -23,7 +23,9 @@ def mark_dynamic(tensor: torch.Tensor, dim: int | Iterable[int]) -> None:
     marked = set(dynamic_dims_of(tensor))
     for one in (dim,) if isinstance(dim, int) else dim:
         if not -rank <= one < rank:
-            raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {one})")
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {one})"
+            )
         marked.add(one % rank)
     setattr(tensor, _MARK, tuple(sorted(marked)))
 

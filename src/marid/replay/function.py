@@ -37,6 +37,7 @@ class _Kind:
         self.recordings: list[Recording] = []
         self.attempts = 0
         self.unverified = 0  # replays since the Python ran
+        self.verifying = False
         self.given_up = False
 
 
@@ -110,6 +111,7 @@ class Compiled(Wrapper):
         every = settings.compile_verify
         if every and kind.unverified >= every:
             kind.unverified = 0
+            kind.verifying = any(template.holds(call) for template in kind.templates)
             return MISS
         for index, template in enumerate(kind.templates):
             result = template.run(call)
@@ -132,6 +134,7 @@ class Compiled(Wrapper):
             assert run.refusal is not None
             self._fall_back(kind, run.refusal)
             return result
+        verifying, kind.verifying = kind.verifying, False
         known = [template.recording for template in kind.templates]
         why = None
         for earlier in (*kind.recordings, *known):
@@ -139,11 +142,11 @@ class Compiled(Wrapper):
             if why is None:
                 kind.templates = [template for template in kind.templates if template.recording is not earlier]
                 kind.recordings = [other for other in kind.recordings if other is not earlier]
-                kind.templates.insert(0, Template(recording, run.prepare(), len(call.lazy)))
+                kind.templates.insert(0, Template(recording, earlier, run.prepare(), len(call.lazy)))
                 del kind.templates[_TEMPLATES:]
                 return result
-        if any(template.holds(call) for template in kind.templates):
-            # It was run only to be compared: nothing that is watched has changed, and yet it did something else.
+        if verifying:
+            # It was run only to be compared: nothing that is watched had changed, and yet it did something else.
             kind.templates.clear()
             self._fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
             return result

@@ -10,17 +10,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from marid.frontend import handles
+from marid.replay.counters import CounterLog, is_of_an_optimizer
 from marid.semantics.scopes import current_site
 
 __all__ = ["HostWatch"]
 
-_READS = ("numpy", "tolist", "__array__", "__dlpack__")
+_READS = ("numpy", "tolist", "__array__", "__dlpack__", "item")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _lock = threading.Lock()
 _watching: dict[int, HostWatch] = {}
@@ -29,11 +32,13 @@ _watching: dict[int, HostWatch] = {}
 class HostWatch(TorchDispatchMode):
     """A dispatch mode that notes what happens to tensors of the host. ``refusal`` says why there can be no replay."""
 
-    def __init__(self, known: list[torch.Tensor]) -> None:
+    def __init__(self, known: list[torch.Tensor], state: list[torch.Tensor]) -> None:
         super().__init__()
+        self.counters = CounterLog(state, self.refuse)
         self.refusal: str | None = None
         self._known = {id(tensor): tensor for tensor in known}
         self._derived: dict[int, torch.Tensor] = {}
+        self._paused = False
 
     def __enter__(self) -> HostWatch:
         with _lock:
@@ -59,6 +64,15 @@ class HostWatch(TorchDispatchMode):
         """Whether ``tensor`` was computed from such, or from random numbers."""
         return id(tensor) in self._derived
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is noted."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     def refuse(self, why: str) -> None:
         """Note why there can be no replay."""
         self.refusal = self.refusal or f"{why} at {current_site()}"
@@ -66,6 +80,8 @@ class HostWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
+        if self._paused:
+            return returned
         given = list(_host_tensors((*args, *kwargs.values())))
         if any(handles.is_lazy(arg) for arg in _tensors((*args, *kwargs.values()))):
             if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments) and given:
@@ -74,6 +90,8 @@ class HostWatch(TorchDispatchMode):
             return returned
         random = torch.Tag.nondeterministic_seeded in func.tags
         if not random and not any(self.is_known(t) or self.is_derived(t) for t in given):
+            return returned
+        if func._schema.is_mutable and self.counters.write(func, args, kwargs, self.is_derived):
             return returned
         if func is torch.ops.aten._local_scalar_dense.default or not isinstance(returned, (torch.Tensor, list, tuple)):
             self.refuse("the value of a tensor of the CPU is read")
@@ -117,8 +135,15 @@ def _watched(name: str) -> Any:
 
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         watch = _watching.get(threading.get_ident())
-        own = sys._getframe(1).f_code.co_filename.startswith(_OWN)
-        if watch is not None and not own and not handles.is_lazy(self):
+        file = sys._getframe(1).f_code.co_filename
+        if watch is None or handles.is_lazy(self) or file.startswith(_OWN):
+            return original(self, *args, **kwargs)
+        if name == "item":
+            if is_of_an_optimizer(file) and watch.counters.follows(self):
+                with watch.paused():
+                    value = original(self)
+                return watch.counters.item(self, value)
+        else:
             watch.refuse(f"{name}() of a tensor of the CPU")
         return original(self, *args, **kwargs)
 

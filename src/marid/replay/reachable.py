@@ -44,7 +44,11 @@ _OPAQUE = (
 )
 _FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
-    for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__))
+    for folder in (
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(__file__)),
+        os.path.dirname(os.__file__),
+    )
 )
 
 
@@ -172,7 +176,9 @@ def _function(path: str, function: types.FunctionType, found: Reached) -> Iterat
                 yield name, value
 
 
-def _module(path: str, module: types.ModuleType, attributes: tuple[str, ...], found: Reached) -> Iterator[tuple[str, Any]]:
+def _module(
+    path: str, module: types.ModuleType, attributes: tuple[str, ...], found: Reached
+) -> Iterator[tuple[str, Any]]:
     file = getattr(module, "__file__", None)
     if file is None or not _is_users(file):
         return

@@ -12,11 +12,25 @@ import torch
 
 from marid.frontend.observe import Drawn
 from marid.graph.node import Spec
+from marid.replay.counters import CounterLog
 from marid.replay.reachable import Reached, is_plain
 from marid.replay.snapshot import Snapshot, same_number
 
-__all__ = ["CONSTANT", "GIVEN", "GRAD", "HOST", "MADE", "OUTPUT", "TENSOR", "UPLOAD", "Derivative", "Made", "Origin",
-    "Recording", "Ref"]
+__all__ = [
+    "CONSTANT",
+    "GIVEN",
+    "GRAD",
+    "HOST",
+    "MADE",
+    "OUTPUT",
+    "TENSOR",
+    "UPLOAD", "Each",
+    "Derivative",
+    "Made",
+    "Origin",
+    "Recording",
+    "Ref",
+]
 
 # Where a value comes from: a tensor (of the arguments, then of the state), the gradient that it had before, an upload,
 # or an output of the program.
@@ -60,6 +74,10 @@ class Origin:
         if self.content is None or other.content is None:
             return self.content is other.content
         return self.content.shape == other.content.shape and _bytes(self.content) == _bytes(other.content)
+
+
+class Each(list[Any]):
+    """Expressions and numbers that make a tuple of numbers."""
 
 
 @dataclass
@@ -123,16 +141,28 @@ class Recording:
     reached: Reached
     grads_before: list[Spec | None]
     derivatives: list[Derivative]
+    counters: CounterLog
 
     def difference(self, other: Recording) -> str | None:
         """How a later run differs from this one, in words; None if it did the same."""
         if self.key != other.key:
             return f"other operations are recorded ({_first_difference(self, other)})"
+        if not self.counters.is_like(other.counters):
+            return "the counters of an optimizer are changed or read in another way"
         for index, (a, b) in enumerate(zip(self.numbers, other.numbers, strict=True)):
-            if not same_number(a, b):
+            if not same_number(a, b) and self._computed(a, other, b) is None:
                 return f"a number changed: {a} -> {b}, {other.sites[index]}"
         mine = (self.inputs, self.outputs, self.made, self.grads, self.bumps, self.device, self.used, self.shared)
-        its = (other.inputs, other.outputs, other.made, other.grads, other.bumps, other.device, other.used, other.shared)
+        its = (
+            other.inputs,
+            other.outputs,
+            other.made,
+            other.grads,
+            other.bumps,
+            other.device,
+            other.used,
+            other.shared,
+        )
         if mine != its:
             return "tensors come from or go to other places"
         if len(self.origins) != len(other.origins) or not all(map(Origin.is_like, self.origins, other.origins)):
@@ -152,6 +182,25 @@ class Recording:
         if self.grads_before != other.grads_before:
             return "gradients are there that were not"
         return None
+
+
+    def computed(self, other: Recording) -> list[tuple[int, Any]]:
+        """The numbers that are computed from counters, by place: an expression, or a tuple of such and of numbers."""
+        pairs = enumerate(zip(self.numbers, other.numbers, strict=True))
+        return [(index, self._computed(a, other, b)) for index, (a, b) in pairs if not same_number(a, b)]
+
+    def _computed(self, number: Any, other: Recording, its: Any) -> Any:
+        if type(number) is not tuple:
+            return self.counters.explains(number, other.counters, its)
+        if type(its) is not tuple or len(its) != len(number):
+            return None
+        parts = []
+        for a, b in zip(number, its, strict=True):
+            part = b if same_number(a, b) else self.counters.explains(a, other.counters, b)
+            if part is None:
+                return None
+            parts.append(part)
+        return Each(parts)
 
 
 def _same_result(one: tuple[str, Any], other: tuple[str, Any]) -> bool:

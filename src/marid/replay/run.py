@@ -63,7 +63,7 @@ class Run:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
         """Run the Python; its result. What it raises leaves as it is."""
         try:
-            with observing(refuse_reads) as seen, HostWatch(self._host) as host:
+            with observing(refuse_reads) as seen, HostWatch(self._host, self._reached.host) as host:
                 result = self._function(*args, **kwargs)
         finally:
             for index in range(handles.device_count):
@@ -95,7 +95,10 @@ class Run:
         changed = self._snapshot.change()
         if changed is not None:
             raise Refused(f"it changes Python state: {changed}")
-        if [_version(tensor) for tensor in self._host] != self._host_versions:
+        written = host.counters.written
+        first = len(self._call.host)
+        expected = [before + written.get(index - first, 0) for index, before in enumerate(self._host_versions)]
+        if [_version(tensor) for tensor in self._host] != expected:
             raise Refused("it changes a tensor of the CPU in place")
         before = zip(self._tensors, self._values, self._specs, self._histories, strict=True)
         for tensor, value, spec, history in before:
@@ -151,6 +154,7 @@ class Run:
             reached=self._reached,
             grads_before=[None if grad is None else grad._value.spec for grad in self._grads],
             derivatives=derivatives,
+            counters=host.counters,
         )
         return True
 

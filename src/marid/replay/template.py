@@ -15,6 +15,7 @@ from marid.graph.node import Node, Storage, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.replay.arguments import Call
 from marid.replay.backward import connect
+from marid.replay.counters import evaluate
 from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
 from marid.replay.recording import (
     CONSTANT,
@@ -25,6 +26,7 @@ from marid.replay.recording import (
     TENSOR,
     UPLOAD,
     Derivative,
+    Each,
     Made,
     Recording,
     Ref,
@@ -42,8 +44,9 @@ MISS: Any = object()
 class Template:
     """A recording whose program is ready to run."""
 
-    def __init__(self, recording: Recording, prepared: list[Prepared], arguments: int) -> None:
+    def __init__(self, recording: Recording, earlier: Recording, prepared: list[Prepared], arguments: int) -> None:
         self.recording = recording
+        self._computed = earlier.computed(recording)
         self._prepared, *backwards = prepared
         self._backwards = [*zip(recording.derivatives, backwards, strict=True)]
         own = recording.reached.lazy
@@ -64,6 +67,8 @@ class Template:
     def holds(self, call: Call) -> bool:
         """Whether the state is the one in which the recording was made, as far as it is watched."""
         if self.recording.snapshot.change() is not None or not self._is_state_alike():
+            return False
+        if not self.recording.counters.has_equal_counters():
             return False
         return self._grads_of([*call.lazy, *self.recording.reached.lazy]) is not None
 
@@ -88,16 +93,31 @@ class Template:
             values[ref] = value
         if not self._shares_as_recorded(values) or not self._has_room():
             return MISS
-        if not self._upload(call, values):
+        counters = recording.counters
+        if not self._upload(call, values) or (counters.events and not counters.has_equal_counters()):
             return MISS
         numbers = recording.numbers
+        before = counters.copies()
+        if counters.events:
+            read = counters.again()
+            numbers = list(numbers)
+            for place, how in self._computed:
+                numbers[place] = _number(how, read)
         if recording.draws:
             taken = take_again(recording.draws)
             numbers = list(numbers)
             for place in self._draws:
                 numbers[place] = taken[numbers[place][1]]
-        buffers = engine.replay(self._prepared, [values[ref].concrete for ref in recording.inputs], numbers)  # pyright: ignore
-        return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(self._simple)
+        inputs: list[Any] = [values[ref].concrete for ref in recording.inputs]
+        try:
+            buffers = engine.replay(self._prepared, inputs, numbers)
+        except BaseException:
+            for counter, content in before:
+                counter.copy_(content)  # the optimizer has not come to its step
+            raise
+        return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(
+            self._simple
+        )
 
     def _is_state_alike(self) -> bool:
         own = self.recording.reached.lazy
@@ -130,6 +150,10 @@ class Template:
                 return False
             values[UPLOAD, index] = handles.source(buffer, spec)
         return True
+
+
+def _number(how: Any, read: list[float]) -> Any:
+    return tuple([evaluate(part, read) for part in how]) if type(how) is Each else evaluate(how, read)
 
 
 def _flags(tensor: Any) -> tuple[bool, bool]:
@@ -188,7 +212,9 @@ class _HandOut:
 
         known = {ref: self._known(ref) for ref in self._recording.used}
         made = {self._recording.made[i].value: tensor for i, tensor in enumerate(self._made) if tensor is not None}
-        live = connect(inputs, make, [self._recording.made[i].value for i in places], {**made, **known}, self._values, backwards)
+        live = connect(
+            inputs, make, [self._recording.made[i].value for i in places], {**made, **known}, self._values, backwards
+        )
         for index, tensor in zip(places, live, strict=True):
             self._made[index] = tensor
 
