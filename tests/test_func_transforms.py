@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 from torch.utils import _pytree
 
 import marid
-from tests.helpers import DEVICE, assert_same
+from tests.helpers import DEVICE
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

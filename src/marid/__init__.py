@@ -18,7 +18,7 @@ from marid.frontend.tensor import LazyTensor  # noqa: E402
 from marid.frontend.tuples import LazyTuple  # noqa: E402
 from marid.graph.computation import ComputationGraph  # noqa: E402
 from marid.replay.dynamic import mark_dynamic  # noqa: E402
-from marid.replay.function import compile  # noqa: E402, A004
+from marid.replay.function import compile  # noqa: E402
 from marid.report.stats import FunctionStats, Stats  # noqa: E402
 from marid.semantics.metadata import SemanticMetadata  # noqa: E402
 from marid.settings import Settings, settings  # noqa: E402

@@ -38,8 +38,8 @@ class Settings:
     memory_limit: int = 0
     """A run that would make the devices hold more bytes than this is refused before it starts; 0 for no limit."""
     compile_recordings: int = 8
-    """A function under ``marid.compile`` is given up, for one kind of arguments, after so many recordings of which no two
-    did the same."""
+    """A function under ``marid.compile`` is given up, for one kind of arguments, after so many recordings of which no
+    two did the same."""
     compile_kinds: int = 64
     """How many kinds of arguments (shapes, numbers, modes) a function under ``marid.compile`` may have."""
     compile_verify: int = 0

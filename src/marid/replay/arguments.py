@@ -25,7 +25,7 @@ class Unreadable(Exception):
 
 
 class Call:
-    """The arguments of one call. ``lazy`` and ``host`` are its tensors in order, ``others`` what is known by identity."""
+    """The arguments of one call: ``lazy`` and ``host`` are its tensors, ``others`` what is known by identity."""
 
     __slots__ = ("_parts", "host", "key", "lazy", "others")
 

@@ -1,8 +1,9 @@
 """Step counters that optimizers keep in tensors of the CPU, and the numbers that they compute from them.
 
-Adam and its relatives add one to a counter at each step and give the device numbers such as ``lr / (1 - beta**step)``.
-What PyTorch's optimizers do to such counters is noted and done again at a replay. The numbers read from them remember how
-they were computed; where two recordings have different numbers that were computed alike, replays compute them anew.
+Adam and its relatives add one to a counter at each step, and give the device numbers such as
+``lr / (1 - beta**step)``. What PyTorch's optimizers do to such counters is noted and done again at a replay. The
+numbers read from them remember how they were computed; where two recordings have different numbers that were computed
+alike, replays compute them anew.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def is_of_an_optimizer(file: str) -> bool:
 class CounterLog:
     """What happened to the counters ``tensors`` in one run.
 
-    ``events`` are reads, ``("item", tensor)``, and writes, ``(operator, arguments, keywords)``, with tensors by position
-    or, for what the optimizer made, as they are. ``read`` are the numbers that were read, ``numbers`` all that came of
+    ``events`` are reads, ``("item", tensor)``, and writes: an operator, whether it takes a list, the counters that it
+    writes, the other arguments, the keywords. ``read`` are the numbers that were read, ``numbers`` all that came of
     them, with how they were computed. ``start`` says which counters were equal before the run.
     """
 
@@ -68,7 +69,9 @@ class CounterLog:
         self.events.append(("item", self._positions[id(tensor)]))
         return HostNumber.make(value, ("item", len(self.read) - 1), self)
 
-    def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_derived: Callable[[Any], bool]) -> bool:
+    def write(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_derived: Callable[[Any], bool]
+    ) -> bool:
         """An operator is called on counters; whether it is one that can be called again."""
         if func not in _FOLLOWED:
             return False
@@ -214,7 +217,24 @@ def _look(name: str) -> Any:
 
 
 for _name in (
-    *("lt", "le", "gt", "ge", "eq", "ne", "hash", "bool", "int", "float", "trunc", "round", "floor", "ceil", "repr", "str"),
+    *(
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq",
+        "ne",
+        "hash",
+        "bool",
+        "int",
+        "float",
+        "trunc",
+        "round",
+        "floor",
+        "ceil",
+        "repr",
+        "str",
+    ),
     *("format", "pos", "abs", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"),
 ):
     setattr(HostNumber, f"__{_name}__", _look(f"__{_name}__"))

@@ -175,9 +175,7 @@ class Compiled(Wrapper):
         logger.warning("%s", text)
 
 
-def compile(  # noqa: A001
-    fn: Callable[..., Any] | None = None, *, fullgraph: bool = False, dynamic_dims: Any = None
-) -> Any:
+def compile(fn: Callable[..., Any] | None = None, *, fullgraph: bool = False, dynamic_dims: Any = None) -> Any:
     """``fn``, recorded when it is called, and replayed without its Python once two recordings did the same.
 
     A replay does what the Python did: results of its own, state written in place, gradients, random numbers. It is

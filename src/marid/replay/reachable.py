@@ -7,6 +7,7 @@ packages' functions are taken as they are.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import enum
 import functools
@@ -55,10 +56,9 @@ _FOLDERS = tuple(
 class Reached:
     """What was found: containers by kind, each with a name for messages, and tensors.
 
-    ``too_much`` says what makes this function none to
-    replay. ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
-    variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors,
-    ``generators`` those of PyTorch.
+    ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
+    variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``
+    those of PyTorch. ``too_much`` says what makes this function none to replay.
     """
 
     def __init__(self) -> None:
@@ -154,10 +154,8 @@ def _hooks(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
 def _function(path: str, function: types.FunctionType, found: Reached) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         found.cells.append((name, cell))
-        try:
+        with contextlib.suppress(ValueError):  # not bound yet
             yield name, cell.cell_contents
-        except ValueError:
-            pass  # not bound yet
     for value in (function.__defaults__, function.__kwdefaults__):
         if value:
             yield f"{path}'s defaults", value

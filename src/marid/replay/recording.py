@@ -24,8 +24,9 @@ __all__ = [
     "MADE",
     "OUTPUT",
     "TENSOR",
-    "UPLOAD", "Each",
+    "UPLOAD",
     "Derivative",
+    "Each",
     "Made",
     "Origin",
     "Recording",
@@ -182,7 +183,6 @@ class Recording:
         if self.grads_before != other.grads_before:
             return "gradients are there that were not"
         return None
-
 
     def computed(self, other: Recording) -> list[tuple[int, Any]]:
         """The numbers that are computed from counters, by place: an expression, or a tuple of such and of numbers."""

@@ -42,7 +42,7 @@ class Streams:
 
     def _host_states(self) -> list[Any]:
         default = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
-        legacy: Any = np.random.get_state()  # noqa: NPY002
+        legacy: Any = np.random.get_state()
         states = [bytes(g.get_state().numpy()) for g in (default, *self._others)]
         return [states, python_random.getstate(), legacy[0], legacy[1].tobytes(), legacy[2:]]
 

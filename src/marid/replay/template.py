@@ -17,6 +17,7 @@ from marid.replay.arguments import Call
 from marid.replay.backward import connect
 from marid.replay.counters import evaluate
 from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
+from marid.replay.pending import run_pending_work
 from marid.replay.recording import (
     CONSTANT,
     GRAD,
@@ -31,7 +32,6 @@ from marid.replay.recording import (
     Recording,
     Ref,
 )
-from marid.replay.pending import run_pending_work
 from marid.replay.streams import take_again
 from marid.semantics.scopes import current_site, state
 from marid.settings import settings
@@ -60,6 +60,7 @@ class Template:
         self._grads_expected = [recording.grads_before[index] for index in self._grads_asked]
         self._draws = [place for place, number in enumerate(recording.numbers) if _is_draw(number)]
         self._all_apart = len(set(recording.shared)) == len(recording.shared)
+        self._replaced = [index for index, _ in recording.grads if (GRAD, index) not in recording.used]
         most = max((count for _, count in recording.bumps), default=0)
         self._rounds = [[ref for ref, count in recording.bumps if count > done] for done in range(most)]
         self._simple = recording.structure.is_leaf()
@@ -108,6 +109,8 @@ class Template:
             numbers = list(numbers)
             for place in self._draws:
                 numbers[place] = taken[numbers[place][1]]
+        for index in self._replaced:
+            tensors[index].grad = grads[index] = None  # as the Python, which dropped it: its memory can be used again
         inputs: list[Any] = [values[ref].concrete for ref in recording.inputs]
         try:
             buffers = engine.replay(self._prepared, inputs, numbers)
