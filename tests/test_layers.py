@@ -22,6 +22,7 @@ LAYERS = [
     {"execute"},
     {"engine"},
     {"frontend"},
+    {"replay"},
     {"api", "runner", "as_cuda", "report"},
     {"", "bench", "cli"},
     {"__main__"},

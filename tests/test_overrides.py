@@ -210,3 +210,39 @@ def test_matmul_takes_the_kernels_of_the_cpu(dtype: torch.dtype, trains: tuple[b
         return found
 
     on_both(run)
+
+
+_OPTIMIZERS = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
+    ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    ("AdamW", {"lr": 0.01}),
+    ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("RAdam", {}),
+    ("Adamax", {"weight_decay": 0.1, "maximize": True}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("Rprop", {}),
+    ("ASGD", {}),
+    ("Adagrad", {"lr_decay": 0.1}),
+    ("Adadelta", {"weight_decay": 0.1}),
+    ("Adafactor", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), _OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_optimizers_calculate_as_on_the_cpu(name: str, options: dict[str, Any]) -> None:
+    """With whatever operators they choose for the device, over steps enough for a last bit to show."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 7)).to(device)
+        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+        x = torch.randn(16, 33).to(device)
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    for mine, plain in zip(run(DEVICE), run("cpu"), strict=True):
+        assert torch.equal(mine, plain)

@@ -20,8 +20,10 @@ from marid.frontend.tensor import LazyTensor  # noqa: E402
 from marid.frontend.tuples import LazyTuple  # noqa: E402
 from marid.graph.computation import ComputationGraph  # noqa: E402
 from marid.optimize.passes.registry import register_pass, unregister_pass  # noqa: E402
+from marid.replay.dynamic import mark_dynamic  # noqa: E402
+from marid.replay.function import compile  # noqa: E402
 from marid.report.explain import Explanation  # noqa: E402
-from marid.report.stats import Stats  # noqa: E402
+from marid.report.stats import FunctionStats, Stats  # noqa: E402
 from marid.semantics.metadata import SemanticMetadata  # noqa: E402
 from marid.settings import Settings, settings  # noqa: E402
 
@@ -30,16 +32,19 @@ __version__ = "0.1.0"
 __all__ = [
     "ComputationGraph",
     "Explanation",
+    "FunctionStats",
     "LazyTensor",
     "LazyTuple",
     "SemanticMetadata",
     "Settings",
     "Stats",
     "capture",
+    "compile",
     "epoch",
     "errors",
     "explain",
     "graph",
+    "mark_dynamic",
     "materialize",
     "no_sync",
     "register_pass",

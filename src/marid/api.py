@@ -15,7 +15,7 @@ from marid.graph.node import Value, root_of
 from marid.report.builds import builds
 from marid.report.differences import recompiles
 from marid.report.explain import Explanation, Resident, cuts_of, fallbacks_of
-from marid.report.stats import Stats, counters
+from marid.report.stats import Stats, counters, functions
 
 __all__ = ["epoch", "explain", "graph", "materialize", "reset_stats", "stats"]
 
@@ -72,6 +72,7 @@ def stats() -> Stats:
         planned_peak=counters.planned_peak,
         planned_lower_bound=counters.planned_lower_bound,
         unplanned_bytes=counters.unplanned_bytes,
+        functions=sorted((one.copy() for one in list(functions) if one.calls), key=lambda one: one.name),
         epoch=counters.epoch,
         programs_compiled=counters.programs_compiled,
         compiled_runs=counters.compiled_runs,

@@ -48,6 +48,13 @@ class Settings:
     """Check what every pass requires and promises. For tests: it costs more than the passes."""
     memory_limit: int = 0
     """A run that would make the devices hold more bytes than this is refused before it starts; 0 for no limit."""
+    compile_recordings: int = 8
+    """A function under ``marid.compile`` is given up, for one kind of arguments, after so many recordings of which no
+    two did the same."""
+    compile_kinds: int = 64
+    """How many kinds of arguments (shapes, numbers, modes) a function under ``marid.compile`` may have."""
+    compile_verify: int = 0
+    """Every so many replays, a function under ``marid.compile`` runs its Python to be compared with; 0 for never."""
     pool_bytes: int = 128 << 20
     """How many bytes of freed results are kept to be used again, in place of fresh memory."""
     compile: bool = True

@@ -9,6 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from marid.execute.flat import Way
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph.node import Draw, Node, Value, fail, finish, root_of
+from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
 from marid.native import library, omp_pause
@@ -132,6 +134,34 @@ class InProcessEngine:
             if library.marid_queue_is_here():
                 raise RuntimeError("a value was read on the device's own thread, which has to make it first")
             library.marid_queue_wait(number, _SECONDS)  # in which Ctrl-C goes unheard
+
+    def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
+        with self.lock:
+            self._drain()
+            if prepared.ready is None:
+                prepared.ready = self.programs.find(prepared)
+            replay = Replay(prepared, inputs, params)
+            with concretely():
+                form = best(prepared.ready, replay, None)
+            self._depth += 1
+            try:
+                with KernelWarnings(), concretely(), self.arena.run(form.placement):
+                    results = form.run(inputs, params, self._twisters.at)
+            except Interrupted as stop:
+                self._twisters.forget()
+                if stop.index == len(prepared.nodes) or not isinstance(stop.error, Exception):
+                    raise stop.error from None
+                failure = _explain(prepared.nodes[stop.index], stop.error)
+                failure.__cause__ = stop.error.with_traceback(None)
+            else:
+                counters.ops_executed += len(prepared.nodes)
+                counters.epoch += 1
+                return results
+            finally:
+                self._depth -= 1
+        inputs.clear()
+        del replay, form
+        raise failure
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():

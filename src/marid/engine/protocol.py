@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from marid.graph.node import Draw, Node, Value
+from marid.graph.prepared import Prepared
 
 __all__ = ["Engine", "GiveBack"]
 
@@ -43,6 +44,13 @@ class Engine(Protocol):
 
     def settle(self) -> None:
         """Take note of what has ended by now; waits for nothing. Raises as ``run``."""
+        ...
+
+    def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
+        """Run a prepared program on buffers; the buffers of its outputs, in order. Nothing may be pending that writes
+        the inputs, or reads what the program writes. Raises ``MaterializationError`` when an operation fails; what
+        ran before it has written what it writes.
+        """
         ...
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

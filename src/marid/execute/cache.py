@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from marid.execute.flat import FlatProgram
+from marid.graph.prepared import Prepared
 from marid.graph.program import Task
 from marid.optimize.forecast import forecast
 from marid.report.builds import builds
@@ -25,14 +26,17 @@ class ProgramCache:
         self._programs: OrderedDict[tuple[object, ...], FlatProgram] = OrderedDict()
         self._instructions = 0
 
-    def find(self, task: Task) -> FlatProgram:
-        """The program of ``task``, built now if it is new."""
+    def find(self, task: Task | Prepared) -> FlatProgram:
+        """The program of ``task``, made ready now if it is new."""
         found = self._programs.get(task.key)
         if found is not None:
             self._programs.move_to_end(task.key)
             counters.programs_reused += 1
             return found
-        built = FlatProgram(task.build(), forecast(task).nbytes)
+        if isinstance(task, Prepared):
+            built = FlatProgram(task.program, task.transient_bytes)
+        else:
+            built = FlatProgram(task.build(), forecast(task).nbytes)
         counters.programs_built += 1
         builds.note(task, built.program, current_site())
         self._programs[task.key] = built

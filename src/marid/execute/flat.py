@@ -23,6 +23,7 @@ from marid.execute.resume import arguments, recover
 from marid.execute.source import SourceProgram, source_of
 from marid.execute.table import DONE, DRAWS, RAISED, Table, TableRun, Untranslatable, donors, translate
 from marid.graph.node import Draw, Spec
+from marid.graph.prepared import Replay
 from marid.graph.program import Param, Program, Task
 from marid.native import library
 from marid.optimize.passes.lowering import Improved, last_uses
@@ -71,7 +72,7 @@ class FlatProgram:
         self.ran: Callable[[float], None] | None = None
         """Told the seconds of each run that came to its end."""
 
-    def form(self, task: Task) -> Form:
+    def form(self, task: Task | Replay) -> Form:
         """How a run of ``task`` is done: as recorded the first time and for small programs, else planned and improved
         for its specs, once they have come twice. To be called below all dispatch: constants are computed."""
         if self._generation != generation():

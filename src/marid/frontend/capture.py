@@ -13,6 +13,7 @@ from torch.utils._device import DeviceContext
 
 from marid.frontend import handles
 from marid.frontend.materialize import engine, hold_back
+from marid.frontend.observe import observer
 from marid.graph.computation import ComputationGraph
 
 __all__ = ["capture", "lift", "lifts_everything"]
@@ -35,7 +36,11 @@ def lift(tensor: torch.Tensor, device: int | None = None) -> Any:
     index = handles.current_device() if device is None else device
     buffer = engine.upload(tensor.detach())
     of = handles.spec_of(buffer, index)
-    return handles.wrap(handles.source(buffer, of), of)
+    value = handles.source(buffer, of)
+    watching = observer()
+    if watching is not None:
+        watching.upload(value, tensor, engine.upload)
+    return handles.wrap(value, of)
 
 
 class _Capture(TorchFunctionMode):

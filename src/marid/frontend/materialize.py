@@ -16,6 +16,7 @@ from marid.engine.protocol import Engine
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
 from marid.frontend.ahead import Rhythm, may_go_ahead
+from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
 from marid.graph.tape import Tape
 from marid.report.stats import counters
@@ -96,6 +97,9 @@ def pending_nodes(tensor: Any) -> list[Node]:
 def materialize(tensors: Iterable[Any], reason: str) -> None:
     """Have what ``tensors`` need run, in one program for each device, and wait for it. Raises ``SyncForbiddenError``
     under ``no_sync``."""
+    watching = observer()
+    if watching is not None:
+        watching.read(reason)
     asked: dict[int, list[Any]] = {}
     for tensor in tensors:
         asked.setdefault(tensor._value.spec.device, []).append(tensor)
@@ -182,6 +186,9 @@ def concrete(tensor: Any, reason: str) -> torch.Tensor:
 def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
     """Have a cut run, now or (``ahead``) soon, and keep the books. Raises ``MaterializationError`` for the first
     operation that has failed and, before any has run, ``MemoryLimitError``."""
+    watching = observer()
+    if watching is not None:
+        watching.read("running what is pending")
     try:
         limit = settings.memory_limit
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
@@ -273,6 +280,9 @@ def overflow(tape: Tape) -> None:
     Half of the limits is enough to run, at the next node like the one where this happened before; at the limits, which
     no charge exceeds, it happens anyway.
     """
+    if observer() is not None:
+        tape.give_room(settings.max_pending_bytes)  # a function under marid.compile is one program
+        return
     if tape.piece and not _restraint.holding:
         run_everything(tape, wait=False)
         tape.give_room(tape.piece)

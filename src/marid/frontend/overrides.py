@@ -213,8 +213,8 @@ def _average_weights_as_on_the_cpu() -> None:
 
 
 def _optimize_as_on_the_cpu() -> None:
-    # With foreach operators these two calculate in another order; all others do not.
-    for name in ("asgd", "radam"):
+    # With foreach operators these calculate in another order; all others do not.
+    for name in ("asgd", "nadam", "radam"):
         module: Any = importlib.import_module(f"torch.optim.{name}")
         module._default_to_fused_or_foreach = _one_by_one(module._default_to_fused_or_foreach)
 

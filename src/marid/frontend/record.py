@@ -23,6 +23,7 @@ from marid.frontend import handles, infer, random
 from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, overflow
+from marid.frontend.observe import observer
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
 from marid.graph.tape import Tape
 from marid.native import module
@@ -195,6 +196,9 @@ class Recorder:
         with random.generator_of(call.generator, call.device) as generator:
             drawn = random.draw(self.func.name(), generator, of, call.args, named)
         if drawn is not None:
+            watching = observer()
+            if watching is not None:
+                watching.drew(call.generator, call.device, self.func.name(), of, call.args, named, drawn)
             call.kwargs = tuple({**named, "generator": drawn}.items())
         return drawn is not None
 

@@ -12,6 +12,7 @@ from marid.frontend.eager import run_eagerly, unsupported
 from marid.frontend.handles import check_index
 from marid.frontend.materialize import concrete, engine, materialize
 from marid.frontend.memory import storage_behind
+from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, recorder_of, retarget, special
 
 aten = torch.ops.aten
@@ -61,8 +62,7 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if tensor.layout is not torch.strided:
             raise unsupported("aten::_to_copy", f"its input has layout {tensor.layout}")
         check_index(device)
-        with concretely():
-            return _handle_for(aten._to_copy.default(tensor, **rest), _index(device))
+        return _uploaded(tensor, _index(device), lambda of: aten._to_copy.default(of, **rest))
     if device is not None and torch.device(device).type != handles.DEVICE_TYPE:
         target = torch.device(device)
         if target.type == "meta":
@@ -97,12 +97,13 @@ def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
             raise unsupported("aten::copy_", f"its source has layout {source.layout}")
         if _fills_fresh_memory(target, source):
             spec = target._value.spec
-            with concretely():
-                buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-                buffer.copy_(source)
-            target._value = handles.source(buffer, spec)
+
+            def fill(of: torch.Tensor) -> torch.Tensor:
+                return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(of)
+
+            target._value = _uploaded(source, index, fill)._value
             return target
-        source = _handle_for(engine.upload(source), index)
+        source = _uploaded(source, index, engine.upload)
     return recorder_of(aten.copy_.default).record((target, source), {})
 
 
@@ -118,6 +119,16 @@ def _fills_fresh_memory(target: Any, source: torch.Tensor) -> bool:
         and not target._value.spec.conj
         and not target._value.spec.neg
     )
+
+
+def _uploaded(tensor: torch.Tensor, index: int, make: Any) -> Any:
+    """A lazy tensor with what ``make`` makes of a CPU tensor."""
+    with concretely():
+        handle = _handle_for(make(tensor), index)
+    watching = observer()
+    if watching is not None:
+        watching.upload(handle._value, tensor, make)
+    return handle
 
 
 def _handle_for(buffer: torch.Tensor, index: int) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task
 from marid.semantics.scopes import Site
 
@@ -38,7 +39,7 @@ class Builds:
         self._count = 0
         self._since = 0
 
-    def note(self, task: Task, program: Program, site: Site | None) -> None:
+    def note(self, task: Task | Prepared, program: Program, site: Site | None) -> None:
         """``program`` was built for ``task``, which ran because of ``site``."""
         # Lines only: who held a node would make its value count as a result that is used.
         self._kept.append(Build(self._count, program, site, tuple([node.site for node in task.nodes])))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+import weakref
+from dataclasses import dataclass, field, replace
 
 from marid.semantics.scopes import Site
 
-__all__ = ["Counters", "Stats", "Sync", "counters"]
+__all__ = ["Counters", "FunctionStats", "Stats", "Sync", "counters", "functions"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,37 @@ class Sync:
     reason: str
     count: int
     seconds: float
+
+
+@dataclass(eq=False)
+class FunctionStats:
+    """What became of the calls of one function under ``marid.compile``.
+
+    ``recordings`` ran the Python to learn from it, ``replays`` did not run it, ``plain`` ran it as without
+    ``marid.compile``. ``fallbacks`` says why recordings could not be used, and how often.
+    """
+
+    name: str
+    calls: int = 0
+    recordings: int = 0
+    replays: int = 0
+    plain: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+    def count_fallback(self, reason: str) -> None:
+        """The Python has to run (again), for ``reason``."""
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+    def copy(self) -> FunctionStats:
+        """The numbers of this moment."""
+        return replace(self, fallbacks=dict(self.fallbacks))
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.__init__(self.name)
+
+
+functions: weakref.WeakSet[FunctionStats] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -31,7 +63,8 @@ class Stats:
     ``syncs`` by source line, slowest first;
     ``pending_nodes`` and ``pending_bytes`` now waiting; ``memory_allocated`` and ``peak_memory`` in bytes;
     ``planned_peak`` the bytes that the largest memory plan takes, ``planned_lower_bound`` the largest sum of bytes that
-    live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``epoch`` counts completed runs;
+    live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``functions`` under
+    ``marid.compile`` that were called; ``epoch`` counts completed runs;
     ``programs_compiled`` programs of which there is a compiled form (one for each shapes rule), ``compiled_runs`` runs
     with one; ``compile_cache_hits`` parts found on disk; ``compile_failures`` parts that could not be compiled,
     ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` forms that
@@ -56,6 +89,7 @@ class Stats:
     planned_peak: int
     planned_lower_bound: int
     unplanned_bytes: int
+    functions: list[FunctionStats]
     epoch: int
     programs_compiled: int
     compiled_runs: int
@@ -152,6 +186,8 @@ class Counters:
 
     def reset(self, ops_captured: int) -> None:
         """Start again from zero; the epoch goes on."""
+        for function in list(functions):
+            function.reset()
         with self.lock:
             self.__init__(ops_captured_before=ops_captured, epoch=self.epoch, lock=self.lock)
 

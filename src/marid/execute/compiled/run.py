@@ -17,6 +17,7 @@ from marid.execute.compiled.parts import Part, slots_in
 from marid.execute.flat import FlatProgram, Positioned, Way
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import Draw, Operation
+from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library
 from marid.report.stats import counters
@@ -162,7 +163,7 @@ class Checked(_Here):
     )
 
     def __init__(
-        self, flat: FlatProgram, form: Form, extended: list[Any], task: Task, done: Callable[[set[int]], None]
+        self, flat: FlatProgram, form: Form, extended: list[Any], task: Task | Replay, done: Callable[[set[int]], None]
     ) -> None:
         self._flat, self._form, self._extended, self._task, self._done = flat, form, extended, task, done
         self.transient_bytes = flat.transient_bytes

@@ -20,6 +20,7 @@ from marid.execute.compiled.parts import Part, Specs, choose
 from marid.execute.compiled.run import Bound, Checked, CompiledProgram
 from marid.execute.compiled.workers import Job, compiler
 from marid.execute.flat import FlatProgram, Way
+from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library
 from marid.report.stats import counters
@@ -38,7 +39,7 @@ _CACHED = 8  # a program is looked up on disk after this fraction of the time it
 _said: set[str] = set()
 
 
-def best(program: FlatProgram, task: Task, room: int | None) -> Way:
+def best(program: FlatProgram, task: Task | Replay, room: int | None) -> Way:
     """How to run ``task``. ``room`` are the bytes that the run may take, or None. To be called below all dispatch."""
     if not settings.compile or library is None or program.runs < settings.compile_after:
         return program.form(task)
@@ -82,7 +83,7 @@ class Tier:
         self._times: dict[tuple[Form | None, Specs], deque[float]] = {}
         flat.ran = None
 
-    def best(self, task: Task, room: int | None) -> Way:
+    def best(self, task: Task | Replay, room: int | None) -> Way:
         """How to run ``task`` now."""
         self.flat.ran = None
         if self.over and not self._forms and self._request is None:
@@ -142,7 +143,7 @@ class Tier:
 
     # --- compiling -------------------------------------------------------------------------------------------------
 
-    def _consider(self, task: Task) -> None:
+    def _consider(self, task: Task | Replay) -> None:
         """Ask for the program to be compiled if its runs took long enough, for the sizes seen so far."""
         wanted = settings.compile_ms / 1000
         if self._spent < wanted and (self._looked or self._spent < wanted / _CACHED):
@@ -220,7 +221,7 @@ class Tier:
         self._forms.insert(0, (form, CompiledProgram(self.flat, form)))
         counters.programs_compiled += 1
 
-    def _check(self, form: Form, extended: list[Any], task: Task, room: int | None) -> Way:
+    def _check(self, form: Form, extended: list[Any], task: Task | Replay, room: int | None) -> Way:
         specs = task.specs()
         if room is not None:
             extra = max(_copies(specs, part.part) for part in form.parts)
@@ -241,7 +242,7 @@ class Tier:
             self._add(rest)
 
 
-def _shared(task: Task) -> dict[int, int]:
+def _shared(task: Task | Replay) -> dict[int, int]:
     """For each input of a run the first input that lies in the same memory."""
     first: dict[int, int] = {}
     return {

@@ -1,0 +1,58 @@
+"""A program taken out of a recording, to be run again on other inputs without recording anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marid.graph.node import Node, Spec
+from marid.graph.program import Program, Task
+
+__all__ = ["Prepared", "Replay"]
+
+
+class Prepared:
+    """A program with what its runs share.
+
+    ``nodes`` stand for its instructions where an error is explained; they hold no arguments and no results.
+    ``transient_bytes`` is the forecast of what its results take at once. ``ready`` belongs to the engine.
+    """
+
+    __slots__ = ("_specs", "input_slots", "key", "nodes", "program", "ready", "transient_bytes")
+
+    def __init__(self, task: Task, transient_bytes: int) -> None:
+        self.key = task.key
+        self.program: Program = task.build()
+        self.input_slots = task.input_slots
+        self.nodes = [Node(node.seq, node.op, None, None, None, None, node.site, node.scope) for node in task.nodes]
+        self.transient_bytes = transient_bytes
+        self.ready: Any = None
+        self._specs = task.specs()
+
+    def specs(self) -> tuple[Spec | None, ...]:
+        """The spec of every tensor, by slot."""
+        return self._specs
+
+
+class Replay:
+    """One run of a prepared program: what a ``Task`` is to a cut."""
+
+    __slots__ = ("_prepared", "inputs", "params")
+
+    def __init__(self, prepared: Prepared, inputs: list[Any], params: list[Any]) -> None:
+        self._prepared = prepared
+        self.inputs = inputs
+        self.params = params
+
+    @property
+    def nodes(self) -> list[Node]:
+        """What stands for the instructions."""
+        return self._prepared.nodes
+
+    @property
+    def input_slots(self) -> list[int]:
+        """The slots of the inputs, in their order."""
+        return self._prepared.input_slots
+
+    def specs(self) -> tuple[Spec | None, ...]:
+        """The spec of every tensor, by slot."""
+        return self._prepared.specs()

@@ -1,0 +1,1 @@
+"""``marid.compile``: functions recorded once, then run again without their Python."""

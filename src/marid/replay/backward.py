@@ -1,0 +1,291 @@
+"""Gradients of what a compiled function returns: its backward, recorded with it, as an ``autograd.Function``.
+
+The backward is recorded once for each choice of outputs that gradients may come for, on stand-ins for these gradients.
+It reads tensors of the run, which become outputs of the forward's program and are saved for it as PyTorch saves
+tensors: changed in place in between, they raise PyTorch's error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from marid.frontend import handles, random
+from marid.frontend.materialize import engine
+from marid.frontend.observe import Drawn, observing
+from marid.graph.node import Node, Spec, Storage, Value, root_of
+from marid.graph.prepared import Prepared
+from marid.graph.program import Task, bind
+from marid.graph.tape import Tape
+from marid.replay.pending import run_pending_work
+from marid.replay.places import Places, Refused, numbers_of
+from marid.replay.recording import GIVEN, OUTPUT, TENSOR, Derivative, Ref
+from marid.semantics.scopes import current_site, state
+
+__all__ = ["connect", "record_backwards"]
+
+_LIVE = 3  # outputs; each choice among them is a backward of its own
+
+
+class Backward:
+    """One recorded backward. ``task`` is its pending work."""
+
+    def __init__(
+        self, given: tuple[int, ...], wanted: list[int], grads: list[Any], results: list[Any], task: Task
+    ) -> None:
+        self.task = task
+        self._given = given
+        self._wanted = wanted
+        self._grads = grads
+        self._results = results
+
+    def describe(self, places: Places) -> Derivative:
+        """The backward in terms of what is known outside."""
+        mine = {value: (OUTPUT, index) for index, value in enumerate(self.task.outputs)}
+        given = {grad._value: (GIVEN, index) for index, grad in enumerate(self._grads)}
+        by_slot = {slot: value for value, slot in self.task.slots.items()}
+
+        def outside(value: Value) -> Ref:
+            if value in given:
+                return given[value]
+            kind, index = places.of(value)
+            return ("forward" if kind == OUTPUT else kind), index
+
+        def of(value: Value) -> Ref:
+            return mine[value] if value in mine else outside(value)
+
+        return Derivative(
+            given=self._given,
+            wanted=[_used(places, index) for index in self._wanted],
+            key=self.task.key,
+            numbers=numbers_of(self.task, [])[0],
+            inputs=[outside(by_slot[slot]) for slot in self.task.input_slots],
+            outputs=[(value.spec, None if value.root is None else of(value.root)) for value in self.task.outputs],  # pyright: ignore
+            results=[None if result is None else of(result._value) for result in self._results],
+            given_specs=[grad._value.spec for grad in self._grads],
+        )
+
+
+def _used(places: Places, index: int) -> Ref:
+    places.use((TENSOR, index))
+    return TENSOR, index
+
+
+def record_backwards(live: list[Any], tensors: list[Any], tape: Tape) -> list[Backward]:
+    """Record the backward of ``live`` outputs to those of ``tensors`` that their graph leads to; the graph stays.
+
+    Raises ``Refused`` where it leads elsewhere.
+    """
+    if len(live) > _LIVE:
+        raise Refused(f"it returns {len(live)} tensors that gradients can be taken of", for_good=True)
+    wanted = _reached(live, tensors)
+    inputs = [tensors[index] for index in wanted]
+    found: list[Backward] = []
+    for count in range(1, len(live) + 1):
+        for given in itertools.combinations(range(len(live)), count):
+            grads = [_stand_in(live[index]) for index in given]
+            start = next(tape.sequence)
+            with observing(False) as seen:
+                results = _gradients([live[index] for index in given], inputs, grads)
+            _put_back(seen.draws)
+            if seen.reads or seen.draws:
+                raise Refused("its backward reads values or draws random numbers", for_good=True)
+            found.append(Backward(given, wanted, grads, list(results), bind(_since(tape, start))))
+    return found
+
+
+def _gradients(outputs: list[Any], inputs: list[Any], grads: list[Any]) -> Any:
+    try:
+        return torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+    except Exception as error:  # the graph cannot be used, or a hook of the user raised: so will the user's backward
+        raise Refused(f"its backward cannot be recorded: {error}", for_good=True) from None
+
+
+def _put_back(draws: list[Drawn]) -> None:
+    """Put generators back to where they were before ``draws``."""
+    for drawn in reversed(draws):
+        with random.generator_of(drawn.generator, drawn.device) as generator:
+            generator.seed, generator.offset, generator.spare = drawn.draw.seed, drawn.draw.offset, drawn.draw.spare
+
+
+def _since(tape: Tape, start: int) -> list[Node]:
+    return [node for node in tape.pending() if node.seq > start]
+
+
+def _stand_in(output: Any) -> Any:
+    spec = output._value.spec
+    dense = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"))
+    buffer = engine.upload(torch.empty_strided(dense.shape, dense.stride(), dtype=spec.dtype, device="cpu").zero_())
+    of = handles.spec_of(buffer, spec.device)
+    return handles.wrap(handles.source(buffer, of), of)
+
+
+def _reached(live: list[Any], tensors: list[Any]) -> list[int]:
+    leaves = {id(tensor): index for index, tensor in reversed([*enumerate(tensors)]) if tensor.is_leaf}
+    inner = {
+        (tensor.grad_fn, tensor.output_nr): index
+        for index, tensor in reversed([*enumerate(tensors)])
+        if tensor.grad_fn is not None
+    }
+    functions = {function for function, _ in inner}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    pending = [(tensor.grad_fn, tensor.output_nr) for tensor in live]
+    while pending:
+        function, number = pending.pop()
+        if function in functions:
+            if (function, number) not in inner:
+                raise Refused("gradients flow out of it to what is not an argument", for_good=True)
+            found.add(inner[function, number])
+            continue
+        if function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):
+            if id(function.variable) not in leaves:
+                raise Refused("gradients flow to a tensor that is neither an argument nor reachable", for_good=True)
+            found.add(leaves[id(function.variable)])
+        pending += [edge for edge in function.next_functions if edge[0] is not None]
+    for index in found:
+        if tensors[index]._backward_hooks:
+            raise Refused("gradients flow to a tensor with hooks", for_good=True)
+    return sorted(found)
+
+
+# --- replaying -------------------------------------------------------------------------------------------------------
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, connection: _Connection, *inputs: Any) -> Any:  # noqa: ARG004
+        ctx.set_materialize_grads(False)
+        ctx.connection = connection
+        outputs = connection.make()
+        ctx.save_for_backward(*connection.saved(outputs))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *ctx.connection.backward(ctx.saved_tensors, grads))
+
+
+def connect(
+    inputs: list[Any],
+    make: Callable[[], list[Any]],
+    places: list[Ref],
+    tensors: dict[Ref, Any],
+    values: dict[Ref, Value],
+    backwards: list[tuple[Derivative, Prepared]],
+) -> list[Any]:
+    """The outputs that ``make`` makes, whose values are at ``places``, with a history that leads to ``inputs``.
+
+    ``tensors`` are the tensors that somebody outside has, ``values`` all values, by where they are.
+    """
+    with torch.enable_grad():
+        return list(_Replayed.apply(_Connection(make, places, tensors, values, backwards), *inputs))  # pyright: ignore
+
+
+class _Connection:
+    """Between one replay and its backward."""
+
+    def __init__(
+        self,
+        make: Callable[[], list[Any]],
+        places: list[Ref],
+        tensors: dict[Ref, Any],
+        values: dict[Ref, Value],
+        backwards: list[tuple[Derivative, Prepared]],
+    ) -> None:
+        self.make = make
+        self._backwards = {derivative.given: (derivative, prepared) for derivative, prepared in backwards}
+        needed = {ref for derivative, _ in backwards for ref in _needed(derivative)}
+        self._needed = sorted(needed)
+        self._places = places
+        self._tensors = {ref: tensors.get(_outer(ref)) for ref in self._needed}
+        self._values = {ref: values[_outer(ref)] for ref in self._needed}
+
+    def saved(self, outputs: list[Any]) -> list[Any]:
+        """What the backward needs, as tensors; called once."""
+        own = {("forward", index): output for (_, index), output in zip(self._places, outputs, strict=True)}
+        found = []
+        for ref in self._needed:
+            tensor = own.get(ref)
+            if tensor is None:
+                tensor = self._tensors[ref]
+            if tensor is None:
+                value = self._values[ref]
+                tensor = handles.wrap(value, value.spec)  # pyright: ignore[reportArgumentType]
+            found.append(tensor)
+        self._tensors.clear()
+        self._values.clear()
+        self.make = list
+        return found
+
+    def backward(self, saved: tuple[Any, ...], grads: tuple[Any, ...]) -> list[Any]:
+        """The gradients of the inputs."""
+        given = tuple([index for index, grad in enumerate(grads) if grad is not None])
+        derivative, prepared = self._backwards[given]
+        present = [_restrided(grads[index], spec) for index, spec in zip(given, derivative.given_specs, strict=True)]
+        tensors: dict[Ref, Any] = dict(zip(self._needed, saved, strict=True))
+        tensors.update({(GIVEN, index): grad for index, grad in enumerate(present)})
+        run_pending_work()
+        inputs = [tensors[ref]._value.concrete for ref in derivative.inputs]
+        if any(buffer is None for buffer in inputs):
+            for ref in derivative.inputs:
+                tensors[ref].materialize()  # raises what made it fail
+        buffers = engine.replay(prepared, inputs, derivative.numbers)
+        return _handed_out(derivative, tensors, buffers)
+
+
+def _needed(derivative: Derivative) -> set[Ref]:
+    roots = [root for _, root in derivative.outputs if root is not None]
+    refs = {*derivative.inputs, *roots, *[ref for ref in derivative.results if ref is not None]}
+    return {ref for ref in refs if ref[0] not in (GIVEN, OUTPUT)}
+
+
+def _outer(ref: Ref) -> Ref:
+    return (OUTPUT, ref[1]) if ref[0] == "forward" else ref
+
+
+def _restrided(grad: Any, spec: Spec) -> Any:
+    if grad._value.spec is spec:
+        return grad
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=grad.device)
+    return made.copy_(grad)
+
+
+def _handed_out(derivative: Derivative, tensors: dict[Ref, Any], buffers: list[torch.Tensor]) -> list[Any]:
+    device = derivative.given_specs[0].device
+    tape, site, scope = handles.tape(device), current_site(), state.scope
+    nodes: list[Value] = []
+    for (spec, _), buffer in zip(derivative.outputs, buffers, strict=True):
+        node = Node(next(tape.sequence), None, None, None, spec, None, site, scope)
+        node.concrete = buffer
+        nodes.append(node)
+    storages: dict[Value, Storage | None] = {}
+    for node, (_, root) in zip(nodes, derivative.outputs, strict=True):
+        if root is not None and root[0] == OUTPUT:
+            node.root = root_of(nodes[root[1]])
+        elif root is not None:
+            node.root = root_of(tensors[root]._value)
+            storages[node] = handles.storage_of(tensors[root])
+    tape.note_resident(nodes)
+    shared: dict[Value, Storage] = {}
+
+    def tensor(ref: Ref | None) -> Any:
+        if ref is None:
+            return None
+        if ref[0] != OUTPUT:
+            return tensors[ref].detach()
+        node = nodes[ref[1]]
+        storage = storages.get(node)
+        if storage is None:
+            storage = shared.setdefault(root_of(node), Storage(next(tape.sequence)))
+        return handles.wrap(node, node.spec, storage)  # pyright: ignore[reportArgumentType]
+
+    return [tensor(ref) for ref in derivative.results]

@@ -1,0 +1,191 @@
+"""``marid.compile``: a function that is recorded, and replayed when two recordings of it did the same."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from marid.errors import UnsupportedOperationError
+from marid.frontend.observe import observer
+from marid.replay.arguments import Call, Unreadable
+from marid.replay.dynamic import mark_arguments
+from marid.replay.places import Refused
+from marid.replay.reachable import Wrapper
+from marid.replay.recording import Recording
+from marid.replay.run import Run
+from marid.replay.template import MISS, Template
+from marid.report.stats import FunctionStats, functions
+from marid.settings import settings
+
+__all__ = ["Compiled", "compile"]
+
+logger = logging.getLogger("marid")
+
+_TEMPLATES = 8  # that calls of one kind keep: each is what the function did in another state
+_RECORDINGS = 4  # kept to be compared with the next ones
+
+
+class _Kind:
+    """Calls that differ only in the values of tensors."""
+
+    def __init__(self, others: list[Any]) -> None:
+        self.others = others  # their identities are in the key
+        self.templates: list[Template] = []
+        self.recordings: list[Recording] = []
+        self.attempts = 0
+        self.unverified = 0  # replays since the Python ran
+        self.verifying = False
+        self.given_up = False
+
+
+class Compiled(Wrapper):
+    """A function under ``marid.compile``; called like the function."""
+
+    def __init__(self, function: Callable[..., Any], fullgraph: bool, dynamic_dims: Any) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+        self._fullgraph = fullgraph
+        self._dynamic_dims = dynamic_dims
+        self._families: set[Any] = set()
+        self._kinds: dict[Any, _Kind] = {}
+        self._lock = threading.RLock()
+        self._given_up = False
+        self._stats = FunctionStats(getattr(function, "__qualname__", type(function).__qualname__))
+        functions.add(self._stats)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if observer() is not None:  # part of a function that is being recorded
+            return self._function(*args, **kwargs)
+        with self._lock:
+            self._stats.calls += 1
+            if not self._given_up:
+                if self._dynamic_dims:
+                    mark_arguments(self._dynamic_dims, args, kwargs)
+                try:
+                    call = Call(args, kwargs)
+                except Unreadable:
+                    self._stats.count_fallback("inside of a transform, a mode or hooks on saved tensors")
+                else:
+                    kind = self._kind_of(call)
+                    result = self._replayed(kind, call)
+                    if result is not MISS:
+                        return result
+                    if not kind.given_up:
+                        return self._recorded(kind, call, args, kwargs)
+            self._stats.plain += 1
+        return self._function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_function":
+            raise AttributeError(name)
+        return getattr(self._function, name)
+
+    def stats(self) -> FunctionStats:
+        """What became of the calls so far; a snapshot."""
+        return self._stats.copy()
+
+    def _kind_of(self, call: Call) -> _Kind:
+        kind = self._kinds.get(call.key)
+        if kind is None:
+            kind = _Kind(call.others)
+            family = call.family()
+            if family not in self._families and len(self._families) >= settings.compile_kinds:
+                kind.given_up = True
+                reason = f"more than {settings.compile_kinds} kinds of arguments (MARID_COMPILE_KINDS)"
+                self._stats.count_fallback(reason)
+                self._say(reason)
+            else:
+                self._families.add(family)
+                self._kinds[call.key] = kind
+                while len(self._kinds) > 4 * settings.compile_kinds:  # sizes of dynamic dimensions
+                    self._kinds.pop(next(iter(self._kinds)))
+        return kind
+
+    def _replayed(self, kind: _Kind, call: Call) -> Any:
+        every = settings.compile_verify
+        if every and kind.unverified >= every:
+            kind.unverified = 0
+            kind.verifying = any(template.holds(call) for template in kind.templates)
+            return MISS
+        for index, template in enumerate(kind.templates):
+            result = template.run(call)
+            if result is not MISS:
+                self._stats.replays += 1
+                kind.attempts = 0
+                kind.unverified += 1
+                if index:
+                    kind.templates.insert(0, kind.templates.pop(index))
+                return result
+        return MISS
+
+    def _recorded(self, kind: _Kind, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = Run(self._function, call)
+        result = run.call(args, kwargs, self._fullgraph)
+        self._stats.recordings += 1
+        kind.attempts += 1
+        recording = run.recording
+        if recording is None:
+            assert run.refusal is not None
+            self._fall_back(kind, run.refusal)
+            return result
+        verifying, kind.verifying = kind.verifying, False
+        known = [template.recording for template in kind.templates]
+        why = None
+        for earlier in (*kind.recordings, *known):
+            why = earlier.difference(recording)
+            if why is None:
+                kind.templates = [template for template in kind.templates if template.recording is not earlier]
+                kind.recordings = [other for other in kind.recordings if other is not earlier]
+                kind.templates.insert(0, Template(recording, earlier, run.prepare(), len(call.lazy)))
+                del kind.templates[_TEMPLATES:]
+                return result
+        if verifying:
+            # It was run only to be compared: nothing that is watched had changed, and yet it did something else.
+            kind.templates.clear()
+            self._fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
+            return result
+        kind.recordings.append(recording)
+        del kind.recordings[:-_RECORDINGS]
+        if why is not None:
+            self._fall_back(kind, Refused(why))
+        return result
+
+    def _fall_back(self, kind: _Kind, refused: Refused) -> None:
+        reason = str(refused)
+        self._stats.count_fallback(reason)
+        if refused.for_good:
+            self._given_up = True
+        elif kind.attempts >= settings.compile_recordings:
+            kind.given_up = True
+        else:
+            return
+        kind.recordings.clear()
+        self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        text = f"marid.compile: {self._stats.name} runs as plain Python: {reason}"
+        if self._fullgraph:
+            raise UnsupportedOperationError(text)
+        logger.warning("%s", text)
+
+
+def compile(fn: Callable[..., Any] | None = None, *, fullgraph: bool = False, dynamic_dims: Any = None) -> Any:
+    """``fn``, recorded when it is called, and replayed without its Python once two recordings did the same.
+
+    A replay does what the Python did: results of its own, state written in place, gradients, random numbers. It is
+    made only while everything that the Python could see is as it was; see ``docs/compile.md`` for what that covers.
+    What cannot be replayed runs as Python, and ``stats()`` of the returned object says why; with ``fullgraph`` it
+    raises instead: ``SyncForbiddenError`` where a value is read, else ``UnsupportedOperationError``.
+
+    ``dynamic_dims`` gives, by position or name of an argument, a dimension or several whose size varies
+    (``mark_dynamic``). Without ``fn``, a decorator.
+    """
+    if fn is None:
+        return lambda function: Compiled(function, fullgraph, dynamic_dims)
+    return Compiled(fn, fullgraph, dynamic_dims)

@@ -1,0 +1,154 @@
+"""What a recorded function does with tensors of the CPU, as far as its results on the device depend on it.
+
+A tensor of the host that is an argument or reachable state may be uploaded: a replay uploads it again, with what it
+holds then. One made from Python's data is part of the recording, like a number. One that was computed from others, or
+whose values Python looks at, or that the function changes, cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from marid.frontend import handles
+from marid.replay.counters import CounterLog, is_of_an_optimizer
+from marid.semantics.scopes import current_site
+
+__all__ = ["HostWatch"]
+
+_READS = ("numpy", "tolist", "__array__", "__dlpack__", "item")
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_lock = threading.Lock()
+_watching: dict[int, HostWatch] = {}
+
+
+class HostWatch(TorchDispatchMode):
+    """A dispatch mode that notes what happens to tensors of the host. ``refusal`` says why there can be no replay."""
+
+    def __init__(self, known: list[torch.Tensor], state: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.counters = CounterLog(state, self.refuse)
+        self.refusal: str | None = None
+        self._known = {id(tensor): tensor for tensor in known}
+        self._derived: dict[int, torch.Tensor] = {}
+        self._paused = False
+
+    def __enter__(self) -> Self:
+        with _lock:
+            if not _watching:
+                for name in _READS:
+                    setattr(torch.Tensor, name, _watched(name))
+            _watching[threading.get_ident()] = self
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        with _lock:
+            del _watching[threading.get_ident()]
+            if not _watching:
+                for name in _READS:
+                    _restore(name)
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is an argument or reachable state."""
+        return id(tensor) in self._known
+
+    def is_derived(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` was computed from such, or from random numbers."""
+        return id(tensor) in self._derived
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is noted."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def refuse(self, why: str) -> None:
+        """Note why there can be no replay."""
+        self.refusal = self.refusal or f"{why} at {current_site()}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        returned = func(*args, **kwargs)
+        if self._paused:
+            return returned
+        given = list(_host_tensors((*args, *kwargs.values())))
+        if any(handles.is_lazy(arg) for arg in _tensors((*args, *kwargs.values()))):
+            return returned  # copies to the host are reads
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if not random and not any(self.is_known(t) or self.is_derived(t) for t in given):
+            return returned
+        if func._schema.is_mutable and self.counters.write(func, args, kwargs, self.is_derived):
+            return returned
+        if func is torch.ops.aten._local_scalar_dense.default or not isinstance(returned, (torch.Tensor, list, tuple)):
+            self.refuse("the value of a tensor of the CPU is read")
+        if func._schema.is_mutable:
+            written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+            for formal, arg in zip(func._schema.arguments, args, strict=False):
+                if formal.name in written:
+                    self._note_written(arg)
+            for name in written & kwargs.keys():
+                self._note_written(kwargs[name])
+        for tensor in _host_tensors((returned,)):
+            if not self.is_known(tensor):
+                self._derived[id(tensor)] = tensor
+        return returned
+
+    def _note_written(self, arg: Any) -> None:
+        for tensor in _host_tensors((arg,)):
+            if self.is_known(tensor):
+                self.refuse("a tensor of the CPU is changed in place")
+            self._derived[id(tensor)] = tensor
+
+
+def _tensors(things: Any) -> Any:
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            yield thing
+        elif isinstance(thing, (list, tuple)):
+            yield from _tensors(thing)
+
+
+def _host_tensors(things: Any) -> Any:
+    return (tensor for tensor in _tensors(things) if not handles.is_lazy(tensor) and tensor.device.type != "meta")
+
+
+_originals = {name: getattr(torch.Tensor, name) for name in _READS}
+_own = {name: name in vars(torch.Tensor) for name in _READS}
+
+
+def _watched(name: str) -> Any:
+    original = _originals[name]
+
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        watch = _watching.get(threading.get_ident())
+        file = sys._getframe(1).f_code.co_filename
+        if watch is None or handles.is_lazy(self) or file.startswith(_OWN):
+            return original(self, *args, **kwargs)
+        if name == "item":
+            if is_of_an_optimizer(file) and watch.counters.follows(self):
+                with watch.paused():
+                    value = original(self)
+                return watch.counters.item(self, value)
+        else:
+            watch.refuse(f"{name}() of a tensor of the CPU")
+        return original(self, *args, **kwargs)
+
+    return read
+
+
+def _restore(name: str) -> None:
+    if _own[name]:
+        setattr(torch.Tensor, name, _originals[name])
+    else:
+        delattr(torch.Tensor, name)

@@ -1,0 +1,168 @@
+"""Where the values of a run come from and go to: the pending work of a function in terms of what is known outside."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+from marid.frontend import handles
+from marid.frontend.observe import Upload
+from marid.graph.node import Draw, Node, Output, Spec, Value, root_of
+from marid.graph.program import Task
+from marid.replay.gradients import graph_of
+from marid.replay.recording import GRAD, MADE, OUTPUT, TENSOR, UPLOAD, Made, Ref
+
+__all__ = ["Places", "Refused", "numbers_of"]
+
+
+class Refused(Exception):
+    """A run cannot be replayed. ``for_good`` says that no later one can."""
+
+    def __init__(self, why: str, for_good: bool = False) -> None:
+        super().__init__(why)
+        self.for_good = for_good
+
+
+class Places:
+    """The values of one run by where they are known from: ``tensors`` and their gradients before the run, ``uploads``,
+    and the outputs of ``task``."""
+
+    def __init__(self, tensors: list[Any], grads: list[Any], uploads: dict[Value, Upload], task: Task) -> None:
+        self.tensors = tensors
+        self.grads = grads
+        self.uploads: list[Value] = []
+        self.made: list[Made] = []
+        self._uploaded = uploads
+        self._known: dict[Value, list[Ref]] = {}
+        for kind, group in ((TENSOR, tensors), (GRAD, grads)):
+            for index, tensor in enumerate(group):
+                if tensor is not None:
+                    self._known.setdefault(tensor._value, []).append((kind, index))
+        self._outputs: dict[Value, int] = {value: index for index, value in enumerate(task.outputs)}
+        self._explained: set[Value] = set()
+        self._handles: dict[int, int] = {}
+        self._groups: dict[int, int] = {}
+        self._used: dict[Ref, None] = {}
+        by_slot = {slot: value for value, slot in task.slots.items()}
+        self.inputs = [self.of(by_slot[slot]) for slot in task.input_slots]
+        self.outputs = [(_spec(value), None if value.root is None else self.of(value.root)) for value in task.outputs]
+
+    def of(self, value: Value) -> Ref:
+        """Where ``value`` is known from. Raises ``Refused`` for one that nobody knows."""
+        if value in self._known:
+            refs = self._known[value]
+            self._used.update(dict.fromkeys(refs))
+            return refs[0]
+        if value in self._uploaded:
+            if value not in self.uploads:
+                self.uploads.append(value)
+            return UPLOAD, self.uploads.index(value)
+        if value in self._outputs:
+            return OUTPUT, self._outputs[value]
+        spec = value.spec
+        shape = list(spec.shape) if spec is not None else "unknown shape"
+        raise Refused(f"it uses a tensor of shape {shape} that is neither an argument nor reachable ({_line(value)})")
+
+    def of_tensor(self, tensor: Any) -> Ref | None:
+        """Which known tensor, or gradient from before, this very object is."""
+        for ref in self._known.get(tensor._value, ()):
+            group = self.tensors if ref[0] == TENSOR else self.grads
+            if group[ref[1]] is tensor:
+                self._used.update(dict.fromkeys(self._known[tensor._value]))
+                return ref
+        return None
+
+    def make(self, tensor: Any) -> Ref:
+        """The place in ``made`` of a tensor that the run has made."""
+        index = self._handles.get(id(tensor))
+        if index is None:
+            value, base = tensor._value, None
+            if tensor._is_view() and not tensor.requires_grad and tensor._base is not None:
+                base = self.of_tensor(tensor._base)
+                if base is not None and not _is_plain_view(_spec(tensor._base._value), _spec(value)):
+                    base = None
+            self.made.append(Made(self.of(value), _spec(value), self._storage(tensor), base, graph_of(tensor)))
+            self._explained.add(value)
+            self._handles[id(tensor)] = index = len(self.made) - 1
+        return MADE, index
+
+    def _storage(self, tensor: Any) -> Ref | int | None:
+        storage = tensor._storage
+        if storage is None:
+            return None
+        for kind, group in ((TENSOR, self.tensors), (GRAD, self.grads)):
+            for index, one in enumerate(group):
+                if one is not None and one._storage is storage:
+                    self._used[kind, index] = None
+                    return kind, index
+        return self._groups.setdefault(id(storage), len(self._groups))
+
+    def unexplained(self, keeps_graph: bool) -> str | None:
+        """A result that somebody unknown keeps, in words; where ``keeps_graph``, autograd may keep what it wants."""
+        roots = {root_of(value) for value in self._explained}
+        kept = [value for value in self._outputs if value not in self._explained and value not in roots]
+        may = {v for v in kept if keeps_graph or root_of(v) in roots or root_of(v) in self._known}
+        held = _held_by_python(may) if may else may
+        for value in kept:
+            if value not in may or value in held:
+                op = value.node.op
+                return f"{op.name if op is not None else 'a result'} ({_line(value)})"
+        return None
+
+    def use(self, ref: Ref) -> None:
+        """Note that which memory a tensor lies in counts."""
+        value = (self.tensors if ref[0] == TENSOR else self.grads)[ref[1]]._value
+        self._used.update(dict.fromkeys(self._known[value]))
+
+    def used(self) -> tuple[list[Ref], tuple[int, ...]]:
+        """The known tensors whose memory counts, and which of them share it, by first occurrence."""
+        refs = sorted(self._used)
+        roots = [id(root_of((self.tensors if kind == TENSOR else self.grads)[index]._value)) for kind, index in refs]
+        return refs, tuple([roots.index(one) for one in roots])
+
+
+def _held_by_python(values: set[Value]) -> set[Value]:
+    """Those of which Python has a tensor: what autograd notes of a view keeps tensors of the same memory beside."""
+    found: set[Value] = set()
+    tensors = [thing for thing in gc.get_objects() if handles.is_lazy(thing) and thing._value in values]
+    for index in range(len(tensors)):
+        if sys.getrefcount(tensors[index]) > 3:  # the list, the argument, and autograd
+            found.add(tensors[index]._value)
+    return found
+
+
+def _spec(value: Value) -> Spec:
+    assert value.spec is not None
+    return value.spec
+
+
+def _is_plain_view(base: Spec, view: Spec) -> bool:
+    return base.dtype is view.dtype and (base.conj, base.neg) == (view.conj, view.neg)
+
+
+def _line(value: Value) -> str:
+    return str(value.node.site) if value.node.site is not None else "unknown line"
+
+
+def numbers_of(task: Task, draws: list[Draw]) -> tuple[list[Any], list[Any]]:
+    """The parameters of a task, those of ``draws`` as ``("draw", position)``, and the line where each was written."""
+    places = {id(draw): ("draw", position) for position, draw in enumerate(draws)}
+    numbers: list[Any] = []
+    for param in task.params:
+        if isinstance(param, Draw) and id(param) not in places:
+            raise Refused("random numbers are drawn out of sight")
+        numbers.append(places[id(param)] if isinstance(param, Draw) else param)
+    sites: list[Any] = []
+    for node in task.nodes:
+        arguments = (*(node.args or ()), *[arg for _, arg in node.kwargs or ()])
+        sites += [node.site] * sum(_parameters_in(arg) for arg in arguments)
+    return numbers, sites
+
+
+def _parameters_in(arg: Any) -> int:
+    if isinstance(arg, tuple):
+        if all(type(item) in (int, float, bool) for item in arg):
+            return 1
+        return sum(_parameters_in(item) for item in arg)
+    return int(type(arg) in (int, float, complex, Draw) and not isinstance(arg, (Node, Output)))

@@ -1,0 +1,251 @@
+"""The Python state that a function can reach: what a recording of it depends on beside its arguments.
+
+Followed are closures, the globals that the function's code names, defaults, attributes of objects (modules and
+optimizers among them), containers, and methods and functions of the user's own code. PyTorch's and other installed
+packages' functions are taken as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import functools
+import logging
+import os
+import sys
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from marid.frontend import handles
+
+__all__ = ["LONG", "MISSING", "Reached", "Wrapper", "is_plain", "reach"]
+
+MISSING = object()
+_LIMIT = 200_000  # things looked at; beyond it a function is not one to replay
+LONG = 4096  # containers with more entries are followed no further: only how many they have counts
+_LARGE = 1 << 16  # bytes of an array of numpy's beyond which comparing it at each call costs too much
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, slice),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, np.generic),
+)
+# Objects that hold nothing that a tensor program could depend on.
+_OPAQUE = (
+    *(logging.Logger, logging.Handler, threading.Thread, type(threading.Lock()), type(threading.RLock())),
+    *(weakref.ref, types.BuiltinFunctionType, types.CodeType, types.FrameType, torch._ops.OpOverload),
+    *(torch._ops.OpOverloadPacket, torch.UntypedStorage, torch.Stream, torch.Event),
+)
+_FOLDERS = tuple(
+    os.path.normpath(folder) + os.sep
+    for folder in (
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(__file__)),
+        os.path.dirname(os.__file__),
+    )
+)
+
+
+class Reached:
+    """What was found: containers by kind, each with a name for messages, and tensors.
+
+    ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
+    variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``
+    those of PyTorch. ``too_much`` says what makes this function none to replay.
+    """
+
+    def __init__(self) -> None:
+        self.dicts: list[tuple[str, dict[Any, Any]]] = []
+        self.lists: list[tuple[str, Any]] = []
+        self.names: list[tuple[str, Any, tuple[str, ...]]] = []
+        self.cells: list[tuple[str, types.CellType]] = []
+        self.arrays: list[tuple[str, np.ndarray]] = []
+        self.lazy: list[Any] = []
+        self.host: list[torch.Tensor] = []
+        self.generators: list[torch.Generator] = []
+        self.seen: dict[int, Any] = {}
+        self.too_much: str | None = None
+
+
+class Wrapper:
+    """Something that stands for a function: what it leads to is the function."""
+
+    _function: Any
+
+
+def is_plain(thing: Any) -> bool:
+    """Whether ``thing`` is all there is to it: equal ones can stand for each other."""
+    return isinstance(thing, _PLAIN)
+
+
+def reach(roots: list[tuple[str, Any]]) -> Reached:
+    """Everything that can be reached from ``roots`` (names and objects)."""
+    found = Reached()
+    pending = deque(roots)
+    while pending:
+        path, thing = pending.popleft()
+        if is_plain(thing) or id(thing) in found.seen:
+            continue
+        found.seen[id(thing)] = thing
+        if len(found.seen) > _LIMIT:
+            found.too_much = f"more than {_LIMIT} Python objects"
+            break
+        pending.extend(_inside(path, thing, found))
+    return found
+
+
+def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
+    """Note ``thing``; what it leads to."""
+    if isinstance(thing, torch.Tensor):
+        (found.lazy if handles.is_lazy(thing) else found.host).append(thing)
+        yield from _hooks(path, thing)
+    elif isinstance(thing, np.ndarray):
+        found.arrays.append((path, thing))
+        if thing.nbytes > _LARGE or thing.dtype.hasobject:
+            found.too_much = f"a numpy array of {thing.nbytes} bytes ({path})"
+    elif isinstance(thing, torch.Generator):
+        found.generators.append(thing)
+    elif isinstance(thing, dict):
+        found.dicts.append((path, thing))
+        if len(thing) <= LONG:
+            for key, value in list(thing.items()):
+                yield f"{path}[{key!r}]" if is_plain(key) else f"{path}[...]", value
+    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
+        if not isinstance(thing, (tuple, frozenset)):
+            found.lists.append((path, thing))
+        if len(thing) <= LONG:
+            for index, value in enumerate(list(thing)):
+                yield f"{path}[{index}]", value
+    elif isinstance(thing, Wrapper):
+        yield path, thing._function
+    elif isinstance(thing, types.FunctionType):
+        yield from _function(path, thing, found)
+    elif isinstance(thing, types.MethodType):
+        yield path, thing.__func__
+        yield path, thing.__self__
+    elif isinstance(thing, functools.partial):
+        yield path, thing.func
+        yield path, thing.args
+        yield path, thing.keywords
+    elif isinstance(thing, (staticmethod, classmethod)):
+        yield path, thing.__func__
+    elif isinstance(thing, property):
+        yield path, thing.fget
+    elif isinstance(thing, type):
+        yield from _class(path, thing, found)
+    elif not isinstance(thing, (types.ModuleType, *_OPAQUE)) and not type(thing).__module__.startswith("marid."):
+        yield from _object(path, thing, found)
+
+
+def _hooks(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name, None)
+        if hooks:
+            yield f"{path}.{name}", hooks
+
+
+def _function(path: str, function: types.FunctionType, found: Reached) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        found.cells.append((name, cell))
+        with contextlib.suppress(ValueError):  # not bound yet
+            yield name, cell.cell_contents
+    for value in (function.__defaults__, function.__kwdefaults__):
+        if value:
+            yield f"{path}'s defaults", value
+    if function.__dict__:
+        yield path, function.__dict__
+    if _is_users(function.__code__.co_filename):
+        names, attributes = _named(function.__code__)
+        scope = function.__globals__
+        names = tuple([name for name in names if name in scope])
+        found.names.append(("global", scope, names))
+        for name in names:
+            value = scope[name]
+            if isinstance(value, types.ModuleType):
+                yield from _module(name, value, attributes, found)
+            else:
+                yield name, value
+
+
+def _module(
+    path: str, module: types.ModuleType, attributes: tuple[str, ...], found: Reached
+) -> Iterator[tuple[str, Any]]:
+    file = getattr(module, "__file__", None)
+    if file is None or not _is_users(file):
+        return
+    scope = vars(module)
+    names = tuple([name for name in attributes if name in scope])
+    found.names.append((path, scope, names))
+    for name in names:
+        if not isinstance(scope[name], types.ModuleType):
+            yield f"{path}.{name}", scope[name]
+
+
+def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    if kind.__module__ == "builtins" or (file is not None and not _is_users(file)):
+        return
+    names = tuple([name for name in vars(kind) if not name.startswith("__") or name in ("__call__", "__init__")])
+    found.names.append((path, vars(kind), names))
+    for name in names:
+        yield f"{path}.{name}", vars(kind)[name]
+    for base in kind.__bases__:
+        yield path, base
+
+
+def _object(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
+    yield type(thing).__qualname__, type(thing)
+    own = getattr(thing, "__dict__", None)
+    if type(own) is dict:
+        found.dicts.append((path, own))
+        found.seen[id(own)] = own
+        for name, value in list(own.items()):
+            yield f"{path}.{name}", value
+    slots = [name for kind in type(thing).__mro__ for name in _slots(kind)]
+    if slots:
+        found.names.append((path, _Attributes(thing), tuple(slots)))
+        for name in slots:
+            yield f"{path}.{name}", getattr(thing, name, None)
+
+
+def _slots(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [name for name in ([slots] if isinstance(slots, str) else slots) if not name.startswith("__")]
+
+
+class _Attributes:
+    """The attributes of an object without a dictionary, as a mapping."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def get(self, name: str, default: Any) -> Any:
+        return getattr(self._thing, name, default)
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_FOLDERS) and not file.startswith("<frozen ") and "site-packages" not in file
+
+
+@functools.lru_cache(4096)
+def _named(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The global names that code (functions inside included) looks up, and all names in it."""
+    names: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    pending = [code]
+    while pending:
+        one = pending.pop()
+        attributes.update(dict.fromkeys(one.co_names))
+        for instruction in dis.get_instructions(one):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+                names[instruction.argval] = None
+        pending += [const for const in one.co_consts if isinstance(const, types.CodeType)]
+    return tuple(names), tuple(attributes)

@@ -1,0 +1,217 @@
+"""What one run of a function did, in terms of its arguments and its state: two runs can be compared by it.
+
+It holds nothing of the run itself: no node, no result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from marid.frontend.observe import Drawn
+from marid.graph.node import Spec
+from marid.replay.counters import CounterLog
+from marid.replay.reachable import Reached, is_plain
+from marid.replay.snapshot import Snapshot, same_number
+
+__all__ = [
+    "CONSTANT",
+    "GIVEN",
+    "GRAD",
+    "HOST",
+    "MADE",
+    "OUTPUT",
+    "TENSOR",
+    "UPLOAD",
+    "Derivative",
+    "Each",
+    "Made",
+    "Origin",
+    "Recording",
+    "Ref",
+]
+
+# Where a value comes from: a tensor (of the arguments, then of the state), the gradient that it had before, an upload,
+# or an output of the program.
+TENSOR, GRAD, UPLOAD, OUTPUT = "tensor", "grad", "upload", "output"
+GIVEN = "given"  # in a backward: a gradient that comes in
+# What a leaf of the result can be beside TENSOR and GRAD: a tensor that the run made (``Recording.made``), anything
+# that is no tensor, or a tensor of the CPU that was an argument.
+MADE, CONSTANT, HOST = "made", "constant", "host"
+
+Ref = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that a run makes: its value, the storage it shares, and what autograd knows of it.
+
+    ``storage`` is a tensor whose storage it has, or a number that is equal for those that share a new one; ``base`` a
+    tensor that it is a view of for autograd too; ``graph`` is None, ``LEAF``, ``SPENT`` or ``LIVE``.
+    """
+
+    value: Ref
+    spec: Spec
+    storage: Ref | int | None
+    base: Ref | None
+    graph: str | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an upload comes from: an argument (``argument``), state (``tensor``), or data that is always the same."""
+
+    argument: int | None
+    tensor: torch.Tensor | None
+    content: torch.Tensor | None
+    spec: Spec
+    make: Any
+
+    def is_like(self, other: Origin) -> bool:
+        if self.argument != other.argument or self.tensor is not other.tensor or self.spec is not other.spec:
+            return False
+        if self.content is None or other.content is None:
+            return self.content is other.content
+        return self.content.shape == other.content.shape and _bytes(self.content) == _bytes(other.content)
+
+
+class Each(list[Any]):
+    """Expressions and numbers that make a tuple of numbers."""
+
+
+@dataclass
+class Derivative:
+    """The backward of what a run returns, for gradients of the outputs ``given`` (positions among the live ones).
+
+    ``wanted`` are the tensors whose gradients it gives, ``results`` those gradients: an output, a gradient that was
+    given (``GIVEN``), or none.
+    """
+
+    given: tuple[int, ...]
+    wanted: list[Ref]
+    key: tuple[Any, ...]
+    numbers: list[Any]
+    inputs: list[Ref]
+    outputs: list[tuple[Spec, Ref | None]]
+    results: list[Ref | None]
+    given_specs: list[Spec]
+
+    def is_like(self, other: Derivative) -> bool:
+        mine = (self.given, self.wanted, self.key, self.inputs, self.outputs, self.results, self.given_specs)
+        its = (other.given, other.wanted, other.key, other.inputs, other.outputs, other.results, other.given_specs)
+        return mine == its and same_number(self.numbers, other.numbers)
+
+
+def _shown(drawn: Drawn) -> Any:
+    generator = None if drawn.generator is None else drawn.generator._cdata
+    return generator, drawn.device, drawn.name, drawn.spec
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@dataclass
+class Recording:
+    """What a run did.
+
+    ``numbers`` are the program's parameters, those of ``draws`` given by position; ``sites`` the line of each.
+    ``outputs`` are specs and roots of the program's outputs. ``grads`` says which gradients change to what, ``bumps``
+    which versions grow by how much. ``grads_before`` are the specs of the gradients that were there, ``used`` the
+    tensors that must share memory as they did: ``shared``.
+    """
+
+    key: tuple[Any, ...]
+    numbers: list[Any]
+    sites: list[Any]
+    inputs: list[Ref]
+    outputs: list[tuple[Spec, Ref | None]]
+    made: list[Made]
+    results: list[tuple[str, Any]]
+    structure: Any
+    grads: list[tuple[int, Ref | None]]
+    bumps: list[tuple[Ref, int]]
+    draws: list[Drawn]
+    origins: list[Origin]
+    device: int
+    used: list[Ref]
+    shared: tuple[int, ...]
+    snapshot: Snapshot
+    reached: Reached
+    grads_before: list[Spec | None]
+    derivatives: list[Derivative]
+    counters: CounterLog
+
+    def difference(self, other: Recording) -> str | None:
+        """How a later run differs from this one, in words; None if it did the same."""
+        if self.key != other.key:
+            return f"other operations are recorded ({_first_difference(self, other)})"
+        if not self.counters.is_like(other.counters):
+            return "the counters of an optimizer are changed or read in another way"
+        for index, (a, b) in enumerate(zip(self.numbers, other.numbers, strict=True)):
+            if not same_number(a, b) and self._computed(a, other, b) is None:
+                return f"a number changed: {a} -> {b}, {other.sites[index]}"
+        mine = (self.inputs, self.outputs, self.made, self.grads, self.bumps, self.device, self.used, self.shared)
+        its = (
+            other.inputs,
+            other.outputs,
+            other.made,
+            other.grads,
+            other.bumps,
+            other.device,
+            other.used,
+            other.shared,
+        )
+        if mine != its:
+            return "tensors come from or go to other places"
+        if len(self.origins) != len(other.origins) or not all(map(Origin.is_like, self.origins, other.origins)):
+            return "other data is uploaded"
+        if self.structure != other.structure:
+            return "the result has another structure"
+        for mine, its in zip(self.results, other.results, strict=True):
+            if not _same_result(mine, its):
+                return f"the result changed: {mine[1]!r} -> {its[1]!r}"
+        if [_shown(drawn) for drawn in self.draws] != [_shown(drawn) for drawn in other.draws]:
+            return "other random numbers are drawn"
+        if len(self.derivatives) != len(other.derivatives):
+            return "other derivatives are recorded"
+        for derivative, its in zip(self.derivatives, other.derivatives, strict=True):
+            if not derivative.is_like(its):
+                return "another derivative is recorded"
+        if self.grads_before != other.grads_before:
+            return "gradients are there that were not"
+        return None
+
+    def computed(self, other: Recording) -> list[tuple[int, Any]]:
+        """The numbers that are computed from counters, by place: an expression, or a tuple of such and of numbers."""
+        pairs = enumerate(zip(self.numbers, other.numbers, strict=True))
+        return [(index, self._computed(a, other, b)) for index, (a, b) in pairs if not same_number(a, b)]
+
+    def _computed(self, number: Any, other: Recording, its: Any) -> Any:
+        if type(number) is not tuple:
+            return self.counters.explains(number, other.counters, its)
+        if type(its) is not tuple or len(its) != len(number):
+            return None
+        parts = []
+        for a, b in zip(number, its, strict=True):
+            part = b if same_number(a, b) else self.counters.explains(a, other.counters, b)
+            if part is None:
+                return None
+            parts.append(part)
+        return Each(parts)
+
+
+def _same_result(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    (kind, a), (other_kind, b) = one, other
+    if kind != other_kind:
+        return False
+    return a is b or (same_number(a, b) if kind != CONSTANT or is_plain(a) else False)
+
+
+def _first_difference(one: Recording, other: Recording) -> str:
+    for index, (a, b) in enumerate(zip(one.key, other.key, strict=False)):
+        if a is not b and a != b:
+            return f"{a} -> {b}, element {index} of the program"
+    return f"{len(one.key)} -> {len(other.key)} elements of the program"

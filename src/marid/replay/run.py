@@ -1,0 +1,232 @@
+"""Running a function's Python under observation, and describing what it did."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from marid.frontend import handles
+from marid.frontend.observe import Observer, Upload, observing
+from marid.graph.node import Node, Spec, root_of
+from marid.graph.prepared import Prepared
+from marid.graph.program import Task, bind
+from marid.graph.tape import Tape
+from marid.optimize.forecast import forecast
+from marid.replay.arguments import Call
+from marid.replay.backward import record_backwards
+from marid.replay.gradients import LIVE, graph_of
+from marid.replay.host import HostWatch
+from marid.replay.pending import run_pending_work
+from marid.replay.places import Places, Refused, numbers_of
+from marid.replay.reachable import reach
+from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, TENSOR, Origin, Recording, Ref
+from marid.replay.snapshot import Snapshot
+from marid.replay.streams import Streams
+
+__all__ = ["Run", "grad_of"]
+
+
+def grad_of(tensor: Any) -> Any:
+    """The gradient of a tensor that can have one."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
+class Run:
+    """One run of a function's Python. ``recording`` is what it did, or None with ``refusal`` saying why not.
+
+    Holds the work that is pending: drop it soon.
+    """
+
+    def __init__(self, function: Any, call: Call) -> None:
+        run_pending_work()
+        self._function = function
+        self._call = call
+        self.recording: Recording | None = None
+        self.refusal: Refused | None = None
+        self._reached = reach([("the function", function), *[("an argument", other) for other in call.others]])
+        self._snapshot = Snapshot(self._reached)
+        self._tensors = [*call.lazy, *self._reached.lazy]
+        self._host = [*call.host, *self._reached.host]
+        self._streams = Streams(self._reached.generators)
+        self._values = [tensor._value for tensor in self._tensors]
+        self._specs: list[Spec] = [value.spec for value in self._values]
+        self._histories = [tensor.grad_fn for tensor in self._tensors]
+        self._grads = [grad_of(tensor) for tensor in self._tensors]
+        self._versions = [_version(tensor) for tensor in (*self._tensors, *self._grads)]
+        self._host_versions = [_version(tensor) for tensor in self._host]
+        self._task: Task | None = None
+        self._backwards: list[Task] = []
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
+        """Run the Python; its result. What it raises leaves as it is."""
+        try:
+            with observing(refuse_reads) as seen, HostWatch(self._host, self._reached.host) as host:
+                result = self._function(*args, **kwargs)
+        finally:
+            for index in range(handles.device_count):
+                handles.tape(index).room = 0  # not cut while the function ran: measured again at the next operation
+        try:
+            self._check(seen, host)
+            if not self._describe(result, seen, host):
+                gc.collect()  # results in reference cycles that nobody holds
+                self._describe(result, seen, host)
+        except Refused as refused:
+            self.refusal = refused.with_traceback(None)
+        return result
+
+    def prepare(self) -> list[Prepared]:
+        """The programs of the run, to be run again: its own, and those of its derivatives."""
+        assert self._task is not None
+        return [Prepared(task, forecast(task).nbytes) for task in (self._task, *self._backwards)]
+
+    # --- what cannot be replayed ---
+
+    def _check(self, seen: Observer, host: HostWatch) -> None:
+        if seen.reads:
+            raise Refused(seen.reads[0], for_good=True)
+        if self._reached.too_much is not None:
+            raise Refused(f"it reaches {self._reached.too_much}", for_good=True)
+        refusal = host.refusal or self._streams.refusal(seen.draws)
+        if refusal is not None:
+            raise Refused(refusal)
+        changed = self._snapshot.change()
+        if changed is not None:
+            raise Refused(f"it changes Python state: {changed}")
+        written = host.counters.written
+        first = len(self._call.host)
+        for index, (tensor, before) in enumerate(zip(self._host, self._host_versions, strict=True)):
+            # Under a dispatch mode, operators on lists do not note that tensors changed.
+            if _version(tensor) - before in (0, written.get(index - first, 0)):
+                continue
+            raise Refused("it changes a tensor of the CPU in place")
+        before = zip(self._tensors, self._values, self._specs, self._histories, strict=True)
+        for tensor, value, spec, history in before:
+            if tensor._value is not value or value.spec is not spec:
+                raise Refused("it gives a tensor other memory or another shape in place")
+            if tensor.grad_fn is not history:
+                raise Refused("it changes in place a tensor that has a history of gradients")
+
+    # --- what happened ---
+
+    def _describe(self, result: Any, seen: Observer, host: HostWatch) -> bool:
+        """Whether all results that live on are held by what is known; else nothing is noted the first time."""
+        leaves, structure = _pytree.tree_flatten(result)
+        live: dict[int, Any] = {id(leaf): leaf for leaf in leaves if handles.is_lazy(leaf) and self._is_live(leaf)}
+        tape = self._tape()
+        end = next(tape.sequence)
+        backwards = record_backwards([*live.values()], self._tensors, tape) if live else []
+        task = bind(_before(tape, end))
+        places = Places(self._tensors, self._grads, seen.uploads, task)
+        grads = self._new_grads(places)
+        results = [self._result(leaf, places) for leaf in leaves]
+        for leaf in live.values():
+            if places.of(root_of(leaf._value))[0] != OUTPUT:
+                raise Refused("it returns a view of its argument or state with a history of gradients", for_good=True)
+        derivatives = [backward.describe(places) for backward in backwards]
+        kept = places.unexplained(bool(live))
+        if kept is not None:
+            self.refusal = Refused(f"a result is kept by something other than what it returns: {kept}")
+            return False
+        self.refusal = None
+        numbers, sites = numbers_of(task, [drawn.draw for drawn in seen.draws])
+        bumps = self._bumps(places)
+        used, shared = places.used()
+        self._task = task
+        self._backwards = [backward.task for backward in backwards]
+        self.recording = Recording(
+            key=task.key,
+            numbers=numbers,
+            sites=sites,
+            inputs=places.inputs,
+            outputs=places.outputs,
+            made=places.made,
+            results=results,
+            structure=structure,
+            grads=grads,
+            bumps=bumps,
+            draws=seen.draws,
+            origins=[self._origin(seen.uploads[value], _spec(value), host) for value in places.uploads],
+            device=tape.device,
+            used=used,
+            shared=shared,
+            snapshot=self._snapshot,
+            reached=self._reached,
+            grads_before=[None if grad is None else grad._value.spec for grad in self._grads],
+            derivatives=derivatives,
+            counters=host.counters,
+        )
+        return True
+
+    def _is_live(self, tensor: Any) -> bool:
+        return not any(tensor is one for one in self._tensors) and graph_of(tensor) == LIVE
+
+    def _tape(self) -> Tape:
+        tapes = [handles.tape(index) for index in range(handles.device_count)]
+        busy = [tape for tape in tapes if tape.entries and tape.pending()]
+        if len(busy) > 1:
+            raise Refused("it works on more than one device")
+        return busy[0] if busy else tapes[self._specs[0].device if self._specs else 0]
+
+    def _new_grads(self, places: Places) -> list[tuple[int, Ref | None]]:
+        changed: list[tuple[int, Ref | None]] = []
+        for index, (tensor, before) in enumerate(zip(self._tensors, self._grads, strict=True)):
+            grad = grad_of(tensor)
+            if grad is not before:
+                if grad is not None and graph_of(grad) == LIVE:
+                    raise Refused("it makes gradients that gradients can be taken of")
+                places.use((TENSOR, index))
+                changed.append((index, None if grad is None else places.of_tensor(grad) or places.make(grad)))
+        return changed
+
+    def _result(self, leaf: Any, places: Places) -> tuple[str, Any]:
+        if handles.is_lazy(leaf):
+            return places.of_tensor(leaf) or places.make(leaf)
+        if isinstance(leaf, torch.Tensor):
+            for index, tensor in enumerate(self._call.host):
+                if tensor is leaf:
+                    return HOST, index
+            if not any(tensor is leaf for tensor in self._host):
+                raise Refused("it returns a tensor of the CPU that it makes")
+        return CONSTANT, leaf
+
+    def _bumps(self, places: Places) -> list[tuple[Ref, int]]:
+        found: list[tuple[Ref, int]] = []
+        count = len(self._tensors)
+        seen: set[int] = set()
+        for index, (tensor, before) in enumerate(zip((*self._tensors, *self._grads), self._versions, strict=True)):
+            now = _version(tensor)
+            if now != before and id(tensor) not in seen:
+                seen.add(id(tensor))
+                ref = (TENSOR, index) if index < count else (GRAD, index - count)
+                places.use(ref)
+                found.append((ref, now - before))
+        return found
+
+    def _origin(self, upload: Upload, spec: Spec, host: HostWatch) -> Origin:
+        for index, tensor in enumerate(self._call.host):
+            if tensor is upload.tensor:
+                return Origin(index, None, None, spec, upload.make)
+        if host.is_known(upload.tensor):
+            return Origin(None, upload.tensor, None, spec, upload.make)
+        if host.is_derived(upload.tensor):
+            raise Refused("it uploads a tensor that it computes on the CPU")
+        if upload.content is None:
+            raise Refused(f"it makes a tensor of {upload.tensor.numel()} elements from Python's data")
+        return Origin(None, None, upload.content, spec, upload.make)
+
+
+def _before(tape: Tape, end: int) -> list[Node]:
+    """What is pending and was recorded before ``end``: in a list that alone holds it."""
+    return [node for node in tape.pending() if node.seq < end]
+
+
+def _version(tensor: Any) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _spec(value: Any) -> Spec:
+    assert value.spec is not None
+    return value.spec

@@ -1,0 +1,109 @@
+"""Whether the Python state that a function can reach is what it was: asked at each replay, so it has to be cheap.
+
+The objects in all containers are listed by a few calls into C and compared by identity. Only where that finds a
+difference are they looked at: a number that was computed again and is equal is no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from marid.replay.reachable import LONG, MISSING, Reached, is_plain
+
+__all__ = ["Snapshot", "same_number"]
+
+
+def same_number(one: Any, other: Any) -> bool:
+    """Equality of plain things that tells 1 from 1.0 and True, 0.0 from -0.0, and takes NaN for itself."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same_number(a, b) for a, b in zip(one, other, strict=True))
+    return repr(one) == repr(other) if isinstance(one, (float, complex)) else bool(one == other)
+
+
+class Snapshot:
+    """The state at one moment. Holds on to it, so that identities stay unique."""
+
+    def __init__(self, reached: Reached) -> None:
+        self._reached = reached
+        dicts = [one for _, one in reached.dicts]
+        lists = [one for _, one in reached.lists]
+        self._dicts = [one for one in dicts if 0 < len(one) <= LONG]
+        self._lists = [one for one in lists if 0 < len(one) <= LONG]
+        self._empty = [one for one in (*dicts, *lists) if not one]
+        self._long = [(one, len(one)) for one in (*dicts, *lists) if len(one) > LONG]
+        self._names = [(scope, name) for _, scope, names in reached.names for name in names]
+        self._cells = [cell for _, cell in reached.cells]
+        self._arrays = [(one, one.shape, one.dtype, one.tobytes()) for _, one in reached.arrays]
+        self._kept = list(self._objects())
+        self._ids = list(map(id, self._kept))
+
+    def _objects(self) -> Iterator[Any]:
+        return chain(
+            chain.from_iterable(map(dict.values, self._dicts)),
+            chain.from_iterable(self._dicts),
+            chain.from_iterable(self._lists),
+            [scope.get(name, MISSING) for scope, name in self._names],
+            [_content(cell) for cell in self._cells],
+        )
+
+    def change(self) -> str | None:
+        """What is not as it was, in words."""
+        if any(self._empty):
+            return self._what_changed()
+        if list(map(id, self._objects())) != self._ids:
+            now = list(self._objects())
+            if len(now) != len(self._kept) or not all(map(_unchanged, self._kept, now)):
+                return self._what_changed()
+            self._kept, self._ids = now, list(map(id, now))
+        for one, length in self._long:
+            if len(one) != length:
+                return f"a container of {length} entries changed"
+        for (path, _), (one, shape, dtype, content) in zip(self._reached.arrays, self._arrays, strict=True):
+            if one.shape != shape or one.dtype != dtype or one.tobytes() != content:
+                return f"the array {path} changed"
+        return None
+
+    def _what_changed(self) -> str:
+        for path, one in (*self._reached.dicts, *self._reached.lists):
+            if any(one is empty for empty in self._empty) and one:
+                return f"{path} was empty and has {len(one)} entries"
+        now = list(self._objects())
+        for index, (a, b) in enumerate(zip(self._kept, now, strict=False)):
+            if not _unchanged(a, b):
+                return f"{self._path(index)}: {_shown(a)} -> {_shown(b)}"
+        return "a container has entries more or fewer"
+
+    def _path(self, index: int) -> str:
+        """The name of the place behind one of ``_objects``."""
+        names = {id(one): path for path, one in (*self._reached.dicts, *self._reached.lists)}
+        places: list[str] = []
+        for one in self._dicts:
+            places += [f"{names[id(one)]}[{key!r}]" if is_plain(key) else f"{names[id(one)]}[...]" for key in one]
+        for one in self._dicts:
+            places += [f"the keys of {names[id(one)]}"] * len(one)
+        for one in self._lists:
+            places += [f"{names[id(one)]}[{position}]" for position in range(len(one))]
+        places += [name for _, name in self._names]
+        places += [name for name, _ in self._reached.cells]
+        return places[index] if index < len(places) else "a container"
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _unchanged(one: Any, other: Any) -> bool:
+    return one is other or (is_plain(one) and same_number(one, other))
+
+
+def _shown(thing: Any) -> str:
+    if thing is MISSING:
+        return "nothing"
+    return repr(thing) if is_plain(thing) else f"a {type(thing).__name__}"

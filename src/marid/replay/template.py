@@ -1,0 +1,272 @@
+"""Doing again what a recording did, on the tensors of another call, without its Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from marid.engine.inprocess import concretely
+from marid.frontend import handles
+from marid.frontend.materialize import bytes_of, engine
+from marid.graph.node import Node, Storage, Value, root_of
+from marid.graph.prepared import Prepared
+from marid.replay.arguments import Call
+from marid.replay.backward import connect
+from marid.replay.counters import evaluate
+from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
+from marid.replay.pending import run_pending_work
+from marid.replay.recording import (
+    CONSTANT,
+    GRAD,
+    HOST,
+    MADE,
+    OUTPUT,
+    TENSOR,
+    UPLOAD,
+    Derivative,
+    Each,
+    Made,
+    Recording,
+    Ref,
+)
+from marid.replay.streams import take_again
+from marid.semantics.scopes import current_site, state
+from marid.settings import settings
+
+__all__ = ["MISS", "Template"]
+
+MISS: Any = object()
+
+
+class Template:
+    """A recording whose program is ready to run."""
+
+    def __init__(self, recording: Recording, earlier: Recording, prepared: list[Prepared], arguments: int) -> None:
+        self.recording = recording
+        self._computed = earlier.computed(recording)
+        self._prepared, *backwards = prepared
+        self._backwards = [*zip(recording.derivatives, backwards, strict=True)]
+        own = recording.reached.lazy
+        self._state_specs = [tensor._value.spec for tensor in own]
+        self._state_flags = [_flags(tensor) for tensor in own]
+        tensors = arguments + len(own)
+        asked = {index for kind, index in recording.used if kind == GRAD} | {index for index, _ in recording.grads}
+        asked |= {index for index, spec in enumerate(recording.grads_before) if spec is not None}
+        asked |= {arguments + index for index, tensor in enumerate(own) if tensor.requires_grad and tensor.is_leaf}
+        self._grads_asked = sorted(index for index in asked if index < tensors)
+        self._grads_expected = [recording.grads_before[index] for index in self._grads_asked]
+        self._draws = [place for place, number in enumerate(recording.numbers) if _is_draw(number)]
+        self._all_apart = len(set(recording.shared)) == len(recording.shared)
+        self._replaced = [index for index, _ in recording.grads if (GRAD, index) not in recording.used]
+        most = max((count for _, count in recording.bumps), default=0)
+        self._rounds = [[ref for ref, count in recording.bumps if count > done] for done in range(most)]
+        self._simple = recording.structure.is_leaf()
+
+    def holds(self, call: Call) -> bool:
+        """Whether the state is the one in which the recording was made, as far as it is watched."""
+        if self.recording.snapshot.change() is not None or not self._is_state_alike():
+            return False
+        if not self.recording.counters.has_equal_counters():
+            return False
+        return self._grads_of([*call.lazy, *self.recording.reached.lazy]) is not None
+
+    def run(self, call: Call) -> Any:
+        """The result for ``call``, or ``MISS`` (and nothing has happened) where the Python has to run.
+
+        Raises ``MaterializationError`` when an operation fails.
+        """
+        recording = self.recording
+        if recording.snapshot.change() is not None or not self._is_state_alike() or not run_pending_work():
+            return MISS
+        tensors = [*call.lazy, *recording.reached.lazy]
+        grads = self._grads_of(tensors)
+        if grads is None:
+            return MISS
+        values: dict[Ref, Value] = {}
+        for ref in recording.used:
+            kind, index = ref
+            value = (tensors if kind == TENSOR else grads)[index]._value
+            if value.concrete is None:
+                return MISS
+            values[ref] = value
+        if not self._shares_as_recorded(values) or not self._has_room():
+            return MISS
+        counters = recording.counters
+        if not self._upload(call, values) or (counters.events and not counters.has_equal_counters()):
+            return MISS
+        numbers = recording.numbers
+        before = counters.copies()
+        if counters.events:
+            read = counters.again()
+            numbers = list(numbers)
+            for place, how in self._computed:
+                numbers[place] = _number(how, read)
+        if recording.draws:
+            taken = take_again(recording.draws)
+            numbers = list(numbers)
+            for place in self._draws:
+                numbers[place] = taken[numbers[place][1]]
+        for index in self._replaced:
+            tensors[index].grad = grads[index] = None  # as the Python, which dropped it: its memory can be used again
+        inputs: list[Any] = [values[ref].concrete for ref in recording.inputs]
+        try:
+            buffers = engine.replay(self._prepared, inputs, numbers)
+        except BaseException:
+            for counter, content in before:
+                counter.copy_(content)  # the optimizer has not come to its step
+            raise
+        return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(
+            self._simple
+        )
+
+    def _is_state_alike(self) -> bool:
+        own = self.recording.reached.lazy
+        return [t._value.spec for t in own] == self._state_specs and [_flags(t) for t in own] == self._state_flags
+
+    def _grads_of(self, tensors: list[Any]) -> dict[int, Any] | None:
+        grads = {index: tensors[index].grad for index in self._grads_asked}
+        specs = [None if grad is None else grad._value.spec for grad in grads.values()]
+        return grads if specs == self._grads_expected else None
+
+    def _shares_as_recorded(self, values: dict[Ref, Value]) -> bool:
+        roots = [id(value.root or value) for value in values.values()]
+        if self._all_apart:
+            return len(set(roots)) == len(roots)
+        return tuple([roots.index(root) for root in roots]) == self.recording.shared
+
+    def _has_room(self) -> bool:
+        # Where there is a limit on memory, the Python records, and what does not fit is refused where it is read.
+        limit = settings.memory_limit
+        return not limit or bytes_of(range(handles.device_count)) + self._prepared.transient_bytes <= limit
+
+    def _upload(self, call: Call, values: dict[Ref, Value]) -> bool:
+        device = self.recording.device
+        for index, origin in enumerate(self.recording.origins):
+            given = origin.tensor if origin.argument is None else call.host[origin.argument]
+            with concretely():
+                buffer = origin.make(origin.content if given is None else given)
+            spec = handles.spec_of(buffer, device)
+            if spec is not origin.spec:
+                return False
+            values[UPLOAD, index] = handles.source(buffer, spec)
+        return True
+
+
+def _number(how: Any, read: list[float]) -> Any:
+    return tuple([evaluate(part, read) for part in how]) if type(how) is Each else evaluate(how, read)
+
+
+def _flags(tensor: Any) -> tuple[bool, bool]:
+    return tensor.requires_grad, tensor._backward_hooks is None
+
+
+def _is_draw(number: Any) -> bool:
+    return type(number) is tuple and len(number) == 2 and number[0] == "draw"
+
+
+class _HandOut:
+    """Gives the outputs of a run to whoever gets them: the result, gradients, versions."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        call: Call,
+        tensors: list[Any],
+        grads: dict[int, Any],
+        values: dict[Ref, Value],
+        buffers: list[torch.Tensor],
+        rounds: list[list[Ref]],
+        backwards: list[tuple[Derivative, Prepared]],
+    ) -> None:
+        self._recording = recording
+        self._call = call
+        self._tensors = tensors
+        self._grads = grads
+        self._values = values
+        self._groups: dict[int, Storage] = {}
+        self._tape = handles.tape(recording.device)
+        self._note(buffers)
+        for refs in rounds:
+            torch.autograd.graph.increment_version([self._known(ref) for ref in refs])
+        with handles.below_autograd():
+            later = (SPENT, LIVE)  # made where autograd sees it
+            self._made = [None if made.graph in later else self._handle(made) for made in recording.made]
+        for index, made in enumerate(recording.made):
+            self._made[index] = self._with_graph(made, self._made[index])
+        if backwards:
+            self._connect(backwards)
+        for index, ref in recording.grads:
+            tensors[index].grad = None if ref is None else self._tensor(ref)
+
+    def result(self, simple: bool) -> Any:
+        leaves = [self._leaf(kind, of) for kind, of in self._recording.results]
+        return leaves[0] if simple else _pytree.tree_unflatten(leaves, self._recording.structure)
+
+    def _connect(self, backwards: list[tuple[Derivative, Prepared]]) -> None:
+        """Give the tensors that gradients can be taken of a history: the recorded backward."""
+        places = [index for index, made in enumerate(self._recording.made) if made.graph == LIVE]
+        inputs = [self._known(ref) for ref in backwards[0][0].wanted]
+
+        def make() -> list[Any]:
+            return [self._handle(self._recording.made[index]) for index in places]
+
+        known = {ref: self._known(ref) for ref in self._recording.used}
+        made = {self._recording.made[i].value: tensor for i, tensor in enumerate(self._made) if tensor is not None}
+        live = connect(
+            inputs, make, [self._recording.made[i].value for i in places], {**made, **known}, self._values, backwards
+        )
+        for index, tensor in zip(places, live, strict=True):
+            self._made[index] = tensor
+
+    def _note(self, buffers: list[torch.Tensor]) -> None:
+        site, scope, sequence = current_site(), state.scope, self._tape.sequence
+        nodes: list[Value] = []
+        outputs = self._recording.outputs
+        for index, ((spec, _), buffer) in enumerate(zip(outputs, buffers, strict=True)):
+            node = Node(next(sequence), None, None, None, spec, None, site, scope)
+            node.concrete = buffer
+            nodes.append(node)
+            self._values[OUTPUT, index] = node
+        for node, (_, root) in zip(nodes, outputs, strict=True):
+            if root is not None:
+                node.root = root_of(self._values[root])
+        self._tape.note_resident(nodes)
+
+    def _known(self, ref: Ref) -> Any:
+        kind, index = ref
+        return self._tensors[index] if kind == TENSOR else self._grads[index]
+
+    def _tensor(self, ref: Ref) -> Any:
+        return self._made[ref[1]] if ref[0] == MADE else self._known(ref)
+
+    def _leaf(self, kind: str, of: Any) -> Any:
+        if kind == CONSTANT:
+            return of
+        return self._call.host[of] if kind == HOST else self._tensor((kind, of))
+
+    def _handle(self, made: Made) -> Any:
+        storage = made.storage
+        if isinstance(storage, int):
+            number, storage = storage, self._groups.get(storage)
+            if storage is None:
+                storage = self._groups[number] = Storage(next(self._tape.sequence))
+        elif storage is not None:
+            storage = handles.storage_of(self._known(storage))
+        return handles.new_handle(self._values[made.value], made.spec, storage)
+
+    def _with_graph(self, made: Made, handle: Any) -> Any:
+        if made.graph == SPENT:
+            make: Callable[[], Any] = lambda: self._handle(made)  # noqa: E731
+            return with_spent_graph(make)
+        if made.graph == LEAF:
+            return handle.requires_grad_()
+        if made.base is None:
+            return handle
+        base = self._known(made.base)
+        with torch.no_grad():
+            if made.value == made.base:
+                return base.detach()
+            return torch.as_strided(base, made.spec.shape, made.spec.stride, made.spec.offset)
