@@ -8,7 +8,7 @@ import torch
 
 from marid.frontend import handles
 from marid.frontend.device import memory_allocated, peak_memory
-from marid.frontend.materialize import holders, pending_nodes, wait_anyway
+from marid.frontend.materialize import engine, holders, pending_nodes, wait_anyway
 from marid.frontend.materialize import materialize as _materialize
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value, root_of
@@ -74,6 +74,7 @@ def stats() -> Stats:
         unplanned_bytes=counters.unplanned_bytes,
         functions=sorted((one.copy() for one in list(functions) if one.calls), key=lambda one: one.name),
         epoch=counters.epoch,
+        programs_compiling=engine.compiling(),
         programs_compiled=counters.programs_compiled,
         compiled_runs=counters.compiled_runs,
         compile_cache_hits=counters.compile_cache_hits,

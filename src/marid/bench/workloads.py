@@ -113,7 +113,7 @@ WORKLOADS = (
         unit="ms",
         scale=1e3,
         calls=3,
-        warmup=4,
+        warmup=12,
         quick={"size": 1 << 18},
         unchecked=("copy",),
     ),

@@ -19,6 +19,7 @@ from marid.errors import MaterializationError, MemoryLimitError
 from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
 from marid.execute.compiled.tier import best
+from marid.execute.compiled.workers import compiler
 from marid.execute.flat import Way
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
@@ -178,6 +179,11 @@ class InProcessEngine:
     def settle(self) -> None:
         with self.lock:
             self._settle()
+
+    def compiling(self) -> int:
+        with self.lock:
+            compiler.poll()
+            return len(compiler.jobs)
 
     def trim(self) -> None:
         with self.lock:

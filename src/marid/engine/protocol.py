@@ -61,6 +61,10 @@ class Engine(Protocol):
         """A CPU tensor with the values and strides of ``buffer``; a snapshot, never an alias."""
         ...
 
+    def compiling(self) -> int:
+        """How many parts of programs are being compiled in the background."""
+        ...
+
     def trim(self) -> None:
         """Give back memory that is only kept to be used again."""
         ...

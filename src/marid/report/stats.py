@@ -65,7 +65,8 @@ class Stats:
     ``planned_peak`` the bytes that the largest memory plan takes, ``planned_lower_bound`` the largest sum of bytes that
     live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``functions`` under
     ``marid.compile`` that were called; ``epoch`` counts completed runs;
-    ``programs_compiled`` programs of which there is a compiled form (one for each shapes rule), ``compiled_runs`` runs
+    ``programs_compiling`` parts of programs that are being compiled, ``programs_compiled`` programs of which there is a
+    compiled form (one for each shapes rule), ``compiled_runs`` runs
     with one; ``compile_cache_hits`` parts found on disk; ``compile_failures`` parts that could not be compiled,
     ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` forms that
     were no faster; ``compile_workers`` worker processes started, ``compile_workers_lost`` that died;
@@ -91,6 +92,7 @@ class Stats:
     unplanned_bytes: int
     functions: list[FunctionStats]
     epoch: int
+    programs_compiling: int
     programs_compiled: int
     compiled_runs: int
     compile_cache_hits: int
