@@ -23,11 +23,13 @@ from marid.execute.compiled.workers import compiler
 from marid.execute.flat import Way
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
-from marid.graph.node import Draw, Node, Value, fail, finish, root_of
+from marid.graph import program, tape
+from marid.graph.node import Draw, Node, Output, Value, fail, failures, finish, root_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Task, bind
+from marid.graph.tape import Tape
 from marid.graph.twister import Twisters
-from marid.native import library, omp_pause
+from marid.native import library, module, omp_pause
 from marid.optimize.forecast import forecast
 from marid.report.stats import counters
 from marid.report.units import bytes_text
@@ -58,6 +60,12 @@ _EXCLUDED = _keys(
     *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchGradWrapper", "FuncTorchBatched"),
     *("FuncTorchVmapMode", "Functionalize", "PreDispatch"),
 )
+
+
+if module is not None:
+    module.configure_cuts(Node=Node, Output=Output, Task=Task, Tape=Tape, Draw=Draw, failures=failures)
+    tape.accelerate(module.cut)
+    program.accelerate(module.bind)
 
 
 class concretely:

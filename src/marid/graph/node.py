@@ -28,6 +28,7 @@ __all__ = [
     "Value",
     "fail",
     "failure_of",
+    "failures",
     "finish",
     "input_values",
     "last_write",
@@ -198,7 +199,8 @@ class Output:
 
 Value = Node | Output
 
-_failures: weakref.WeakKeyDictionary[Node, Exception] = weakref.WeakKeyDictionary()
+failures: weakref.WeakKeyDictionary[Node, Exception] = weakref.WeakKeyDictionary()
+"""The errors of nodes that failed."""
 
 
 def finish(node: Node) -> None:
@@ -209,12 +211,12 @@ def finish(node: Node) -> None:
 def fail(node: Node, error: Exception) -> None:
     """Note that a node has failed: whoever asks for its value gets ``error``. A failed write leaves memory as it is."""
     finish(node)
-    _failures[node] = error
+    failures[node] = error
 
 
 def failure_of(node: Node) -> Exception | None:
     """The error of a node that failed."""
-    return _failures.get(node) if _failures else None
+    return failures.get(node) if failures else None
 
 
 class Storage:

@@ -722,6 +722,10 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 
 }  // namespace
 
+namespace marid {
+extern PyMethodDef cut_functions[];
+}
+
 PyMODINIT_FUNC PyInit_marid_native() {
   value_name = PyUnicode_InternFromString("_value");
   storage_name = PyUnicode_InternFromString("_storage");
@@ -733,5 +737,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
   large = PyUnicode_InternFromString("large");
   yes = PyUnicode_InternFromString("True");
   no = PyUnicode_InternFromString("False");
-  return PyModule_Create(&module);
+  PyObject* made = PyModule_Create(&module);
+  if (made != nullptr && PyModule_AddFunctions(made, marid::cut_functions) < 0) Py_CLEAR(made);
+  return made;
 }
