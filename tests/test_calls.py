@@ -339,3 +339,13 @@ def test_numbers_of_foreach_operators_need_no_new_rule() -> None:
         made = torch._foreach_mul(x, [0.5 / step, 0.25 / step])
     assert len(known) == before
     assert torch.equal(made[0].cpu(), torch.ones(2) * (0.5 / 9))
+
+
+def test_a_number_that_lies_on_the_device() -> None:
+    """``vmap`` makes numbers tensors of the device; PyTorch asserts there, and must go on to."""
+    x, end = torch.ones(2, device=DEVICE), torch.tensor(3.0, device=DEVICE)
+    with pytest.raises(RuntimeError):
+        torch.vmap(lambda start: torch.linspace(start, end, 4))(x)
+    with pytest.raises(RuntimeError):
+        torch.vmap(lambda start: torch.linspace(start, 3.0, 4))(x)
+    assert x.tolist() == [1, 1]

@@ -78,6 +78,7 @@ struct Formal {
 struct Operator {
   std::vector<Formal> formals;
   size_t positional = 0;
+  size_t returns = 0;
   bool returns_list = false;
   PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
 };
@@ -140,6 +141,7 @@ Outcome read_tensor(const at::Tensor& tensor, bool exact, Call& call, PyObject**
   if (!tensor.defined()) return given(Py_None, Py_NewRef(Py_None), key, stored);
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->is_wrapped_number()) {
+    if (!impl->is_cpu() || impl->is_python_dispatch()) return Outcome::kUnusual;
     switch (tensor.scalar_type()) {
       case at::kDouble: return read_float(*static_cast<const double*>(impl->data()), exact, key, stored);
       case at::kLong: return read_int(*static_cast<const int64_t*>(impl->data()), key, stored);
@@ -533,7 +535,9 @@ bool recorded(const Operator& op, torch::jit::Stack* stack) {
   PyObject* found = key ? PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()) : nullptr;
   if (found == nullptr || known.at(found, kRepeats) != Py_True) return false;
   bool one = known.at(found, kPattern) != Py_None || known.at(found, kReturned) != Py_None;
-  if (!one && known.at(found, kSeveral) == Py_None) return false;
+  PyObject* described = known.at(found, kSeveral);
+  if (one ? op.returns != 1 || op.returns_list : described == Py_None) return false;
+  if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
   Ref like = Ref::to(found);
   PyObject* room = tape.at(known.at(found, kTape), kRoom);
   long long left = PyLong_AsLongLong(room) - PyLong_AsLongLong(known.at(found, kCost));
@@ -551,6 +555,16 @@ bool recorded(const Operator& op, torch::jit::Stack* stack) {
   return true;
 }
 
+// Whether Python knows of a tensor.
+template <typename Slot>
+bool has_object(const Slot* slot) {
+  if constexpr (requires { slot->pyobj_interpreter(); }) {
+    return slot->pyobj_interpreter() != nullptr;  // before PyTorch 2.13
+  } else {
+    return slot->load_pyobj() != nullptr;
+  }
+}
+
 // What PyTorch does with an operator that has no kernel of its own for tensors implemented in Python.
 // See pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
 void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, size_t arguments) {
@@ -558,16 +572,21 @@ void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
       (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
        c10::DispatchKeySet(c10::DispatchKey::Python));
   c10::impl::ExcludeDispatchKeyGuard guard(below);
-  bool in_python = c10::impl::TorchDispatchModeTLS::stack_len() > 0;
+  bool in_python = c10::impl::TorchDispatchModeTLS::stack_len() > 0, known_to_python = in_python;
+  auto look_at = [&](c10::TensorImpl* impl) {
+    in_python = in_python || impl->key_set().has(c10::DispatchKey::Python);
+    known_to_python = known_to_python || has_object(impl->pyobj_slot());
+  };
   for (const c10::IValue& value : torch::jit::last(*stack, arguments)) {
     if (value.isTensor()) {
-      in_python = in_python || value.unsafeToTensorImpl()->key_set().has(c10::DispatchKey::Python);
+      look_at(value.unsafeToTensorImpl());
     } else if (value.isTensorList() || value.isOptionalTensorList()) {
       for (const c10::IValue& item : value.toListRef()) {
-        in_python = in_python || (!item.isNone() && item.unsafeToTensorImpl()->key_set().has(c10::DispatchKey::Python));
+        if (!item.isNone()) look_at(item.unsafeToTensorImpl());
       }
     }
   }
+  TORCH_INTERNAL_ASSERT(known_to_python, "Hit Python dispatch key but no arguments had PyInterpreter (no tensor args?)");
   if (in_python) {
     (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
     return;
@@ -634,6 +653,7 @@ std::shared_ptr<Operator> described(const c10::FunctionSchema& schema) {
     made->formals.push_back(formal);
   }
   const auto& returns = schema.returns();
+  made->returns = returns.size();
   made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
   return made;
 }
