@@ -68,9 +68,8 @@ if module is not None:
     program.accelerate(module.bind)
 
 
-class concretely:
-    """Context manager: inside, ATen calls go straight to the kernels of concrete tensors, as if called outside of any
-    dispatch: no autograd, autocast, tensor subclass, mode or functional transform sees them."""
+class _Concretely:
+    """The context manager below in Python, where an interrupt could come between its halves."""
 
     __slots__ = ("_function", "_keys")
 
@@ -83,6 +82,11 @@ class concretely:
     def __exit__(self, *error: object) -> None:
         self._function.__exit__(*error)  # pyright: ignore[reportArgumentType]
         self._keys.__exit__(*error)
+
+
+concretely: Any = _Concretely if module is None else module.concretely(_INCLUDED.raw_repr(), _EXCLUDED.raw_repr())
+"""Context manager: inside, ATen calls go straight to the kernels of concrete tensors, as if called outside of any
+dispatch: no autograd, autocast, tensor subclass, mode or functional transform sees them."""
 
 
 class InProcessEngine:

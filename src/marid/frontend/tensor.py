@@ -13,7 +13,7 @@ from torch._C import _disabled_torch_function_impl
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import concrete, engine, materialize, pending_nodes
-from marid.graph.node import Node, Output, Storage, Value, last_write
+from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.settings import settings
 
@@ -103,7 +103,7 @@ class LazyTensor(torch.Tensor):
 
     def _operation_node(self) -> Node:
         write = last_write(self._storage)
-        if write is not None and self._value in write.args[:1]:  # pyright: ignore[reportOptionalSubscript]
+        if write is not None and self._value in values_in(write.args[:1]):  # pyright: ignore[reportOptionalSubscript]
             return write
         return self._value.node
 

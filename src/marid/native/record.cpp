@@ -743,7 +743,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 }  // namespace
 
 namespace marid {
-extern PyMethodDef cut_functions[];
+extern PyMethodDef cut_functions[], concretely_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -758,6 +758,8 @@ PyMODINIT_FUNC PyInit_marid_native() {
   yes = PyUnicode_InternFromString("True");
   no = PyUnicode_InternFromString("False");
   PyObject* made = PyModule_Create(&module);
-  if (made != nullptr && PyModule_AddFunctions(made, marid::cut_functions) < 0) Py_CLEAR(made);
+  for (PyMethodDef* more : {marid::cut_functions, marid::concretely_functions}) {
+    if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
+  }
   return made;
 }

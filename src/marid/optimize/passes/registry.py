@@ -20,7 +20,7 @@ __all__ = ["Pass", "PassFailed", "generation", "improve", "register_pass", "unre
 
 Change = Callable[[Rewriter], int | None]
 
-_LARGEST = 10_000  # instructions; the graph of a larger program would take seconds
+_LARGEST = 3_000  # instructions; the graph of a larger program would take seconds, and tens of megabytes
 
 # What changes the geometry of a tensor that others may hold.
 _RESHAPING = {"resize_", "resize_as_", "set_", "as_strided_", "swapaxes_", "transpose_", "t_", "squeeze_", "unsqueeze_"}
