@@ -34,8 +34,10 @@ def fold(rewriter: Rewriter) -> int:
         kwargs = {name: _value(rewriter, arg, sizes) for name, arg in node.kwargs.items()}
         if any(value is _UNSET for value in (*args, *kwargs.values())):
             continue
-        key = (node.target, repr(args), repr(kwargs), id(spec))
-        if key in held and not any(isinstance(value, torch.Tensor) for value in args):
+        # Never the text of a tensor, which leaves digits out.
+        plain = not any(map(_has_tensor, (*args, *kwargs.values())))
+        key = (node.target, repr(args), repr(kwargs), id(spec)) if plain else None
+        if key is not None and key in held:
             storages.join(node, held[key])
             rewriter.replace(node, held[key])
             folded += 1
@@ -50,12 +52,18 @@ def fold(rewriter: Rewriter) -> int:
             spec.dtype,
         ):
             continue
-        held[key] = constant = rewriter.constant(made, spec)
+        constant = rewriter.constant(made, spec)
+        if key is not None:
+            held[key] = constant
         storages.root[constant.meta["slot"]] = constant.meta["slot"]
         storages.join(node, constant)
         rewriter.replace(node, constant)
         folded += 1
     return folded
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
 
 
 def _is_unset(node: fx.Node) -> bool:
