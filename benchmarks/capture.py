@@ -134,6 +134,8 @@ def replay(rounds: int, length: int) -> dict[str, Any]:
         nodes = handles.tape(0).cut([result._value.node])
         task = bind(nodes)
         program = cache.find(task)
+        engine.wait()
+        task.resolve()
         with concretely():
             started = time.perf_counter()
             program.plain.run(task.inputs, task.params, engine.generator)
