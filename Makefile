@@ -28,6 +28,7 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==$(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -c 'import marid'  # builds its C++ half
 	@touch $@
 
 demo: $(READY)
@@ -56,5 +57,5 @@ bench: $(READY)
 	$(BIN)/marid bench --quick
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist src/marid/native/_built .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

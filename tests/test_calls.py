@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import marid
 from marid import native
-from marid.frontend import handles, record
+from marid.frontend import calls, handles, record
 from marid.graph.node import Node, Output
 from tests.helpers import DEVICE, on_both
 
@@ -150,6 +150,33 @@ def test_both_read_the_same_numbers(one: Any, other: Any) -> None:
         with _in_python():
             first = attempt(operation)
         assert attempt(operation) == first
+
+
+@needs_module
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_is_raised_while_recording_is_not_lost(requires_grad: bool) -> None:
+    """By the handler of a signal, say: it surfaces at the line that records, and nothing is recorded by then."""
+
+    class Stop(Exception):
+        pass
+
+    def raise_once(frame: Any, event: str, arg: Any) -> None:
+        if frame.f_code is calls.bucket.__code__:
+            sys.settrace(None)
+            raise Stop
+
+    x = torch.ones(2, device=DEVICE, requires_grad=requires_grad)
+    x * 1e30
+    pending = len(handles.tape(0).pending())
+    before = sys.gettrace()
+    sys.settrace(raise_once)
+    try:
+        with pytest.raises(Stop):
+            x * 1e30
+    finally:
+        sys.settrace(before)
+    assert len(handles.tape(0).pending()) == pending
+    assert (x * 1e30).tolist() == torch.full((2,), 1e30).tolist()
 
 
 @needs_module

@@ -108,6 +108,17 @@ def test_training_with_state_of_modules() -> None:
     _compare(make, calls=8, replays=5)
 
 
+def _step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def test_adamw_that_keeps_its_counter_on_the_device() -> None:
     """``capturable=True``: the same parameters as without ``marid.compile``, bit for bit."""
     found = []
@@ -116,13 +127,7 @@ def test_adamw_that_keeps_its_counter_on_the_device() -> None:
         model = torch.nn.Linear(8, 4).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
 
-        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = _step_of(model, optimizer)
         run = wrap(step)
         losses = [run(batch.to(DEVICE)) for batch in _batches(8)]
         found.append([loss.item() for loss in losses] + [p.tolist() for p in model.parameters()])
@@ -146,13 +151,7 @@ def test_counters_on_the_host_are_followed() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
-        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = _step_of(model, optimizer)
         run = marid.compile(step) if device == DEVICE else step
         losses: list[Any] = []
         for change in range(6):

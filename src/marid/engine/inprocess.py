@@ -227,7 +227,7 @@ class InProcessEngine:
             flight = self._by_job[job]
             draw = flight.form.draw(flight.run.next, flight.task.params)
             return self._twisters.at(draw)._cdata
-        except BaseException:
+        except Exception:
             logger.exception("a generator could not be positioned")
             return None  # the flight is done again on a thread that can raise
 

@@ -82,6 +82,16 @@ class Spec:
         self.nbytes = numel * dtype.itemsize
         self.pattern: Any = None
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether elements follow each other in memory, in order; where they start is left open."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
     def __repr__(self) -> str:
         return f"Spec({list(self.shape)}, stride={list(self.stride)}, offset={self.offset}, {self.dtype})"
 

@@ -2,9 +2,9 @@
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled. The same file is a
-Python module: ``record.cpp`` records the usual operations, ``cut.cpp`` chooses what runs and finds its program,
-``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are left out, and Python
-does it all.
+Python module: ``kernels.cpp`` and ``record.cpp`` record the usual operations, ``cut.cpp`` chooses what runs and finds
+its program, ``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are left out,
+and Python does it all.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
@@ -39,7 +39,7 @@ logger = logging.getLogger("marid")
 _MODULE = "marid_native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
 _HAS_MODULE = (_PYTHON / "Python.h").exists()
-_OF_MODULE = ("concretely.cpp", "cut.cpp", "record.cpp")
+_OF_MODULE = ("concretely.cpp", "cut.cpp", "kernels.cpp", "record.cpp")
 _SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.name not in _OF_MODULE]
 
 
@@ -59,9 +59,17 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _library_path() -> Path:
+    """Where the library is, or is to be built.
+
+    That is beside its sources, like the compiled files of Python; where we may not write, with the cached files.
+    """
     identity = f"{torch.__version__} {sys.version} {sys.platform} {torch._C._GLIBCXX_USE_CXX11_ABI} ".encode()
     identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(Path(__file__).parent.glob("*.h"))])
-    return settings.cache_dir / f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    name = f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    beside, cached = Path(__file__).parent / "_built" / name, settings.cache_dir / name
+    if beside.exists() or (not cached.exists() and os.access(Path(__file__).parent, os.W_OK)):
+        return beside
+    return cached
 
 
 def _build(path: Path) -> None:

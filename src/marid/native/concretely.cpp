@@ -53,7 +53,7 @@ PyObject* concretely(PyObject*, PyObject* const* given, Py_ssize_t) {
 namespace marid {
 
 PyMethodDef concretely_functions[] = {
-    {"concretely", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(concretely)), METH_FASTCALL, nullptr},
+    {"concretely", fast(concretely), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -370,20 +370,15 @@ PyObject* configure_cuts(PyObject*, PyObject*, PyObject* names) {
   Py_RETURN_NONE;
 }
 
-template <typename Function>
-PyCFunction function(Function fast) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast));
-}
-
 }  // namespace
 
 namespace marid {
 
 // What the module has of this file.
 PyMethodDef cut_functions[] = {
-    {"cut", function(cut), METH_FASTCALL, nullptr},
-    {"bind", function(bind), METH_FASTCALL, nullptr},
-    {"configure_cuts", function(configure_cuts), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"cut", fast(cut), METH_FASTCALL, nullptr},
+    {"bind", fast(bind), METH_FASTCALL, nullptr},
+    {"configure_cuts", fast(configure_cuts), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

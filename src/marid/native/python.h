@@ -30,6 +30,24 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
+// The interpreter's lock, for as long as this lives.
+class InterpreterLock {
+ public:
+  InterpreterLock() : state_(PyGILState_Ensure()) {}
+  InterpreterLock(const InterpreterLock&) = delete;
+  InterpreterLock& operator=(const InterpreterLock&) = delete;
+  ~InterpreterLock() { PyGILState_Release(state_); }
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// A function of another signature than `PyMethodDef` has.
+template <typename Function>
+PyCFunction fast(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 // A class with __slots__, and where its objects keep them: by position among the names that were given.
 class Slots {
  public:

@@ -1,21 +1,17 @@
 // Recording a call that is like one recorded before, without running Python.
 //
-// frontend/record.py says what recording is and does all of it, for any call and without a compiler; `dispatch` does the
-// same for the usual ones: calls with own tensors, numbers, texts, None, a few other types and lists of these, whose key
-// is known, and which return one new tensor, a view, or an argument. Everything else is handed over as it came.
+// frontend/record.py says what recording is and does all of it, for any call and without a compiler; `recorded` does the
+// same for the usual ones: calls with own tensors, numbers, texts, None, dtypes and lists of these, whose key is known,
+// and which return new tensors, views, arguments or nothing. Everything else is left to Python as it came.
 //
 // Nodes, storages and what is known of calls are Python objects with __slots__, read and written where the slots lie.
-#include "python.h"
+#include "record.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/PyInterpreterHooks.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <exception>
-#include <memory>
 #include <string>
 #include <unordered_map>
 
@@ -35,6 +31,8 @@ int get_current_graph_task_id();
 
 namespace {
 
+using marid::Formal;
+using marid::Operator;
 using marid::Ref;
 using marid::Slots;
 
@@ -67,21 +65,6 @@ PyObject* root_of(PyObject* value) {
 }
 
 // --- reading a call --------------------------------------------------------------------------------------------------
-
-// One argument of an operator, by its schema.
-struct Formal {
-  enum Kind { kPlain, kDtype, kMemoryFormat, kNotRecorded } kind = kPlain;
-  PyObject* name = nullptr;  // where it can only be given by name
-  const c10::IValue* otherwise = nullptr;
-};
-
-struct Operator {
-  std::vector<Formal> formals;
-  size_t positional = 0;
-  size_t returns = 0;
-  bool returns_list = false;
-  PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
-};
 
 enum class Outcome { kError, kUnusual, kDone };
 
@@ -519,8 +502,9 @@ bool same_value(const Operator& op, torch::jit::Stack* stack) {
   return true;
 }
 
-// Record a call like one that was recorded before; false to leave it to Python.
-bool recorded(const Operator& op, torch::jit::Stack* stack) {
+}  // namespace
+
+bool marid::recorded(const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
   PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
   if (by == nullptr) return false;
@@ -555,124 +539,9 @@ bool recorded(const Operator& op, torch::jit::Stack* stack) {
   return true;
 }
 
-// Whether Python knows of a tensor.
-template <typename Slot>
-bool has_object(const Slot* slot) {
-  if constexpr (requires { slot->pyobj_interpreter(); }) {
-    return slot->pyobj_interpreter() != nullptr;  // before PyTorch 2.13
-  } else {
-    return slot->load_pyobj() != nullptr;
-  }
-}
-
-// What PyTorch does with an operator that has no kernel of its own for tensors implemented in Python.
-// See pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
-void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, size_t arguments) {
-  constexpr c10::DispatchKeySet below = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
-      (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
-       c10::DispatchKeySet(c10::DispatchKey::Python));
-  c10::impl::ExcludeDispatchKeyGuard guard(below);
-  bool in_python = c10::impl::TorchDispatchModeTLS::stack_len() > 0, known_to_python = in_python;
-  auto look_at = [&](c10::TensorImpl* impl) {
-    in_python = in_python || impl->key_set().has(c10::DispatchKey::Python);
-    known_to_python = known_to_python || has_object(impl->pyobj_slot());
-  };
-  for (const c10::IValue& value : torch::jit::last(*stack, arguments)) {
-    if (value.isTensor()) {
-      look_at(value.unsafeToTensorImpl());
-    } else if (value.isTensorList() || value.isOptionalTensorList()) {
-      for (const c10::IValue& item : value.toListRef()) {
-        if (!item.isNone()) look_at(item.unsafeToTensorImpl());
-      }
-    }
-  }
-  TORCH_INTERNAL_ASSERT(known_to_python, "Hit Python dispatch key but no arguments had PyInterpreter (no tensor args?)");
-  if (in_python) {
-    (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
-    return;
-  }
-  c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  c10::impl::ForceDispatchKeyGuard without(local.included_.remove(c10::DispatchKey::Python), local.excluded_);
-  op.redispatchBoxed(keys.remove(c10::DispatchKey::Python), stack);
-}
-
-// The kernel of one operator for tensors implemented in Python, ours and others.
-struct Kernel final : c10::OperatorKernel {
-  explicit Kernel(std::shared_ptr<Operator> of) : of(std::move(of)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (of->identity != nullptr && c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
-      PyGILState_STATE state = PyGILState_Ensure();
-      bool done = false;
-      try {
-        done = recorded(*of, stack);
-      } catch (...) {
-        PyGILState_Release(state);
-        throw;
-      }
-      if (PyErr_Occurred()) {
-        // Nothing was recorded, so Python can try again, and raise what there is to raise; only an interrupt would be lost.
-        if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
-        PyErr_Clear();
-      }
-      PyGILState_Release(state);
-      if (done) return;
-    }
-    call_python(op, keys, stack, of->formals.size());
-  }
-
-  std::shared_ptr<Operator> of;
-};
+namespace {
 
 // --- setting up ----------------------------------------------------------------------------------------------------
-
-std::unordered_map<std::string, std::shared_ptr<Operator>> operators;
-
-bool takes_tensors(const c10::FunctionSchema& schema) {
-  return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
-    return argument.type()->annotation_str().find("Tensor") != std::string::npos;
-  });
-}
-
-std::shared_ptr<Operator> described(const c10::FunctionSchema& schema) {
-  auto made = std::make_shared<Operator>();
-  for (const c10::Argument& argument : schema.arguments()) {
-    Formal formal;
-    formal.name = PyUnicode_InternFromString(argument.name().c_str());
-    if (PySet_Contains(not_recorded, formal.name) == 1) {
-      formal.kind = Formal::kNotRecorded;
-    } else {
-      auto type = argument.real_type();
-      if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-      if (type->kind() == c10::TypeKind::ScalarTypeType) formal.kind = Formal::kDtype;
-      if (type->kind() == c10::TypeKind::MemoryFormatType) formal.kind = Formal::kMemoryFormat;
-      if (type->kind() == c10::TypeKind::LayoutType) formal.kind = Formal::kNotRecorded;
-    }
-    if (argument.default_value().has_value()) formal.otherwise = &*argument.default_value();
-    if (!argument.kwarg_only()) made->positional++;
-    made->formals.push_back(formal);
-  }
-  const auto& returns = schema.returns();
-  made->returns = returns.size();
-  made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
-  return made;
-}
-
-// Give each of PyTorch's operators on tensors our kernel; the library that holds them stays for good.
-void register_kernels() {
-  static auto* library =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::Python, __FILE__, __LINE__);
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0) continue;
-    auto op = dispatcher.findSchema(name);
-    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::Python) || !takes_tensors(op->schema())) continue;
-    std::shared_ptr<Operator> own = described(op->schema());
-    std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own)));
-    operators.emplace(name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name), std::move(own));
-  }
-}
 
 // configure(**names): the classes and functions that recording needs.
 PyObject* configure(PyObject*, PyObject*, PyObject* names) {
@@ -698,19 +567,10 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       tape.find(tape_type, {"sequence", "entries", "room"});
   if (!found) return nullptr;
   try {
-    register_kernels();
+    marid::register_kernels(not_recorded);
   } catch (const std::exception& error) {
     return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
   }
-  Py_RETURN_NONE;
-}
-
-// adopt(name, identity): the operator (`aten::add.Tensor`) is recorded by the recorder that is found by this number.
-PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
-  const char* name = PyUnicode_AsUTF8(given[0]);
-  if (name == nullptr) return nullptr;
-  auto found = operators.find(name);
-  if (found != operators.end()) Py_XSETREF(found->second->identity, Py_NewRef(given[1]));
   Py_RETURN_NONE;
 }
 
@@ -726,14 +586,8 @@ PyObject* make_handles(PyObject*, PyObject* type) {
   Py_RETURN_NONE;
 }
 
-template <typename Function>
-PyCFunction function(Function fast) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast));
-}
-
 PyMethodDef functions[] = {
-    {"adopt", function(adopt), METH_FASTCALL, nullptr},
-    {"configure", function(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"configure", marid::fast(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"use", use, METH_O, nullptr},
     {"make_handles", make_handles, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -743,7 +597,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 }  // namespace
 
 namespace marid {
-extern PyMethodDef cut_functions[], concretely_functions[];
+extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -758,7 +612,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
   yes = PyUnicode_InternFromString("True");
   no = PyUnicode_InternFromString("False");
   PyObject* made = PyModule_Create(&module);
-  for (PyMethodDef* more : {marid::cut_functions, marid::concretely_functions}) {
+  for (PyMethodDef* more : {marid::kernel_functions, marid::cut_functions, marid::concretely_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

@@ -9,17 +9,16 @@ import linecache
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.rule import Rule
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from marid.report.differences import Recompile
 from marid.report.stats import Counters, Sync
 from marid.report.units import bytes_text, seconds_text
 from marid.semantics.scopes import Site
+
+if TYPE_CHECKING:  # rich takes as long to import as much of Marid, so only who prints waits for it
+    from rich.console import RenderableType
+    from rich.text import Text
 
 __all__ = ["Cut", "Explanation", "Fallback", "Resident", "cuts_of", "fallbacks_of", "short"]
 
@@ -94,6 +93,11 @@ class Explanation:
     programs_reused: int
 
     def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.padding import Padding
+        from rich.rule import Rule
+        from rich.text import Text
+
         waited = sum(sync.seconds for sync in self.syncs)
         held = sum(one.nbytes for one in self.resident)
         eager = sum(one.count for one in self.fallbacks)
@@ -128,6 +132,8 @@ class Explanation:
         return Group(*parts)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         text = io.StringIO()
         Console(file=text, width=_WIDTH, highlight=False, color_system=None).print(self.__rich__())
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -140,6 +146,10 @@ class Explanation:
 
 def _section(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[RenderableType]:
     """A title and a table, whose last column is a line and is shown with its text."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
     rows = list(rows)
     heading = Text(title, style="bold")
     if not rows:
@@ -154,7 +164,9 @@ def _section(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...
     return [heading, Padding(table, (0, 0, 0, 2))]
 
 
-def _recompile(one: Recompile) -> RenderableType:
+def _recompile(one: Recompile) -> Text:
+    from rich.text import Text
+
     earlier = "" if one.source_before == one.source else f" (compared with what {short(one.source_before)} read)"
     sizes = f"{one.operations:,} operation{'s' if one.operations != 1 else ''}"
     text = Text(f"read at {_with_code(one.source)}: {sizes}, {one.operations_before:,} before{earlier}")

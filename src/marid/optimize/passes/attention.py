@@ -77,7 +77,7 @@ def _match(rewriter: Rewriter, node: fx.Node) -> _Match | None:
         found.between.append(at)
         if op_of_view(at):
             base = at.args[0]
-            if not (isinstance(base, fx.Node) and _is_dense(spec) and _is_dense(base.meta["spec"])):
+            if not (isinstance(base, fx.Node) and spec.is_contiguous and base.meta["spec"].is_contiguous):
                 return None
         elif not softmax:
             if at.target is not aten._softmax.default or rewriter.number(at.args[1]) not in (-1, len(spec.shape) - 1):
@@ -114,15 +114,6 @@ def _understand(rewriter: Rewriter, at: fx.Node, found: _Match) -> bool:
     if type(number) not in (int, float) or not number or rewriter.number(other) is None:
         return False
     found.scale *= number if at.target in _TIMES else 1.0 / number
-    return True
-
-
-def _is_dense(spec: Any) -> bool:
-    step = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
     return True
 
 

@@ -82,7 +82,7 @@ def _match(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, list[fx.Node], f
         return None
     parts = [node, root, shifted, centred, mean]
     inside = _variance(rewriter, variance, x, centred)
-    if inside is None or not _dense(spec):
+    if inside is None or not spec.is_contiguous or not spec.numel:
         return None
     return x, [*parts, *inside], float(rewriter.number(eps))
 
@@ -139,15 +139,6 @@ def _only_inside(storages: Storages, inner: list[fx.Node], readers: list[fx.Node
         if any(user not in readers for user in part.users):
             return False
     return True
-
-
-def _dense(spec: Spec) -> bool:
-    step = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return step > 0
 
 
 def _emit(

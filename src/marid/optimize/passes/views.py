@@ -68,17 +68,8 @@ def _steps_over(rewriter: Rewriter, node: fx.Node, base: fx.Node) -> bool:
     middle = base.meta["spec"]
     if middle.dtype is not first.dtype or (middle.conj, middle.neg) != (first.conj, first.neg):
         return False
-    if node.target in _RESHAPES and base.target in _RESHAPES and _is_contiguous(first):
+    if node.target in _RESHAPES and base.target in _RESHAPES and first.is_contiguous:
         rewriter.rewrite(node, _VIEW, (start, node.args[1]))
     else:
         rewriter.rewrite(node, _AS_STRIDED, (start, spec.shape, spec.stride, spec.offset))
-    return True
-
-
-def _is_contiguous(spec: Spec) -> bool:
-    step = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
     return True

@@ -1,0 +1,149 @@
+// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python.
+#include "record.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/PyInterpreterHooks.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+namespace {
+
+using marid::Formal;
+using marid::Operator;
+
+// Whether Python knows of a tensor.
+template <typename Slot>
+bool has_object(const Slot* slot) {
+  if constexpr (requires { slot->pyobj_interpreter(); }) {
+    return slot->pyobj_interpreter() != nullptr;  // before PyTorch 2.13
+  } else {
+    return slot->load_pyobj() != nullptr;
+  }
+}
+
+// What PyTorch does with an operator that has no kernel of its own for tensors implemented in Python.
+// See pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
+void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, size_t arguments) {
+  constexpr c10::DispatchKeySet below = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
+      (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
+       c10::DispatchKeySet(c10::DispatchKey::Python));
+  c10::impl::ExcludeDispatchKeyGuard guard(below);
+  bool in_python = c10::impl::TorchDispatchModeTLS::stack_len() > 0, known_to_python = in_python;
+  auto look_at = [&](c10::TensorImpl* impl) {
+    in_python = in_python || impl->key_set().has(c10::DispatchKey::Python);
+    known_to_python = known_to_python || has_object(impl->pyobj_slot());
+  };
+  for (const c10::IValue& value : torch::jit::last(*stack, arguments)) {
+    if (value.isTensor()) {
+      look_at(value.unsafeToTensorImpl());
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+      for (const c10::IValue& item : value.toListRef()) {
+        if (!item.isNone()) look_at(item.unsafeToTensorImpl());
+      }
+    }
+  }
+  TORCH_INTERNAL_ASSERT(known_to_python, "Hit Python dispatch key but no arguments had PyInterpreter (no tensor args?)");
+  if (in_python) {
+    (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+    return;
+  }
+  c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  c10::impl::ForceDispatchKeyGuard without(local.included_.remove(c10::DispatchKey::Python), local.excluded_);
+  op.redispatchBoxed(keys.remove(c10::DispatchKey::Python), stack);
+}
+
+// The kernel of one operator for tensors implemented in Python, ours and others.
+struct Kernel final : c10::OperatorKernel {
+  explicit Kernel(std::shared_ptr<Operator> of) : of(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (of->identity != nullptr && c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
+      marid::InterpreterLock lock;
+      if (marid::recorded(*of, stack)) return;
+      if (PyErr_Occurred()) {  // from the handler of a signal, say: it is raised at the user's line
+        python_error error;
+        error.persist();
+        throw error;
+      }
+    }
+    call_python(op, keys, stack, of->formals.size());
+  }
+
+  std::shared_ptr<Operator> of;
+};
+
+// --- registering -----------------------------------------------------------------------------------------------------
+
+std::unordered_map<std::string, std::shared_ptr<Operator>> operators;
+
+bool takes_tensors(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
+    return argument.type()->annotation_str().find("Tensor") != std::string::npos;
+  });
+}
+
+std::shared_ptr<Operator> described(const c10::FunctionSchema& schema, PyObject* not_recorded) {
+  auto made = std::make_shared<Operator>();
+  for (const c10::Argument& argument : schema.arguments()) {
+    Formal formal;
+    formal.name = PyUnicode_InternFromString(argument.name().c_str());
+    if (PySet_Contains(not_recorded, formal.name) == 1) {
+      formal.kind = Formal::kNotRecorded;
+    } else {
+      auto type = argument.real_type();
+      if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+      if (type->kind() == c10::TypeKind::ScalarTypeType) formal.kind = Formal::kDtype;
+      if (type->kind() == c10::TypeKind::MemoryFormatType) formal.kind = Formal::kMemoryFormat;
+      if (type->kind() == c10::TypeKind::LayoutType) formal.kind = Formal::kNotRecorded;
+    }
+    if (argument.default_value().has_value()) formal.otherwise = &*argument.default_value();
+    if (!argument.kwarg_only()) made->positional++;
+    made->formals.push_back(formal);
+  }
+  const auto& returns = schema.returns();
+  made->returns = returns.size();
+  made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
+  return made;
+}
+
+// adopt(name, identity): the operator (`aten::add.Tensor`) is recorded by the recorder that is found by this number.
+PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const char* name = PyUnicode_AsUTF8(given[0]);
+  if (name == nullptr) return nullptr;
+  auto found = operators.find(name);
+  if (found != operators.end()) Py_XSETREF(found->second->identity, Py_NewRef(given[1]));
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+namespace marid {
+
+// Give each of PyTorch's operators on tensors our kernel; the library that holds them stays for good.
+void register_kernels(PyObject* not_recorded) {
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::Python, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    auto op = dispatcher.findSchema(name);
+    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::Python) || !takes_tensors(op->schema())) continue;
+    std::shared_ptr<Operator> own = described(op->schema(), not_recorded);
+    std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own)));
+    operators.emplace(name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name), std::move(own));
+  }
+}
+
+PyMethodDef kernel_functions[] = {
+    {"adopt", fast(adopt), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

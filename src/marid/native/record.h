@@ -1,0 +1,33 @@
+// What the kernels of operators (kernels.cpp) and recording (record.cpp) share.
+#pragma once
+#include "python.h"
+
+#include <ATen/core/stack.h>
+
+#include <vector>
+
+namespace marid {
+
+// One argument of an operator, by its schema.
+struct Formal {
+  enum Kind { kPlain, kDtype, kMemoryFormat, kNotRecorded } kind = kPlain;
+  PyObject* name = nullptr;  // where it can only be given by name
+  const c10::IValue* otherwise = nullptr;
+};
+
+struct Operator {
+  std::vector<Formal> formals;
+  size_t positional = 0;
+  size_t returns = 0;
+  bool returns_list = false;
+  PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
+};
+
+// Record a call like one that was recorded before, with the interpreter's lock; false to leave it to Python, and nothing
+// was recorded. Then an error may be set.
+bool recorded(const Operator& op, torch::jit::Stack* stack);
+
+// Give each of PyTorch's operators on tensors a kernel that records; keywords in `not_recorded` are left to Python.
+void register_kernels(PyObject* not_recorded);
+
+}  // namespace marid
