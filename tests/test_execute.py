@@ -17,10 +17,10 @@ from marid.execute import flat
 from marid.execute.source import SourceProgram
 from marid.execute.table import Table
 from marid.frontend.materialize import engine
-from marid.native import library
+from marid.native import module
 from tests.helpers import DEVICE, assert_same, interrupted, on_both, seeded, train_step
 
-WAYS = [pytest.param(Table, marks=pytest.mark.skipif(library is None, reason="needs C++")), SourceProgram]
+WAYS = [pytest.param(Table, marks=pytest.mark.skipif(module is None, reason="needs C++")), SourceProgram]
 
 
 @pytest.fixture(params=WAYS, ids=["table", "source"], autouse=True)
@@ -29,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(marid.settings, "plan_bytes", 0)
     if request.param is SourceProgram:
-        monkeypatch.setattr(flat, "library", None)
+        monkeypatch.setattr(flat, "module", None)
     yield request.param
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -181,10 +181,10 @@ def test_an_operation_that_fails_says_the_same_every_time() -> None:
     assert len(set(messages)) == 1
 
 
-needs_library = pytest.mark.skipif(library is None, reason="without C++ kernels warn on standard error")
+needs_module = pytest.mark.skipif(module is None, reason="without C++ kernels warn on standard error")
 
 
-@needs_library
+@needs_module
 @pytest.mark.usefixtures("way")
 def test_what_kernels_warn_of_is_a_warning_at_the_line_that_waits(capfd: pytest.CaptureFixture[str]) -> None:
     """In every way to run; by default once for each line, as Python does it."""
@@ -200,7 +200,7 @@ def test_what_kernels_warn_of_is_a_warning_at_the_line_that_waits(capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
-@needs_library
+@needs_module
 @pytest.mark.usefixtures("way")
 def test_a_warning_that_is_an_error_costs_no_result() -> None:
     """The read raises the warning, as it would eagerly; what was computed is kept, and nothing runs twice."""

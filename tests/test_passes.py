@@ -14,12 +14,12 @@ from torch.nn import functional as F
 import marid
 from marid.execute import flat
 from marid.frontend.materialize import engine
-from marid.native import library
+from marid.native import module
 from tests.helpers import DEVICE, assert_same, on_both
 
 aten = torch.ops.aten
 
-WAYS = [pytest.param(True, marks=pytest.mark.skipif(library is None, reason="needs C++")), False]
+WAYS = [pytest.param(True, marks=pytest.mark.skipif(module is None, reason="needs C++")), False]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _every_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How programs run from the second time on."""
     if not request.param:
-        monkeypatch.setattr(flat, "library", None)
+        monkeypatch.setattr(flat, "module", None)
 
 
 def _improved() -> list[Any]:

@@ -16,7 +16,7 @@ from marid.execute.kernel_warnings import warn_of
 from marid.execute.table import TableRun
 from marid.graph.node import Node, Value, finish, input_values, root_of
 from marid.graph.program import Task
-from marid.native import int64s, library
+from marid.native import int64s, library, module
 
 __all__ = ["Flight", "Positioned"]
 
@@ -102,7 +102,7 @@ class Flight:
         assert library is not None
         warnings = library.marid_job_warnings(self.job)
         if warnings is not None:
-            warn_of(warnings)
+            warn_of(module.warnings_of(warnings))
 
     def _note_memory(self, completed: bool) -> None:
         assert library is not None

@@ -26,7 +26,7 @@ from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph import program, tape
 from marid.graph.node import Draw, Node, Output, Value, fail, failures, finish, root_of
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import Task, bind
+from marid.graph.program import Task, bind, deliver
 from marid.graph.tape import Tape
 from marid.graph.twister import Twisters
 from marid.native import library, module, omp_pause
@@ -129,7 +129,7 @@ class InProcessEngine:
             self._depth += 1
             try:
                 with KernelWarnings(), concretely(), self.arena.run(form.placement):
-                    self._conclude(task, lambda: form.run(task.inputs, task.params, self._twisters.at))
+                    self._conclude(task, lambda: form.run(task.inputs, task.params, self._twisters.at, task))
             finally:
                 self._depth -= 1
             return form.transient_bytes
@@ -138,6 +138,8 @@ class InProcessEngine:
         waited = False
         while True:
             with self.lock:
+                if not self._flights:
+                    return waited
                 self._settle()
                 number = self._needed(values)
                 if number == 0:
@@ -305,10 +307,8 @@ class InProcessEngine:
             failure.__cause__ = stop.error.with_traceback(None)
             fail(failed, failure)
         else:
-            for value, tensor in zip(task.outputs, results, strict=True):
-                value.concrete = tensor
-            for node in task.nodes:
-                finish(node)
+            if task.nodes[0].args is not None:  # else the run has delivered them
+                deliver(task, results)
             _count(task)
             return
         del task, failed, run

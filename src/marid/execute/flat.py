@@ -25,7 +25,7 @@ from marid.execute.table import DONE, DRAWS, RAISED, Table, TableRun, Untranslat
 from marid.graph.node import Draw, Spec
 from marid.graph.prepared import Replay
 from marid.graph.program import Param, Program, Task
-from marid.native import library
+from marid.native import module
 from marid.optimize.passes.lowering import Improved, last_uses
 from marid.optimize.passes.registry import PassFailed, generation, improvable, improve
 from marid.report.stats import counters
@@ -81,7 +81,7 @@ class FlatProgram:
             self._forms.clear()
         if self.transient_bytes < settings.plan_bytes and not (self._improvable and settings.passes):
             return self.plain
-        specs = task.specs()
+        specs = task.specs
         found = self._forms.get(specs)
         if found is not None:
             self._forms.move_to_end(specs)
@@ -120,7 +120,7 @@ class FlatProgram:
         return self._prepared
 
     def _prepare(self, program: Program, dying: list[list[int]]) -> Table | SourceProgram | None:
-        if library is not None:
+        if module is not None:
             try:
                 return translate(program, dying)
             except Untranslatable:
@@ -182,8 +182,11 @@ class Way(Protocol):
         """Where the results are that escape."""
         ...
 
-    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, /) -> list[torch.Tensor]:
-        """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
+    def run(
+        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None = None, /
+    ) -> list[torch.Tensor]:
+        """Run on concrete tensors; the results that escape, in order. They may be delivered to ``task`` by then, which
+        no interrupt comes in between of. Raises ``Interrupted``."""
         ...
 
     def start(self, inputs: list[Any], params: list[Any], /) -> TableRun | None:
@@ -245,10 +248,13 @@ class Form:
         """Where the results are that escape."""
         return self._program.output_slots
 
-    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
-        """Run on concrete tensors; the results that escape, in order. Raises ``Interrupted``."""
+    def run(
+        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None = None
+    ) -> list[torch.Tensor]:
+        """Run on concrete tensors; the results that escape, in order. They may be delivered to ``task`` by then, which
+        no interrupt comes in between of. Raises ``Interrupted``."""
         start = time.perf_counter()
-        results = self._run(inputs, params, generator)
+        results = self._run(inputs, params, generator, task)
         self.ran(time.perf_counter() - start)
         return results
 
@@ -257,12 +263,18 @@ class Form:
         if self._owner.ran is not None:
             self._owner.ran(seconds)
 
-    def _run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
-        run = self.start(inputs, params)
-        if run is not None:
-            return self._finish(run, params, generator)
+    def _run(
+        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None
+    ) -> list[torch.Tensor]:
         owner, prepared = self._owner, self._table_or_source()
         owner.runs += 1
+        if isinstance(prepared, Table):
+            try:
+                found = prepared.run(*self._given(inputs, params), self._donors(), self.output_slots, task)
+            except OverflowError:  # a number of more than 64 bits
+                pass
+            else:
+                return found if isinstance(found, list) else self._finish(*found, params, generator, task)
         if isinstance(prepared, SourceProgram):
             try:
                 return prepared.run(*self._given(inputs, params), generator)
@@ -277,10 +289,9 @@ class Form:
         prepared = self._table_or_source()
         if not isinstance(prepared, Table):
             return None
-        placement = self.placement
         try:
-            run = prepared.start(*self._given(inputs, params), None if placement is None else placement.donors)
-        except OverflowError:  # a number of more than 64 bits
+            run = prepared.start(*self._given(inputs, params), self._donors())
+        except OverflowError:
             return None
         self._owner.runs += 1
         return run
@@ -304,21 +315,24 @@ class Form:
     def _table_or_source(self) -> Table | SourceProgram | None:
         return self._owner.prepared() if self.improved is None else self._prepared
 
+    def _donors(self) -> Any:
+        placement = self.placement
+        return None if placement is None else placement.donors
+
     def _given(self, inputs: list[Any], params: list[Any]) -> tuple[list[Any], list[Any]]:
         if self.improved is None:
             return inputs, params
         return [*inputs, *self.improved.constants], [*params, *self.improved.numbers]
 
-    def _finish(self, run: TableRun, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+    def _finish(
+        self, status: int, run: TableRun, params: list[Any], generator: Positioned, task: Task | None
+    ) -> list[torch.Tensor]:
+        """Go on with a run that has come so far."""
         try:
-            drawn = None
-            while True:
-                status = run.go(drawn)
+            while status != RAISED:
+                status = run.go(generator(self.draw(run.next, params)) if status == DRAWS else None)
                 if status == DONE:
-                    return run.tensors(self.output_slots)
-                if status == RAISED:
-                    break
-                drawn = generator(self.draw(run.next, params)) if status == DRAWS else None
+                    return run.tensors(self.output_slots, task)
         except BaseException as error:
             tensors, index = run.existing(), run.next
             del run

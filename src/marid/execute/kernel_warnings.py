@@ -6,12 +6,10 @@ Without the C++ half such warnings go to standard error, as those of every ATen 
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
-from marid.native import library
+from marid.native import module
 from marid.semantics.scopes import current_site
 
 __all__ = ["KernelWarnings", "report", "warn_of"]
@@ -31,31 +29,17 @@ class KernelWarnings:
     __slots__ = ("_kept",)
 
     def __enter__(self) -> None:
-        self._kept = None if library is None else library.marid_warnings_begin()
+        self._kept = None if module is None else module.warnings_begin()
 
     def __exit__(self, *_: object) -> None:
-        if library is not None and self._kept is not None:
-            library.marid_warnings_suspend(self._kept)
-        warn_of(self._kept)
+        warn_of([] if module is None else module.warnings_end(self._kept))
 
 
-def warn_of(kept: int | None) -> None:
+def warn_of(texts: list[str]) -> None:
     """Warn, at the current line, of what kernels have warned of in a run that has ended, and of what was reported."""
-    texts = [_reports.pop(0) for _ in range(len(_reports))]
-    if library is not None and kept is not None:
-        texts += _texts(kept)
-        library.marid_warnings_free(kept)
-    if texts:
-        site = current_site()
-        file, line = (site.file, site.line) if site is not None else ("<unknown>", 0)
-        for text in texts:
-            warnings.warn_explicit(text, UserWarning, file, line, registry=_shown.setdefault(file, {}))
-
-
-def _texts(kept: int) -> Iterator[str]:
-    assert library is not None
-    for index in itertools.count():
-        text = library.marid_warnings_text(kept, index)
-        if text is None:
-            return
-        yield text.decode(errors="replace")
+    if not texts and not _reports:
+        return
+    site = current_site()
+    file, line = (site.file, site.line) if site is not None else ("<unknown>", 0)
+    for text in [*(_reports.pop(0) for _ in range(len(_reports))), *texts]:
+        warnings.warn_explicit(text, UserWarning, file, line, registry=_shown.setdefault(file, {}))

@@ -1,7 +1,8 @@
 """Programs that run without Python between their operations: translated to a table of dispatcher calls, once.
 
-``native/execute.cpp`` goes through the table with the interpreter's lock released. What cannot be translated (an
-argument that is neither tensor, number, text nor dtype) is said at once, and the program runs as Python source.
+``native/execute.cpp`` goes through the table with the interpreter's lock released; ``native/runs.cpp`` begins runs and
+hands out what they made. What cannot be translated (an argument that is neither tensor, number, text nor dtype) is said
+at once, and the program runs as Python source.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 
-from marid.graph.node import Draw, Operation, Spec
-from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
-from marid.native import int64s, library, with_interpreter
+from marid.graph.node import Operation, Spec
+from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot, Task
+from marid.native import int64s, library, module
 
 __all__ = ["AGAIN", "DONE", "DRAWS", "RAISED", "Table", "TableRun", "Untranslatable", "donors", "translate"]
 
@@ -39,43 +40,39 @@ class Untranslatable(Exception):
 class Table:
     """The table of one program."""
 
-    __slots__ = ("__weakref__", "input_slots", "pointer", "slot_count")
+    __slots__ = ("__weakref__", "_input_slots", "pointer", "slot_count")
 
     def __init__(self, program: Program) -> None:
         assert library is not None
         self.pointer: int = library.marid_program_new(program.slot_count)
         weakref.finalize(self, library.marid_program_free, self.pointer).atexit = False
         self.slot_count = program.slot_count
-        self.input_slots = int64s(program.input_slots)
+        self._input_slots = program.input_slots
 
-    def start(self, inputs: list[torch.Tensor], params: list[Any], donors: Any) -> TableRun:
-        """A run on concrete tensors. Raises ``OverflowError`` for a number that does not fit into 64 bits."""
-        return TableRun(self, inputs, params, donors)
+    def start(self, inputs: list[Any], params: list[Any], donors: Any) -> TableRun:
+        """A run on concrete tensors, not begun; inputs that are no tensors come later. ``donors`` is an array of the
+        function of that name, or None. Raises ``OverflowError`` for a number that does not fit into 64 bits."""
+        return TableRun(self, module.run_begin(self.pointer, self._input_slots, _address(donors), inputs, params))
+
+    def run(
+        self, inputs: list[torch.Tensor], params: list[Any], donors: Any, outputs: tuple[int, ...], task: Task | None
+    ) -> list[torch.Tensor] | tuple[int, TableRun]:
+        """The same, begun: the tensors in the slots ``outputs`` after a whole run, which ``task`` has been given by
+        then; else how far it came (see ``TableRun.go``), and the run."""
+        found = module.run_once(
+            self.pointer, self._input_slots, _address(donors), inputs, params, outputs, _SECONDS, task
+        )
+        return found if type(found) is list else (found[0], TableRun(self, found[1]))
 
 
 class TableRun:
     """One run of a table; it holds its tensors until it is dropped."""
 
-    __slots__ = ("__weakref__", "pointer", "slot_count")
+    __slots__ = ("__weakref__", "_table", "pointer")
 
-    def __init__(self, program: Table, inputs: list[torch.Tensor], params: list[Any], donors: Any) -> None:
-        assert library is not None
-        self.pointer: int | None = None
-        tags, ints, doubles = _encode(params)
-        self.slot_count = program.slot_count
-        self.pointer = library.marid_run_new(
-            program.pointer,
-            len(inputs),
-            (ctypes.c_void_p * len(inputs))(
-                *[buffer._cdata if isinstance(buffer, torch.Tensor) else None for buffer in inputs]
-            ),
-            program.input_slots,
-            len(tags),
-            tags,
-            ints.buffer_info()[0],
-            doubles.buffer_info()[0],
-            donors,
-        )
+    def __init__(self, table: Table, pointer: int) -> None:
+        self._table = table
+        self.pointer = pointer
 
     def __del__(self) -> None:
         if library is not None:
@@ -93,52 +90,19 @@ class TableRun:
         assert library is not None
         return library.marid_run_next(self.pointer)
 
-    def tensors(self, slots: tuple[int, ...]) -> list[torch.Tensor]:
-        """The tensors in these slots."""
-        assert with_interpreter is not None
-        take = with_interpreter.marid_run_tensor
-        return [take(self.pointer, slot) for slot in slots]
+    def tensors(self, slots: tuple[int, ...], task: Task | None = None) -> list[torch.Tensor]:
+        """The tensors in these slots; they are the results of ``task``, which is given them, if there is one."""
+        return module.run_tensors(self.pointer, slots, task)
 
     def existing(self) -> dict[int, torch.Tensor]:
         """Every tensor that exists now, by slot."""
         assert library is not None
-        slots = [slot for slot in range(self.slot_count) if library.marid_run_has(self.pointer, slot)]
+        slots = [slot for slot in range(self._table.slot_count) if library.marid_run_has(self.pointer, slot)]
         return dict(zip(slots, self.tensors(tuple(slots)), strict=True))
 
 
-def _encode(params: list[Any]) -> tuple[bytes, array.array[int], array.array[float]]:
-    """Numbers as the stream that ``marid_run_new`` reads."""
-    tags, ints, doubles = bytearray(), array.array("q"), array.array("d")
-    for param in params:
-        kind = type(param)
-        if kind is tuple:
-            tags += b"l"
-            ints.append(len(param))
-            for number in param:
-                _encode_number(number, tags, ints, doubles)
-        elif kind is not Draw:
-            _encode_number(param, tags, ints, doubles)
-        else:
-            tags += b"i"
-            ints.append(0)  # generators come when they are wanted
-    return bytes(tags), ints, doubles
-
-
-def _encode_number(number: Any, tags: bytearray, ints: array.array[int], doubles: array.array[float]) -> None:
-    kind = type(number)
-    if kind is int:
-        tags += b"i"
-        ints.append(number)
-    elif kind is float:
-        tags += b"d"
-        doubles.append(number)
-    elif kind is bool:
-        tags += b"b"
-        ints.append(number)
-    else:
-        tags += b"c"
-        doubles.append(number.real)
-        doubles.append(number.imag)
+def _address(donors: Any) -> int | None:
+    return None if donors is None else ctypes.addressof(donors)
 
 
 # --- translating ---------------------------------------------------------------------------------------------------

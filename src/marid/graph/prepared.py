@@ -17,7 +17,7 @@ class Prepared:
     ``transient_bytes`` is the forecast of what its results take at once. ``ready`` belongs to the engine.
     """
 
-    __slots__ = ("_specs", "input_slots", "key", "nodes", "program", "ready", "transient_bytes")
+    __slots__ = ("input_slots", "key", "nodes", "program", "ready", "specs", "transient_bytes")
 
     def __init__(self, task: Task, transient_bytes: int) -> None:
         self.key = task.key
@@ -26,11 +26,7 @@ class Prepared:
         self.nodes = [Node(node.seq, node.op, None, None, None, None, node.site, node.scope) for node in task.nodes]
         self.transient_bytes = transient_bytes
         self.ready: Any = None
-        self._specs = task.specs()
-
-    def specs(self) -> tuple[Spec | None, ...]:
-        """The spec of every tensor, by slot."""
-        return self._specs
+        self.specs = task.specs
 
 
 class Replay:
@@ -53,6 +49,7 @@ class Replay:
         """The slots of the inputs, in their order."""
         return self._prepared.input_slots
 
+    @property
     def specs(self) -> tuple[Spec | None, ...]:
         """The spec of every tensor, by slot."""
-        return self._prepared.specs()
+        return self._prepared.specs

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from marid.graph.node import Draw, Node, Operation, Output, Spec, Value
+from marid.graph.node import Draw, Node, Operation, Output, Spec, Value, finish
 
 __all__ = ["Constant", "Instruction", "ListOf", "Param", "Program", "Result", "Slot", "Task", "bind"]
 
@@ -105,6 +105,7 @@ class Task:
 
     ``nodes`` in program order; ``inputs`` are buffers, ``params`` the lifted numbers; ``slots`` maps every
     value of the cut to its slot; ``outputs`` are the values that outlive the run, in the program's output order.
+    ``specs`` has the spec of every tensor, by slot: with the program, all that decides how much memory a run takes.
     """
 
     __slots__ = (
@@ -118,6 +119,7 @@ class Task:
         "params",
         "results",
         "slots",
+        "specs",
     )
 
     def __init__(self, nodes: list[Node]) -> None:
@@ -128,6 +130,7 @@ class Task:
         self.input_slots: list[int] = []
         self.params: list[Any] = []
         self.slots: dict[Value, int] = {}
+        self.specs: tuple[Spec | None, ...] = ()
         self.results: list[list[Output] | None] = []
         self.outputs: list[Value] = []
         self.escaping: set[int] = set()
@@ -156,10 +159,6 @@ class Task:
         outputs = tuple(self.slots[value] for value in self.outputs)
         return Program(self.key, tuple(instructions), tuple(self.input_slots), outputs, len(self.slots))
 
-    def specs(self) -> tuple[Spec | None, ...]:
-        """The spec of every tensor, by slot: with the program, all that decides how much memory a run takes."""
-        return tuple([value.spec for value in self.slots])
-
     def _argument(self, arg: Any, counter: _Counter) -> Any:
         kind = type(arg)
         if kind is Node or kind is Output:
@@ -171,6 +170,14 @@ class Task:
                 return Param(counter.take(), False)
             return ListOf(tuple(self._argument(a, counter) for a in arg))
         return Constant(arg)
+
+
+def deliver(task: Task, results: list[torch.Tensor]) -> None:
+    """Give the values of a task their tensors; its nodes have run."""
+    for value, tensor in zip(task.outputs, results, strict=True):
+        value.concrete = tensor
+    for node in task.nodes:
+        finish(node)
 
 
 class _Counter:
@@ -209,6 +216,7 @@ def bind_in_python(task: Task) -> None:
     """What ``bind`` does to a task, here. The nodes may be in no variable."""
     _find_escaping(task, _number(task))
     task.key = tuple(task.key_parts)
+    task.specs = tuple([value.spec for value in task.slots])
 
 
 def _number(task: Task) -> dict[int, int]:

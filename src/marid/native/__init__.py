@@ -3,8 +3,8 @@
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled. The same file is a
 Python module: ``kernels.cpp`` and ``record.cpp`` record the usual operations, ``cut.cpp`` chooses what runs and finds
-its program, ``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are left out,
-and Python does it all.
+its program, ``runs.cpp`` begins runs and hands out their results, ``concretely.cpp`` sets the state of dispatch. Where
+Python's headers are not installed those are left out, and Python does it all.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
@@ -32,14 +32,14 @@ import torch
 
 from marid.settings import settings
 
-__all__ = ["int64s", "library", "module", "with_interpreter"]
+__all__ = ["int64s", "library", "module"]
 
 logger = logging.getLogger("marid")
 
 _MODULE = "marid_native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
 _HAS_MODULE = (_PYTHON / "Python.h").exists()
-_OF_MODULE = ("concretely.cpp", "cut.cpp", "kernels.cpp", "record.cpp")
+_OF_MODULE = ("concretely.cpp", "cut.cpp", "kernels.cpp", "record.cpp", "runs.cpp")
 _SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.name not in _OF_MODULE]
 
 
@@ -50,7 +50,7 @@ def _load() -> ctypes.CDLL | None:
     try:
         if not path.exists():
             _build(path)
-        return _declare(ctypes.CDLL(str(path)), _FUNCTIONS)
+        return _declare(ctypes.CDLL(str(path)))
     except OSError as error:
         _explain_loss(str(error))
     except subprocess.CalledProcessError as error:
@@ -152,7 +152,6 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_program_dying": (None, [_POINTER, _INT64]),
     "marid_program_list": (_INT64, [_POINTER, _INT64, _INT64S]),
     "marid_program_constant": (_INT64, [_POINTER, _CHAR, _INT64, _TEXT]),
-    "marid_run_new": (_POINTER, [_POINTER, _INT64, _POINTERS, _INT64S, _INT64, _TEXT, _POINTER, _POINTER, _INT64S]),
     "marid_run_free": (None, [_POINTER]),
     "marid_run_go": (_INT, [_POINTER, _POINTER, ctypes.c_double]),
     "marid_run_next": (_INT64, [_POINTER]),
@@ -163,10 +162,6 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_compiled_instance": (_INT64, [_POINTER, _INT64, _INT64, _INT64S, _INT64, _INT64S, _INT64, _INT64S]),
     "marid_compiled_drop": (None, [_INT64]),
     "marid_compiled_failed": (_INT, [_INT64]),
-    "marid_warnings_begin": (_POINTER, []),
-    "marid_warnings_text": (_TEXT, [_POINTER, _INT64]),
-    "marid_warnings_suspend": (None, [_POINTER]),
-    "marid_warnings_free": (None, [_POINTER]),
     "marid_job_new": (_POINTER, [_POINTER, _INT64, _INT64S, _POINTERS, _INT64S, _INT, _POINTER, _INT64]),
     "marid_queue_release_threads": (None, [_POINTER]),
     "marid_job_submit": (_INT64, [_POINTER, _POINTER]),
@@ -185,13 +180,9 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_queue_forked": (None, []),
 }
 
-_FUNCTIONS_WITH_INTERPRETER: dict[str, tuple[object, list[object]]] = {
-    "marid_run_tensor": (ctypes.py_object, [_POINTER, _INT64]),
-}
 
-
-def _declare(loaded: ctypes.CDLL, functions: dict[str, tuple[object, list[object]]]) -> ctypes.CDLL:
-    for name, (result, arguments) in functions.items():
+def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
@@ -208,12 +199,6 @@ def _explain_loss(reason: str) -> None:
 
 library: ctypes.CDLL | None = _load()
 """The loaded library, or None when it cannot be built (the reason is logged as a warning)."""
-
-with_interpreter: ctypes.PyDLL | None = None
-"""The same, for functions that make Python objects: the interpreter's lock stays taken in them."""
-if library is not None:
-    with_interpreter = ctypes.PyDLL(library._name)
-    _declare(with_interpreter, _FUNCTIONS_WITH_INTERPRETER)
 
 module: Any = _load_module()
 """The Python module of the library, or None where there is no library or Python's headers are not installed."""

@@ -13,9 +13,9 @@ using marid::Ref;
 using marid::Slots;
 
 Slots node, output, task, tape;
-enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kRoot, kAfter, kOverwrites, kOuts, kConcrete };
-enum OutputSlot { kOutputNode, kPath, kOutputRoot, kOutputConcrete };
-enum TaskSlot { kTaskKey, kInputs, kInputSlots, kParams, kTaskSlots, kResults, kOutputs, kEscaping };
+enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kRoot, kAfter, kOverwrites, kOuts, kConcrete, kSpec };
+enum OutputSlot { kOutputNode, kPath, kOutputRoot, kOutputConcrete, kOutputSpec };
+enum TaskSlot { kTaskKey, kInputs, kInputSlots, kParams, kTaskSlots, kResults, kOutputs, kEscaping, kNodes, kSpecs };
 enum TapeSlot { kEntries, kRecorded, kKept };
 
 PyTypeObject* draw_type;
@@ -165,6 +165,7 @@ enum Mark { kParam, kList, kKeywords, kInput, kEscapes };
 struct Binding {
   Ref inputs, input_slots, params, slots, results, outputs, escaping;
   std::vector<PyObject*> key;  // owned
+  std::vector<PyObject*> specs;  // by slot
   std::unordered_map<PyObject*, Py_ssize_t> slot_of, inner;
   ~Binding() {
     for (PyObject* part : key) Py_DECREF(part);
@@ -175,6 +176,7 @@ struct Binding {
     Ref slot(PyLong_FromSsize_t(static_cast<Py_ssize_t>(slot_of.size())));
     if (!slot || PyDict_SetItem(slots.get(), value, slot.get()) < 0) return false;
     slot_of.emplace(value, static_cast<Py_ssize_t>(slot_of.size()));
+    specs.push_back(is_node(value) ? node.at(value, kSpec) : output.at(value, kOutputSpec));
     return true;
   }
   bool put_number(Py_ssize_t number) {
@@ -331,13 +333,16 @@ PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t) {
   }
   if (!find_escaping(to, nodes)) return nullptr;
   Ref key(PyTuple_New(static_cast<Py_ssize_t>(to.key.size())));
-  if (!key) return nullptr;
+  Ref specs(PyTuple_New(static_cast<Py_ssize_t>(to.specs.size())));
+  if (!key || !specs) return nullptr;
+  for (size_t i = 0; i < to.specs.size(); i++) PyTuple_SET_ITEM(specs.get(), i, Py_NewRef(to.specs[i]));
   for (size_t i = 0; i < to.key.size(); i++) PyTuple_SET_ITEM(key.get(), i, Py_NewRef(to.key[i]));
   task.set(of, kTaskKey, std::move(key));
   task.set(of, kInputs, std::move(to.inputs));
   task.set(of, kInputSlots, std::move(to.input_slots));
   task.set(of, kParams, std::move(to.params));
   task.set(of, kTaskSlots, std::move(to.slots));
+  task.set(of, kSpecs, std::move(specs));
   task.set(of, kResults, std::move(to.results));
   task.set(of, kOutputs, std::move(to.outputs));
   task.set(of, kEscaping, std::move(to.escaping));
@@ -361,10 +366,10 @@ PyObject* configure_cuts(PyObject*, PyObject*, PyObject* names) {
   }
   for (int i = 0; i < 5; i++) minus[i] = PyLong_FromLong(-1 - i);
   bool found = node.find(
-                   node_type, {"seq", "op", "args", "kwargs", "root", "after", "overwrites", "outs", "concrete"}) &&
-      output.find(output_type, {"node", "path", "root", "concrete"}) &&
+                   node_type, {"seq", "op", "args", "kwargs", "root", "after", "overwrites", "outs", "concrete", "spec"}) &&
+      output.find(output_type, {"node", "path", "root", "concrete", "spec"}) &&
       task.find(
-          task_type, {"key", "inputs", "input_slots", "params", "slots", "results", "outputs", "escaping"}) &&
+          task_type, {"key", "inputs", "input_slots", "params", "slots", "results", "outputs", "escaping", "nodes", "specs"}) &&
       tape.find(tape_type, {"entries", "_recorded", "_kept"});
   if (!found) return nullptr;
   Py_RETURN_NONE;
@@ -373,6 +378,23 @@ PyObject* configure_cuts(PyObject*, PyObject*, PyObject* names) {
 }  // namespace
 
 namespace marid {
+
+void deliver(PyObject* of, PyObject* results) {
+  Ref outputs = Ref::to(task.at(of, kOutputs)), nodes = Ref::to(task.at(of, kNodes));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs.get()); i++) {
+    PyObject* value = PyList_GET_ITEM(outputs.get(), i);
+    Ref tensor = Ref::to(PyList_GET_ITEM(results, i));
+    if (is_node(value)) {
+      node.set(value, kConcrete, std::move(tensor));
+    } else {
+      output.set(value, kOutputConcrete, std::move(tensor));
+    }
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes.get()); i++) {
+    Ref of_task = Ref::to(PyList_GET_ITEM(nodes.get(), i));
+    for (int slot : {kArgs, kKwargs, kAfter, kOverwrites}) node.set(of_task.get(), slot, Ref::to(Py_None));
+  }
+}
 
 // What the module has of this file.
 PyMethodDef cut_functions[] = {

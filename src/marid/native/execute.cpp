@@ -4,19 +4,13 @@
 // goes through the table with the interpreter's lock released. It stops before an operation that needs a generator
 // positioned, after every stretch of time in which Ctrl-C should be heard, and where an operation raises: the caller
 // then goes on in Python, which raises the same error in Python's terms.
-#include <ATen/core/dispatch/Dispatcher.h>
+#include "execute.h"
 
 #include <chrono>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <stdexcept>
-#include <string>
-#include <vector>
 
-struct _object;
-using PyObject = _object;
-PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 namespace at::detail {
 // From ATen/ScalarOps.h, which would bring in every operator there is: four seconds of a first import.
 Tensor scalar_tensor_static(const Scalar& s, std::optional<ScalarType> dtype, std::optional<Device> device);
@@ -24,8 +18,7 @@ Tensor scalar_tensor_static(const Scalar& s, std::optional<ScalarType> dtype, st
 
 namespace {
 
-// What an argument becomes, by its type in the operator's schema.
-enum class Type { kTensor, kInt, kFloat, kBool, kNumber, kInts, kFloats, kBools, kNumbers, kTensors, kMaybeTensors, kOther };
+using namespace marid;
 
 Type classify(c10::TypePtr type) {
   if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
@@ -54,66 +47,6 @@ Type classify(c10::TypePtr type) {
   }
 }
 
-enum Kind { kSlot, kParam, kDraw, kConstant, kList, kDefault };
-
-struct Argument {
-  Kind kind;
-  int64_t index;
-  Type type;
-  int64_t width;  // of a list that a single number fills, or 0
-};
-
-struct Result {
-  int64_t slot;
-  int64_t depth;
-  int64_t path[2];
-};
-
-struct Instruction {
-  c10::OperatorHandle op;
-  std::optional<c10::OperatorHandle> out;  // the same operator with the place of its result as last argument
-  std::vector<Argument> args;
-  std::vector<Result> results;
-  std::vector<int64_t> dying;
-  size_t returns;
-  bool draws = false;
-};
-
-struct Program {
-  int64_t slots;
-  std::vector<Instruction> instructions;
-  std::vector<c10::IValue> constants;
-  std::vector<std::vector<int64_t>> lists;  // slots, or -1 for None
-};
-
-// A number or a list of numbers: 'i', 'd', 'b' or 'c' each.
-struct Number {
-  char tag;
-  int64_t i;
-  double d, imaginary;
-  double real() const { return tag == 'd' ? d : static_cast<double>(i); }
-  c10::Scalar scalar() const {
-    switch (tag) {
-      case 'd': return d;
-      case 'b': return i != 0;
-      case 'c': return c10::complex<double>(d, imaginary);
-      default: return i;
-    }
-  }
-};
-struct Parameter {
-  bool list = false;
-  std::vector<Number> numbers;
-};
-
-struct Run {
-  const Program* program;
-  std::vector<at::Tensor> slots;
-  std::vector<Parameter> params;
-  std::vector<int64_t> donors;  // for each instruction the argument whose memory its result takes over, or -1
-  size_t next = 0;
-};
-
 c10::IValue number_of(const Number& number, Type type) {
   switch (type) {
     case Type::kTensor: {
@@ -130,8 +63,8 @@ c10::IValue number_of(const Number& number, Type type) {
 
 c10::IValue parameter_of(const Parameter& param, const Argument& arg) {
   Number only{};
-  const std::vector<Number>* numbers = &param.numbers;
-  std::vector<Number> filled;
+  const c10::SmallVectorImpl<Number>* numbers = &param.numbers;
+  c10::SmallVector<Number, 8> filled;
   if (!param.list) {
     only = param.numbers[0];
     if (arg.type != Type::kInts && arg.type != Type::kFloats && arg.type != Type::kBools) {
@@ -208,8 +141,8 @@ struct Warnings final : c10::WarningHandler {
 };
 
 void execute(Run& run, const Instruction& instruction, int64_t donor, const at::Generator& generator) {
-  torch::jit::Stack stack;
-  stack.reserve(instruction.args.size() + 1);
+  torch::jit::Stack& stack = run.stack;
+  stack.clear();
   const c10::OperatorHandle* op = &instruction.op;
   at::Tensor place;
   if (donor >= 0 && instruction.out && is_sole(run.slots[instruction.args[donor].index])) {
@@ -232,6 +165,24 @@ void execute(Run& run, const Instruction& instruction, int64_t donor, const at::
 }
 
 }  // namespace
+
+Status marid::go(Run& run, at::Generator from, double seconds) {
+  const auto& instructions = run.program->instructions;
+  auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (run.next < instructions.size()) {
+    const Instruction& instruction = instructions[run.next];
+    if (instruction.draws && !from.defined()) return kRunDraws;
+    try {
+      execute(run, instruction, run.donors.empty() ? -1 : run.donors[run.next], from);
+    } catch (...) {
+      return kRunRaised;
+    }
+    from = at::Generator();
+    run.next++;
+    if ((run.next & 15) == 0 && std::chrono::steady_clock::now() > deadline) return kRunAgain;
+  }
+  return kRunDone;
+}
 
 extern "C" {
 
@@ -301,71 +252,15 @@ int64_t marid_program_constant(void* given, char kind, int64_t number, const cha
   return static_cast<int64_t>(constants.size()) - 1;
 }
 
-// A run. `inputs` are TensorImpl*, by `input_slots`. Numbers come as one stream of `tags`: i, b, d or c for a number, and
-// l with the number of elements in `ints` before those of a list; i and b take one of `ints`, d one and c two of
-// `doubles`.
-void* marid_run_new(void* given, int64_t inputs, void* const* tensors, const int64_t* input_slots, int64_t tag_count,
-                    const char* tags, const int64_t* ints, const double* doubles, const int64_t* donors) {
-  auto* run = new Run;
-  run->program = static_cast<Program*>(given);
-  run->slots.resize(run->program->slots);
-  for (int64_t i = 0; i < inputs; i++) {
-    if (tensors[i] == nullptr) continue;  // comes later, by marid_run_link
-    run->slots[input_slots[i]] = at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-        static_cast<c10::TensorImpl*>(tensors[i])));
-  }
-  int64_t left = 0;  // elements still to come of a list
-  for (int64_t at = 0; at < tag_count; at++) {
-    if (tags[at] == 'l') {
-      left = *ints++;
-      run->params.push_back({true, {}});
-      run->params.back().numbers.reserve(left);
-      continue;
-    }
-    Number number{tags[at], 0, 0, 0};
-    if (number.tag == 'd') {
-      number.d = *doubles++;
-    } else if (number.tag == 'c') {
-      number.d = *doubles++;
-      number.imaginary = *doubles++;
-    } else {
-      number.i = *ints++;
-    }
-    if (left > 0) {
-      left--;
-    } else {
-      run->params.emplace_back();
-    }
-    run->params.back().numbers.push_back(number);
-  }
-  if (donors != nullptr) run->donors.assign(donors, donors + run->program->instructions.size());
-  return run;
-}
 void marid_run_free(void* run) { delete static_cast<Run*>(run); }
 
-// Go on. Returns 0 when all is done; 1 to be called again (after `seconds`); 2 where the next operation wants a
-// generator, to be given with the next call; 3 where the next operation raised.
-int marid_run_go(void* given, void* generator, double seconds) {
-  auto* run = static_cast<Run*>(given);
-  const auto& instructions = run->program->instructions;
+// Go on (see `go`), with a generator or null; a `Status`.
+int marid_run_go(void* run, void* generator, double seconds) {
   at::Generator from;
   if (generator != nullptr) {
     from = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(static_cast<c10::GeneratorImpl*>(generator)));
   }
-  auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  while (run->next < instructions.size()) {
-    const Instruction& instruction = instructions[run->next];
-    if (instruction.draws && !from.defined()) return 2;
-    try {
-      execute(*run, instruction, run->donors.empty() ? -1 : run->donors[run->next], from);
-    } catch (...) {
-      return 3;
-    }
-    from = at::Generator();
-    run->next++;
-    if ((run->next & 15) == 0 && std::chrono::steady_clock::now() > deadline) return 1;
-  }
-  return 0;
+  return go(*static_cast<Run*>(run), std::move(from), seconds);
 }
 // Take an input from a slot of another run.
 void marid_run_link(void* run, int64_t slot, void* from, int64_t from_slot) {
@@ -373,8 +268,6 @@ void marid_run_link(void* run, int64_t slot, void* from, int64_t from_slot) {
 }
 int64_t marid_run_next(void* run) { return static_cast<int64_t>(static_cast<Run*>(run)->next); }
 int marid_run_has(void* run, int64_t slot) { return static_cast<Run*>(run)->slots[slot].defined() ? 1 : 0; }
-// The tensor in a slot, for Python; with the interpreter's lock.
-PyObject* marid_run_tensor(void* run, int64_t slot) { return THPVariable_Wrap(static_cast<Run*>(run)->slots[slot]); }
 
 // Keep what kernels warn of on this thread, until the end; one inside of another.
 void* marid_warnings_begin() {

@@ -42,6 +42,9 @@ class InterpreterLock {
   PyGILState_STATE state_;
 };
 
+// Give the values of a task their tensors; its nodes have run. (cut.cpp, as graph/program.py's `deliver`.)
+void deliver(PyObject* task, PyObject* results);
+
 // A function of another signature than `PyMethodDef` has.
 template <typename Function>
 PyCFunction fast(Function function) {

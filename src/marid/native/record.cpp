@@ -597,7 +597,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 }  // namespace
 
 namespace marid {
-extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[];
+extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -612,7 +612,8 @@ PyMODINIT_FUNC PyInit_marid_native() {
   yes = PyUnicode_InternFromString("True");
   no = PyUnicode_InternFromString("False");
   PyObject* made = PyModule_Create(&module);
-  for (PyMethodDef* more : {marid::kernel_functions, marid::cut_functions, marid::concretely_functions}) {
+  for (PyMethodDef* more :
+       {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

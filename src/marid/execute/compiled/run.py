@@ -135,10 +135,12 @@ class Bound(_Here):
     def placement(self) -> Placement | None:
         return self._form.placement
 
-    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+    def run(
+        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None = None
+    ) -> list[torch.Tensor]:
         self._program.left, self._program.params = False, [*params, *self._params[len(params) :]]
         try:
-            return self._form.run(inputs, self._program.params, generator)
+            return self._form.run(inputs, self._program.params, generator, task)
         finally:
             if self._program.left:
                 self._refused()
@@ -170,7 +172,9 @@ class Checked(_Here):
         self.placement: Placement | None = None
         self.output_slots = flat.program.output_slots
 
-    def run(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+    def run(
+        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, _task: Task | None = None
+    ) -> list[torch.Tensor]:
         flat, position = self._flat, 0
         tensors: dict[int, Any] = dict(zip(flat.program.input_slots, inputs, strict=True))
         bad: set[int] = set()

@@ -85,12 +85,17 @@ class Tier:
 
     def best(self, task: Task | Replay, room: int | None) -> Way:
         """How to run ``task`` now."""
-        self.flat.ran = None
-        if self.over and not self._forms and self._request is None:
+        if (
+            not self._forms
+            and self._request is None
+            and (self.over or self._spent < settings.compile_ms / 1000 / _CACHED)
+        ):
+            self.flat.ran = None if self.over else self._spend
             return self.flat.form(task)
+        self.flat.ran = None
         if self._request is not None:
             self._try(self._look_after)
-        specs, params = task.specs(), task.params
+        specs, params = task.specs, task.params
         for form, program in self._forms:
             extended = form.bind(specs, params)
             if extended is None:
@@ -121,6 +126,9 @@ class Tier:
             self.over, self._request = True, None
 
     # --- times -----------------------------------------------------------------------------------------------------
+
+    def _spend(self, seconds: float) -> None:
+        self._spent += seconds
 
     def _ran(self, form: Form | None, specs: Specs, seconds: float) -> None:
         times = self._times.setdefault((form, specs), deque(maxlen=_SAMPLES + _WARM))
@@ -222,7 +230,7 @@ class Tier:
         counters.programs_compiled += 1
 
     def _check(self, form: Form, extended: list[Any], task: Task | Replay, room: int | None) -> Way:
-        specs = task.specs()
+        specs = task.specs
         if room is not None:
             extra = max(_copies(specs, part.part) for part in form.parts)
             if extra > room - self.flat.transient_bytes:

@@ -1,0 +1,84 @@
+// Programs as tables of dispatcher calls (execute.cpp), and their runs.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace marid {
+
+// What an argument becomes, by its type in the operator's schema.
+enum class Type { kTensor, kInt, kFloat, kBool, kNumber, kInts, kFloats, kBools, kNumbers, kTensors, kMaybeTensors, kOther };
+
+enum Kind { kSlot, kParam, kDraw, kConstant, kList, kDefault };
+
+struct Argument {
+  Kind kind;
+  int64_t index;
+  Type type;
+  int64_t width;  // of a list that a single number fills, or 0
+};
+
+struct Result {
+  int64_t slot;
+  int64_t depth;
+  int64_t path[2];
+};
+
+struct Instruction {
+  c10::OperatorHandle op;
+  std::optional<c10::OperatorHandle> out;  // the same operator with the place of its result as last argument
+  std::vector<Argument> args;
+  std::vector<Result> results;
+  std::vector<int64_t> dying;
+  size_t returns;
+  bool draws = false;
+};
+
+struct Program {
+  int64_t slots;
+  std::vector<Instruction> instructions;
+  std::vector<c10::IValue> constants;
+  std::vector<std::vector<int64_t>> lists;  // slots, or -1 for None
+};
+
+// A number or a list of numbers: 'i', 'd', 'b' or 'c' each.
+struct Number {
+  char tag;
+  int64_t i;
+  double d, imaginary;
+  double real() const { return tag == 'd' ? d : static_cast<double>(i); }
+  c10::Scalar scalar() const {
+    switch (tag) {
+      case 'd': return d;
+      case 'b': return i != 0;
+      case 'c': return c10::complex<double>(d, imaginary);
+      default: return i;
+    }
+  }
+};
+struct Parameter {
+  bool list = false;
+  c10::SmallVector<Number, 1> numbers;
+};
+
+struct Run {
+  const Program* program;
+  std::vector<at::Tensor> slots;
+  std::vector<Parameter> params;
+  std::vector<int64_t> donors;  // for each instruction the argument whose memory its result takes over, or -1
+  size_t next = 0;
+  torch::jit::Stack stack;  // of the operation at hand
+};
+
+// How far a run has come.
+enum Status { kRunDone, kRunAgain, kRunDraws, kRunRaised };
+
+// Go on: to the end; for about so many seconds; up to an operation that wants a generator, which is for the first one of
+// the next call; or up to one that raised. Without the interpreter's lock.
+Status go(Run& run, at::Generator generator, double seconds);
+
+}  // namespace marid

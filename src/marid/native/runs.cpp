@@ -1,0 +1,195 @@
+// Beginning runs from Python objects and giving their results to Python, and what kernels warned of meanwhile: the part
+// of a run that has to do with Python.
+#include "python.h"
+
+#include "execute.h"
+
+#include <cstring>
+#include <memory>
+
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+
+extern "C" {
+void* marid_warnings_begin();
+void marid_warnings_suspend(void* warnings);
+const char* marid_warnings_text(void* warnings, int64_t index);
+void marid_warnings_free(void* warnings);
+}
+
+namespace {
+
+using namespace marid;
+
+bool read_number(PyObject* given, Parameter& into) {
+  Number number{};
+  if (PyBool_Check(given)) {
+    number.tag = 'b';
+    number.i = given == Py_True;
+  } else if (PyLong_CheckExact(given)) {
+    number.tag = 'i';
+    number.i = PyLong_AsLongLong(given);
+    if (number.i == -1 && PyErr_Occurred()) return false;
+  } else if (PyFloat_CheckExact(given)) {
+    number.tag = 'd';
+    number.d = PyFloat_AS_DOUBLE(given);
+  } else if (PyComplex_CheckExact(given)) {
+    number.tag = 'c';
+    number.d = PyComplex_RealAsDouble(given);
+    number.imaginary = PyComplex_ImagAsDouble(given);
+  } else {
+    number.tag = 'i';  // a Draw: generators come when they are wanted
+  }
+  into.numbers.push_back(number);
+  return true;
+}
+
+bool read_parameters(PyObject* params, Run& run) {
+  run.params.reserve(PyList_GET_SIZE(params));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
+    PyObject* given = PyList_GET_ITEM(params, i);
+    Parameter& into = run.params.emplace_back();
+    if (!PyTuple_CheckExact(given)) {
+      if (!read_number(given, into)) return false;
+      continue;
+    }
+    into.list = true;
+    for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(given); j++) {
+      if (!read_number(PyTuple_GET_ITEM(given, j), into)) return false;
+    }
+  }
+  return true;
+}
+
+// Put the tensors into their slots; what is no tensor comes later, by marid_run_link.
+bool read_inputs(PyObject* inputs, PyObject* slots, Run& run) {
+  static PyObject* name = PyUnicode_InternFromString("_cdata");
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); i++) {
+    Ref address(PyObject_GetAttr(PyList_GET_ITEM(inputs, i), name));
+    if (!address) {
+      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return false;
+      PyErr_Clear();
+      continue;
+    }
+    auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
+    if (impl == nullptr) return false;
+    run.slots[PyLong_AsSsize_t(PyTuple_GET_ITEM(slots, i))] =
+        at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+  }
+  return true;
+}
+
+// Of a call's arguments: program, input slots (a tuple), donors (an address or None), inputs and params (lists).
+std::unique_ptr<Run> begin(PyObject* const* given) {
+  auto run = std::make_unique<Run>();
+  run->program = static_cast<const Program*>(PyLong_AsVoidPtr(given[0]));
+  if (run->program == nullptr) return nullptr;
+  run->slots.resize(run->program->slots);
+  if (given[2] != Py_None) {
+    auto* donors = static_cast<const int64_t*>(PyLong_AsVoidPtr(given[2]));
+    if (donors == nullptr) return nullptr;
+    run->donors.assign(donors, donors + run->program->instructions.size());
+  }
+  bool read = read_inputs(given[3], given[1], *run);
+  return read && read_parameters(given[4], *run) ? std::move(run) : nullptr;
+}
+
+// run_begin(...): a run that has not begun, by its address.
+PyObject* run_begin(PyObject*, PyObject* const* given, Py_ssize_t) {
+  std::unique_ptr<Run> run = begin(given);
+  return run == nullptr ? nullptr : PyLong_FromVoidPtr(run.release());
+}
+
+PyObject* wrapped(const std::vector<at::Tensor>& tensors) {
+  Ref all(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
+  for (size_t i = 0; all && i < tensors.size(); i++) {
+    PyObject* tensor = THPVariable_Wrap(tensors[i]);
+    if (tensor == nullptr) return nullptr;
+    PyList_SET_ITEM(all.get(), static_cast<Py_ssize_t>(i), tensor);
+  }
+  return all.release();
+}
+
+// The same, given to a task, if there is one, before any Python runs: no interrupt can lose them.
+PyObject* delivered(const std::vector<at::Tensor>& tensors, PyObject* task) {
+  PyObject* all = wrapped(tensors);
+  if (all != nullptr && task != Py_None) deliver(task, all);
+  return all;
+}
+
+std::vector<at::Tensor> in_slots(const Run& run, PyObject* slots) {
+  std::vector<at::Tensor> found;
+  found.reserve(PyTuple_GET_SIZE(slots));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); i++) {
+    found.push_back(run.slots[PyLong_AsSsize_t(PyTuple_GET_ITEM(slots, i))]);
+  }
+  return found;
+}
+
+// run_once(..., output slots, seconds, task or None): the results of a whole run; where it did not come to its end, how
+// far it came (a `Status`) and its address.
+PyObject* run_once(PyObject*, PyObject* const* given, Py_ssize_t) {
+  std::unique_ptr<Run> run = begin(given);
+  if (run == nullptr) return nullptr;
+  double seconds = PyFloat_AsDouble(given[6]);
+  PyThreadState* state = PyEval_SaveThread();
+  Status status = go(*run, at::Generator(), seconds);
+  PyEval_RestoreThread(state);
+  if (status != kRunDone) return Py_BuildValue("iN", status, PyLong_FromVoidPtr(run.release()));
+  std::vector<at::Tensor> results = in_slots(*run, given[5]);
+  state = PyEval_SaveThread();
+  run.reset();  // what it frees takes its time
+  PyEval_RestoreThread(state);
+  return delivered(results, given[7]);
+}
+
+// run_tensors(run, slots, task or None): the tensors in these slots.
+PyObject* run_tensors(PyObject*, PyObject* const* given, Py_ssize_t) {
+  auto* run = static_cast<const Run*>(PyLong_AsVoidPtr(given[0]));
+  return run == nullptr ? nullptr : delivered(in_slots(*run, given[1]), given[2]);
+}
+
+// --- what kernels warn of --------------------------------------------------------------------------------------------
+
+PyObject* texts_of(void* kept) {
+  Ref texts(PyList_New(0));
+  const char* text;
+  for (int64_t i = 0; texts && (text = marid_warnings_text(kept, i)) != nullptr; i++) {
+    Ref own(PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::strlen(text)), "replace"));
+    if (!own || PyList_Append(texts.get(), own.get()) < 0) texts = Ref();
+  }
+  marid_warnings_free(kept);
+  return texts.release();
+}
+
+// warnings_begin(): keep what is warned of on this thread, until the end; one inside of another.
+PyObject* warnings_begin(PyObject*, PyObject*) { return PyLong_FromVoidPtr(marid_warnings_begin()); }
+
+// warnings_end(kept): what was warned of since, on the thread that began.
+PyObject* warnings_end(PyObject*, PyObject* given) {
+  void* kept = PyLong_AsVoidPtr(given);
+  if (kept == nullptr) return nullptr;
+  marid_warnings_suspend(kept);
+  return texts_of(kept);
+}
+
+// warnings_of(kept): what another thread was warned of, which has ended that.
+PyObject* warnings_of(PyObject*, PyObject* given) {
+  void* kept = PyLong_AsVoidPtr(given);
+  return kept == nullptr ? nullptr : texts_of(kept);
+}
+
+}  // namespace
+
+namespace marid {
+
+PyMethodDef run_functions[] = {
+    {"run_begin", fast(run_begin), METH_FASTCALL, nullptr},
+    {"run_once", fast(run_once), METH_FASTCALL, nullptr},
+    {"run_tensors", fast(run_tensors), METH_FASTCALL, nullptr},
+    {"warnings_begin", warnings_begin, METH_NOARGS, nullptr},
+    {"warnings_end", warnings_end, METH_O, nullptr},
+    {"warnings_of", warnings_of, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid
