@@ -187,6 +187,25 @@ def test_written_inputs_are_written_once_also_in_the_check(answer: Callable[[str
     assert marid.stats().compiled_runs > 3
 
 
+def test_what_only_a_view_behind_the_part_needs(answer: Callable[[str], None]) -> None:
+    """It dies in the part where that runs flat, also where the two are compared."""
+    answer("right")
+    a, w = torch.randn(4000), torch.randn(1000)
+    lazy, lazy_w = a.to(DEVICE), w.to(DEVICE)
+
+    def step(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        rows = _chain(a).view(4, 1000)
+        a.add_(0.5)
+        return torch.mv(rows, w)
+
+    for _ in range(10):
+        got = step(lazy, lazy_w)
+        marid.materialize(got, lazy)
+        torch.testing.assert_close(got.cpu(), step(a, w), rtol=1e-4, atol=1e-4)
+    assert (marid.stats().programs_compiled, marid.stats().compile_mismatches) == (1, 0)
+    assert marid.stats().compiled_runs > 0
+
+
 def test_one_that_fails_while_it_writes_raises_and_writes_no_second_time(answer: Callable[[str], None]) -> None:
     answer("FAILS=4")
     lazy = torch.randn(64).to(DEVICE)

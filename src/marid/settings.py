@@ -26,9 +26,10 @@ class Settings:
     log_intercepts: bool = False
     """Log every recorded operation to the logger ``marid``."""
     max_pending_nodes: int = 10_000
-    """The tape is cut and run before more live nodes than this are pending (from half of it on)."""
-    max_pending_bytes: int = 1 << 30
-    """The tape is cut and run before pending results would hold more bytes than this (from half of it on)."""
+    """The tape is cut and run before more live nodes than this are pending (from half of it on; after an optimizer's
+    step from an eighth)."""
+    max_pending_bytes: int = 4 << 30
+    """The same for bytes: of all pending results, as if none of them took the memory of another."""
     cache_programs: int = 1024
     """How many programs are kept; the least recently used goes first."""
     cache_instructions: int = 30_000

@@ -55,7 +55,7 @@ class Flight:
         if placement is None:
             memory, plan, peak = _PLAIN, None, 0
         elif placement.plan is None:
-            memory, plan, peak = _WATCHED, None, 0
+            memory, plan, peak = _WATCHED, None, placement.forecast
         else:
             memory, plan, peak = _PLANNED, placement.native, placement.plan.peak
         pointers = (ctypes.c_void_p * len(slots))(*[source.pointer for source in self._sources])

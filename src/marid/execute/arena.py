@@ -16,22 +16,25 @@ from marid.optimize.memory import MemoryPlan, Trace, plan
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["Arena", "Placement"]
+__all__ = ["MUCH", "Arena", "Placement"]
 
 _ATTEMPTS = 3
+MUCH = 32 << 20
+"""Programs that take so many bytes are watched from their first run on, so that memory is never taken as eager does."""
 
 
 class Placement:
     """Where one program, with one set of shapes, puts its blocks.
 
-    ``donors`` says which results take over the memory of an argument (``execute/table.py``). ``plan`` is None until
-    the program has been watched.
+    ``donors`` says which results take over the memory of an argument (``execute/table.py``); ``forecast`` is how many
+    bytes results are expected to take. ``plan`` is None until the program has been watched.
     """
 
-    __slots__ = ("__weakref__", "attempts", "donors", "native", "plan")
+    __slots__ = ("__weakref__", "attempts", "donors", "forecast", "native", "plan")
 
-    def __init__(self, donors: Any) -> None:
+    def __init__(self, donors: Any, forecast: int) -> None:
         self.donors = donors
+        self.forecast = forecast
         self.plan: MemoryPlan | None = None
         self.native: int | None = None
         self.attempts = 0
@@ -46,7 +49,7 @@ class Placement:
         if library is None:
             return False
         if self.plan is None:
-            library.marid_memory_watch()
+            library.marid_memory_watch(self.forecast)
             return True
         return bool(library.marid_memory_follow(self.native, self.plan.peak))
 
@@ -73,6 +76,8 @@ class Placement:
             len(trace.sizes), int64s(trace.sizes), int64s(offsets), len(events), int64s(events)
         )
         weakref.finalize(self, library.marid_memory_forget, self.native).atexit = False
+        if self.plan.peak >= MUCH:
+            library.marid_memory_trim()  # what runs took before there was a plan
         counters.note_plan(self.plan.peak, self.plan.lower_bound, self.plan.unplanned)
 
 

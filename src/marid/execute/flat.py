@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from marid.execute.arena import Placement
+from marid.execute.arena import MUCH, Placement
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import report
 from marid.execute.resume import arguments, recover
@@ -57,6 +57,7 @@ class FlatProgram:
         self.program = program
         self.dying = last_uses(program)
         self.transient_bytes = transient_bytes
+        self.takes_much = transient_bytes >= MUCH
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
@@ -74,7 +75,8 @@ class FlatProgram:
 
     def form(self, task: Task | Replay) -> Form:
         """How a run of ``task`` is done: as recorded the first time and for small programs, else planned and improved
-        for its specs, once they have come twice. To be called below all dispatch: constants are computed."""
+        for its specs, once they have come twice (planned at once where much memory is taken). To be called below all
+        dispatch: constants are computed."""
         if self._generation != generation():
             self._generation = generation()
             self._improvable = self.may_improve and improvable(self.program)
@@ -85,19 +87,19 @@ class FlatProgram:
         found = self._forms.get(specs)
         if found is not None:
             self._forms.move_to_end(specs)
-        elif not self.runs or hash(specs) not in self._seen:
+        elif not self.takes_much and (not self.runs or hash(specs) not in self._seen):
             if len(self._seen) >= _SEEN:
                 self._seen.clear()
             self._seen.add(hash(specs))
             self._last_params = task.params if self._improvable else None
             return self.plain
         else:
-            found = _Forms(self, specs, self._last_params)
+            found = _Forms(self, specs, self._last_params if self.runs else task.params)
             self._last_params = None
             self._forms[specs] = found
             if len(self._forms) > _FORMS:
                 self._forms.popitem(last=False)
-        return found.pick(task.params, self._improvable and settings.passes)
+        return found.pick(task.params, self._improvable and settings.passes and self.runs > 0)
 
     @property
     def forms(self) -> list[Form]:
@@ -114,8 +116,9 @@ class FlatProgram:
         return "\n".join(made) or f"{len(self.program.instructions)} instructions, run as recorded"
 
     def prepared(self) -> Table | SourceProgram | None:
-        """The recorded program as it runs from the second time on; None the first time, for the loop."""
-        if self.runs and self._prepared is None:
+        """The recorded program as it runs from the second time on. The first time None: for the loop, in which results
+        live a little longer than in a table, so not for programs that take much."""
+        if (self.runs or self.takes_much) and self._prepared is None:
             self._prepared = self._prepare(self.program, self.dying)
         return self._prepared
 
@@ -134,9 +137,17 @@ class FlatProgram:
         self.steps(tensors, params, generator, start, len(self.program.instructions))
         return [tensors[slot] for slot in self.program.output_slots]
 
-    def steps(self, tensors: dict[int, Any], params: list[Any], generator: Positioned, start: int, stop: int) -> None:
-        """Run from ``start`` to before ``stop``, in Python; ``tensors`` is what exists, by slot. Raises
-        ``Interrupted``."""
+    def steps(
+        self,
+        tensors: dict[int, Any],
+        params: list[Any],
+        generator: Positioned,
+        start: int,
+        stop: int,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
+        """Run from ``start`` to before ``stop``, in Python; ``tensors`` is what exists, by slot. What is ``kept`` stays
+        there after its last use. Raises ``Interrupted``."""
         index, called = start, False
         try:
             for index in range(start, stop):
@@ -150,7 +161,8 @@ class FlatProgram:
                         value = value[step]
                     tensors[result.slot] = value
                 for slot in self.dying[index]:
-                    del tensors[slot]
+                    if slot not in kept:
+                        del tensors[slot]
         except BaseException as error:
             raise Interrupted(index, called, tensors, error) from error
 
@@ -386,7 +398,7 @@ class _Forms:
         if self._attempts < _VARIANTS:
             try:
                 if not self._is_done(params):
-                    return self._owner.plain
+                    return self._as_recorded() if self._owner.takes_much else self._owner.plain
                 made = None if self._result is None else self._form(self._result)
             except BaseException:
                 self._work = None  # an interrupt: from the start again, the next time
@@ -456,7 +468,7 @@ class _Forms:
     def _placement(self, program: Program, dying: list[list[int]], specs: tuple[Spec | None, ...]) -> Placement | None:
         if self._owner.transient_bytes < settings.plan_bytes:
             return None
-        return Placement(donors(program, dying, specs))
+        return Placement(donors(program, dying, specs), self._owner.transient_bytes)
 
 
 def _draw(program: Program, index: int, params: list[Any]) -> Draw:

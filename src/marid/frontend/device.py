@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import backend_registration
 
 from marid.frontend import (
@@ -26,7 +27,7 @@ from marid.frontend import (
     tuples,
     uninitialized,
 )
-from marid.frontend.materialize import bytes_of, engine, run_everything, wait_anyway
+from marid.frontend.materialize import bytes_of, engine, optimizer_stepped, run_everything, wait_anyway
 from marid.frontend.record import follow_default_dtype
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
@@ -83,6 +84,7 @@ def register() -> None:
     serialize.install()
     tuples.install()
     scopes.install_hooks()
+    register_optimizer_step_post_hook(optimizer_stepped)
     _allow_exact_type()
     _collate()
     _run_before_switches()

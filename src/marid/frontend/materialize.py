@@ -20,7 +20,7 @@ from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
 from marid.graph.tape import Tape
 from marid.report.stats import counters
-from marid.semantics.scopes import Site, capture_site
+from marid.semantics.scopes import Site, capture_site, current_site
 from marid.settings import settings
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "holders",
     "materialize",
     "no_sync",
+    "optimizer_stepped",
     "overflow",
     "pending_nodes",
     "run_anyway",
@@ -51,6 +52,10 @@ def _settings_changed() -> None:
 
 
 settings.when_changed(_settings_changed)
+
+
+_STEPS = 8  # a part of the limits on what is pending
+_FEWEST = 64  # entries of a tape that are worth to be measured
 
 
 class _Restraint(threading.local):
@@ -127,7 +132,10 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None) -> 
             )
         waited |= not quiet
         if site is not None:
-            tape.piece = rhythm.piece(site, tape) if may_go_ahead() else 0
+            piece = rhythm.piece(site, tape)
+            tape.piece = piece if may_go_ahead() else 0
+            if piece and nodes and not _restraint.holding and not settings.memory_limit:
+                nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
         ahead = bool(tape.piece) and not _restraint.holding
         try:
             if nodes:
@@ -302,8 +310,26 @@ def overflow(tape: Tape) -> None:
     if tape.grace > 0 and here != tape.cut_at:
         tape.give_room(0)  # to be asked again at the next node
         return
-    counters.count_automatic_cut(None if newest is None else newest.site)
-    tape.cut_at, tape.grace = here, 0
+    tape.cut_at = here
+    _cut_unasked(tape, None if newest is None else newest.site)
+
+
+def optimizer_stepped(*_: Any) -> None:
+    """Run what is pending if much is: a loop that never reads repeats best in whole steps."""
+    if observer() is not None or _restraint.holding:
+        return
+    for index in range(handles.device_count):
+        tape = handles.tape(index)
+        if tape.piece or len(tape.entries) < _FEWEST:
+            continue
+        nodes, nbytes = tape.measure()
+        if nodes * _STEPS > settings.max_pending_nodes or nbytes * _STEPS > settings.max_pending_bytes:
+            _cut_unasked(tape, current_site())
+
+
+def _cut_unasked(tape: Tape, site: Site | None) -> None:
+    counters.count_automatic_cut(site)
+    tape.grace = 0
     run_everything(tape, wait=False)  # a failure is raised where its value is read
     tape.give_room(settings.max_pending_bytes // 2)
 

@@ -132,7 +132,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_memory_place": (_INT64, [_INT64, _INT64S, _INT64S, _INT64S, _INT64, _INT64S]),
     "marid_memory_plan": (_POINTER, [_INT64, _INT64S, _INT64S, _INT64, _INT64S]),
     "marid_memory_forget": (None, [_POINTER]),
-    "marid_memory_watch": (None, []),
+    "marid_memory_watch": (None, [_INT64]),
     "marid_memory_follow": (_INT, [_POINTER, _INT64]),
     "marid_memory_end": (_INT, []),
     "marid_memory_release": (None, []),

@@ -12,8 +12,12 @@
 
 #include <pthread.h>
 #include <sys/mman.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <list>
@@ -27,8 +31,31 @@ namespace {
 constexpr size_t kAlign = 64;  // what PyTorch's allocator aligns to
 constexpr size_t kHugePage = size_t(2) << 20;
 constexpr size_t kPooled = size_t(64) << 10;  // smaller blocks are cheap to get and to give back
+constexpr size_t kMapped = size_t(4) << 20;  // larger blocks are mapped on their own: what is given back is gone at once
+constexpr size_t kMuch = size_t(32) << 20;
+constexpr size_t kPage = size_t(4) << 10;
 
 c10::Allocator* plain() { return c10::GetDefaultCPUAllocator(); }
+
+void* get(size_t bytes) {
+  if (bytes < kMapped) return plain()->raw_allocate(bytes);
+  // Aligned to huge pages, which make first use several times faster.
+  size_t wanted = (bytes + kPage - 1) / kPage * kPage;
+  void* mapped = mmap(nullptr, wanted + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return plain()->raw_allocate(bytes);  // raises what PyTorch raises
+  auto at = reinterpret_cast<uintptr_t>(mapped), aligned = (at + kHugePage - 1) / kHugePage * kHugePage;
+  if (aligned > at) munmap(mapped, aligned - at);
+  if (at + kHugePage > aligned) munmap(reinterpret_cast<void*>(aligned + wanted), at + kHugePage - aligned);
+  madvise(reinterpret_cast<void*>(aligned), wanted, MADV_HUGEPAGE);
+  return reinterpret_cast<void*>(aligned);
+}
+void give_back(void* ptr, size_t bytes) {
+  if (bytes < kMapped) {
+    plain()->raw_deallocate(ptr);
+  } else {
+    munmap(ptr, (bytes + kPage - 1) / kPage * kPage);
+  }
+}
 
 // --- slabs and the pool, under one lock ---
 
@@ -71,7 +98,7 @@ void trim(size_t limit) {  // with the lock
       }
     }
     pool.cached -= oldest->first;
-    plain()->raw_deallocate(oldest->second);
+    give_back(oldest->second, oldest->first);
     pool.order.erase(oldest);
   }
 }
@@ -90,7 +117,7 @@ void* take(size_t bytes) {
       return ptr;
     }
   }
-  void* ptr = plain()->raw_allocate(bytes);
+  void* ptr = get(bytes);
   std::lock_guard<std::mutex> held(lock);
   pool.handed_out[ptr] = bytes;
   return ptr;
@@ -216,6 +243,8 @@ void release(void* ptr) {
         trim(pool.limit);
         return;
       }
+      give_back(ptr, bytes);
+      return;
     }
   }
   plain()->raw_deallocate(ptr);
@@ -317,8 +346,13 @@ void* marid_memory_plan(int64_t blocks, const int64_t* sizes, const int64_t* off
 void marid_memory_forget(void* plan) { delete static_cast<Plan*>(plan); }
 
 // Begin a run on this thread, one at a time in the process: one that is watched, or one that follows a plan of so many
-// bytes in the arena; 0 when there is not that much memory.
-void marid_memory_watch() {
+// bytes in the arena; 0 when there is not that much memory. A watched run takes `expected` bytes beside the arena: for
+// much, the arena is given back first.
+void marid_memory_watch(int64_t expected) {
+  if (static_cast<size_t>(expected) >= kMuch) {
+    std::lock_guard<std::mutex> held(lock);
+    give_up();
+  }
   current = new Run;
 }
 int marid_memory_follow(void* plan, int64_t peak) {
@@ -373,9 +407,15 @@ int64_t marid_memory_cached() {
   std::lock_guard<std::mutex> held(lock);
   return static_cast<int64_t>(pool.cached);
 }
+// Give back what is kept to be used again; what PyTorch's allocator has kept as well.
 void marid_memory_trim() {
-  std::lock_guard<std::mutex> held(lock);
-  trim(0);
+  {
+    std::lock_guard<std::mutex> held(lock);
+    trim(0);
+  }
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
 }
 
 }  // extern "C"

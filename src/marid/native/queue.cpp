@@ -25,7 +25,7 @@ int marid_run_go(void* run, void* generator, double seconds);
 void marid_run_link(void* run, int64_t slot, void* from, int64_t from_slot);
 void* marid_warnings_begin();
 void marid_warnings_suspend(void* warnings);
-void marid_memory_watch();
+void marid_memory_watch(int64_t expected);
 int marid_memory_follow(void* plan, int64_t peak);
 int marid_memory_end();
 void* marid_memory_end_watched();
@@ -101,7 +101,7 @@ State perform(Job& job, Positioned positioned) {
   for (const Job::Link& link : job.links) marid_run_link(job.run, link.slot, link.from, link.from_slot);
   job.warnings = marid_warnings_begin();
   if (job.memory == kPlanned && marid_memory_follow(job.plan, job.peak) == 0) job.memory = kPlain;
-  if (job.memory == kWatched) marid_memory_watch();
+  if (job.memory == kWatched) marid_memory_watch(job.peak);
   int status;
   void* generator = nullptr;
   while ((status = marid_run_go(job.run, generator, std::numeric_limits<float>::max())) == 1 || status == 2) {

@@ -185,7 +185,8 @@ class Checked(_Here):
             given = _copies(part, real)
             made = self._call(given, number, len(params))
             # What is written now could be what the copies were made of: the flat tier comes second.
-            flat.steps(tensors, params, generator, part.start, part.stop)
+            outputs = frozenset(part.outputs)  # some only for views that are made again behind the part
+            flat.steps(tensors, params, generator, part.start, part.stop, outputs)
             position = part.stop
             pairs = [(tensors[slot], slot) for slot in part.outputs]
             written = [i for i, w in enumerate(part.written) if w]
@@ -200,6 +201,9 @@ class Checked(_Here):
                     counters.compile_mismatches += 1
                     self._report(part.start, part.stop, wrong)
             del real, given, made, pairs
+            for index in range(part.start, part.stop):
+                for slot in outputs.intersection(flat.dying[index]):
+                    del tensors[slot]
         flat.steps(tensors, params, generator, position, len(flat.program.instructions))
         self._done(bad)
         return [tensors[slot] for slot in flat.program.output_slots]
