@@ -55,7 +55,6 @@ settings.when_changed(_settings_changed)
 
 
 _STEPS = 8  # a part of the limits on what is pending
-_FEWEST = 64  # entries of a tape that are worth to be measured
 
 
 class _Restraint(threading.local):
@@ -320,7 +319,8 @@ def optimizer_stepped(*_: Any) -> None:
         return
     for index in range(handles.device_count):
         tape = handles.tape(index)
-        if tape.piece or len(tape.entries) < _FEWEST:
+        # Measuring takes as long as recording a few operations, so only when so much was added since the last time.
+        if tape.piece or (tape.charged - tape.measured_at) * _STEPS < settings.max_pending_bytes:
             continue
         nodes, nbytes = tape.measure()
         if nodes * _STEPS > settings.max_pending_nodes or nbytes * _STEPS > settings.max_pending_bytes:

@@ -36,7 +36,7 @@ class Tape:
     because nodes that die give nothing back. While ``grace`` is positive, the tape is full but waits for a node like
     ``cut_at``, where it was last run for being full: a loop that never reads is cut once around, at one place, so that
     what is run repeats. ``piece``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
-    the nodes that were run.
+    the nodes that were run. ``measured_at`` is what had been ``charged`` when the tape was last measured.
     """
 
     __slots__ = (
@@ -49,6 +49,7 @@ class Tape:
         "device",
         "entries",
         "grace",
+        "measured_at",
         "piece",
         "resident",
         "room",
@@ -63,6 +64,7 @@ class Tape:
         self.resident: list[weakref.ref[Value]] = []
         self.room = 0
         self.grace = 0
+        self.measured_at = 0
         self.piece = 0
         self.run = 0
         self._given = 0
@@ -109,6 +111,7 @@ class Tape:
 
     def measure(self) -> tuple[int, int]:
         """How many live nodes are pending, and how many bytes their results will take when they run."""
+        self.measured_at = self.charged
         pending = self.pending()
         return len(pending), sum(_allocates(node) for node in pending)
 
