@@ -32,7 +32,19 @@ class Flight:
     write. Until it is done, its nodes count as run, and what they forgot is kept here, to be given back if it is not.
     """
 
-    __slots__ = ("_kept", "_placement", "_sources", "form", "give_back", "job", "number", "roots", "run", "task")
+    __slots__ = (
+        "_kept",
+        "_placement",
+        "_slots",
+        "_sources",
+        "form",
+        "give_back",
+        "job",
+        "number",
+        "roots",
+        "run",
+        "task",
+    )
 
     def __init__(
         self,
@@ -48,6 +60,7 @@ class Flight:
         self.run = run
         self.give_back = give_back
         self.number = 0
+        self._slots: dict[Value, int] | None = None
         writes = [node for node in task.nodes if node.op is not None and node.op.mutates]
         self.roots = [root_of(value) for node in writes for value in input_values(node)]
         self._kept: list[tuple[Any, ...]] = []
@@ -79,6 +92,12 @@ class Flight:
         for value in self.task.outputs:
             value.concrete = self  # pyright: ignore[reportAttributeAccessIssue]
         return True
+
+    def slot_of(self, value: Value) -> int:
+        """Where the run has this result: a pass may have found it to be that of another operation."""
+        if self._slots is None:
+            self._slots = dict(zip(self.task.outputs, self.form.output_slots, strict=True))
+        return self._slots[value]
 
     def land(self) -> None:
         """It is done: give its values their tensors."""
@@ -123,5 +142,5 @@ def _links(task: Task) -> tuple[list[TableRun], list[int], list[int]]:
             flight: Flight = buffer
             sources.append(flight.run)
             slots.append(slot)
-            from_slots.append(flight.task.slots[values[slot]])
+            from_slots.append(flight.slot_of(values[slot]))
     return sources, slots, from_slots

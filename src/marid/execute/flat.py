@@ -37,6 +37,8 @@ Positioned = Callable[[Draw], torch.Generator]
 
 _SOURCE_LIMIT = 20_000  # instructions; beyond it, compiling one function costs more than the loop ever will
 _FORMS = 16  # specs for which a program keeps a plan, or what passes made of it
+_USES = 3  # runs with the same specs that make up for the plan and the passes
+_WASTED = 4  # times that they did not, after which a program (whose sizes keep changing) is run as recorded
 _AT_ONCE = 200  # instructions; larger programs are improved in pieces, one a run, so that no run takes much longer
 _VARIANTS = 4  # times that a program is improved for the same specs, because numbers changed
 _SEEN = 256
@@ -63,6 +65,7 @@ class FlatProgram:
         self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
         self._forms: OrderedDict[tuple[Any, ...], _Forms] = OrderedDict()
         self.plain = Form(self, None)
+        self._wasted = 0
         self._seen: set[int] = set()
         self._last_params: list[Any] | None = None
         self._prepared: Table | SourceProgram | None = None
@@ -81,12 +84,15 @@ class FlatProgram:
             self._generation = generation()
             self._improvable = self.may_improve and improvable(self.program)
             self._forms.clear()
+            self._wasted = 0
         if self.transient_bytes < settings.plan_bytes and not (self._improvable and settings.passes):
             return self.plain
         specs = task.specs
         found = self._forms.get(specs)
         if found is not None:
             self._forms.move_to_end(specs)
+        elif self._wasted >= _WASTED:
+            return self.plain
         elif not self.takes_much and (not self.runs or hash(specs) not in self._seen):
             if len(self._seen) >= _SEEN:
                 self._seen.clear()
@@ -98,7 +104,8 @@ class FlatProgram:
             self._last_params = None
             self._forms[specs] = found
             if len(self._forms) > _FORMS:
-                self._forms.popitem(last=False)
+                _, oldest = self._forms.popitem(last=False)
+                self._wasted += oldest.uses < _USES
         return found.pick(task.params, self._improvable and settings.passes and self.runs > 0)
 
     @property
@@ -376,6 +383,7 @@ class _Forms:
         self._owner = owner
         self._specs = specs
         self._earlier = earlier
+        self.uses = 0
         self._improved: list[Form] = []
         self._recorded: Form | None = None
         self._attempts = 0
@@ -389,6 +397,7 @@ class _Forms:
 
     def pick(self, params: list[Any], improves: bool) -> Form:
         """The way for a run with these numbers, made now if there is none."""
+        self.uses += 1
         if not improves:
             return self._as_recorded()
         for form in self._improved:
