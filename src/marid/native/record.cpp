@@ -42,7 +42,7 @@ Slots operation, node, output, storage, recorder, known, tape;
 enum OperationSlot { kMutates };
 enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, kOverwrites, kOuts, kConcrete };
 enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
-enum StorageSlot { kLastRead, kLastWrite };
+enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
 enum RecorderSlot { kRecorderOp, kPlain, kSameValue, kExactFloats, kExactLists, kKnown, kBumps };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
 enum TapeSlot { kSequence, kEntries, kRoom };
@@ -309,14 +309,25 @@ PyObject* last_write(PyObject* of) {
   return nullptr;
 }
 
-// The storage of a tensor, made when it has none.
-Ref storage_behind(PyObject* tensor) {
+Ref next_number(PyObject* on) {
+  PyObject* sequence = tape.at(on, kSequence);
+  return Ref(Py_TYPE(sequence)->tp_iternext(sequence));
+}
+
+// The storage of a tensor of this tape, made when it has none: `storage_of` in frontend/handles.py.
+Ref storage_behind(PyObject* tensor, PyObject* on) {
   Ref own(PyObject_GetAttr(tensor, storage_name));
-  return own.get() == Py_None ? Ref(PyObject_CallOneArg(storage_of, tensor)) : std::move(own);
+  if (own.get() != Py_None) return own;
+  Ref number = next_number(on), made(storage.type->tp_alloc(storage.type, 0));
+  if (!number || !made) return Ref();
+  storage.set(made.get(), kLastRead, std::move(number));
+  storage.set(made.get(), kLastWrite, Ref::to(Py_None));
+  storage.set(made.get(), kStorageHandle, Ref::to(Py_None));
+  return PyObject_SetAttr(tensor, storage_name, made.get()) == 0 ? std::move(made) : Ref();
 }
 
 // Note what the node must see and, for what it writes, who may still have to read. Everything that can fail comes first.
-bool order(PyObject* of, const Call& call, PyObject* writes) {
+bool order(PyObject* of, PyObject* on, const Call& call, PyObject* writes) {
   c10::SmallVector<Ref, 8> storages;
   for (const Ref& tensor : call.tensors) {
     storages.emplace_back(PyObject_GetAttr(tensor.get(), storage_name));
@@ -325,7 +336,7 @@ bool order(PyObject* of, const Call& call, PyObject* writes) {
   c10::SmallVector<size_t, 8> written;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
     written.push_back(PyLong_AsSize_t(PyList_GET_ITEM(writes, i)));
-    storages[written.back()] = storage_behind(call.tensors[written.back()].get());
+    storages[written.back()] = storage_behind(call.tensors[written.back()].get(), on);
     if (!storages[written.back()]) return false;
   }
   c10::SmallVector<PyObject*, 8> after, overwrites;
@@ -377,15 +388,15 @@ at::Tensor argument(const Call& call, PyObject* index) {
 using Results = c10::SmallVector<at::Tensor, 4>;
 
 // Let a new result be a view of an argument: it has its storage; what it lies in is `root`.
-bool view(PyObject* handle, const Call& call, PyObject* view_of, Ref& root) {
+bool view(PyObject* handle, PyObject* on, const Call& call, PyObject* view_of, Ref& root) {
   size_t base = PyLong_AsSize_t(view_of);
-  Ref own = storage_behind(call.tensors[base].get());
+  Ref own = storage_behind(call.tensors[base].get(), on);
   root = Ref::to(root_of(call.values[base]));
   return own && PyObject_SetAttr(handle, storage_name, own.get()) == 0;
 }
 
 // The results of a node that has several, or none: see Known.several.
-bool several(PyObject* of, PyObject* described, const Call& call, Results& results) {
+bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, Results& results) {
   Py_ssize_t count = PyTuple_GET_SIZE(described);
   c10::SmallVector<Ref, 4> outs;
   for (Py_ssize_t i = 0; i < count; i++) {
@@ -410,7 +421,7 @@ bool several(PyObject* of, PyObject* described, const Call& call, Results& resul
     results.push_back(new_handle(PyTuple_GET_ITEM(one, 3), made.get(), handle));
     if (!results.back().defined()) return false;
     PyObject* view_of = PyTuple_GET_ITEM(one, 4);
-    if (view_of != Py_None && !view(handle.get(), call, view_of, root)) return false;
+    if (view_of != Py_None && !view(handle.get(), on, call, view_of, root)) return false;
     output.set(made.get(), kOutputRoot, std::move(root));
     outs.emplace_back(PyWeakref_NewRef(made.get(), nullptr));
     if (!outs.back()) return false;
@@ -427,8 +438,7 @@ bool several(PyObject* of, PyObject* described, const Call& call, Results& resul
 // changes.
 bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results& results) {
   PyObject* on = known.at(like, kTape);
-  PyObject* sequence = tape.at(on, kSequence);
-  Ref seq(Py_TYPE(sequence)->tp_iternext(sequence));
+  Ref seq = next_number(on);
   Ref site = site_of(PyEval_GetFrame());
   Ref scope = current_scope();
   Ref left(PyLong_FromLongLong(room));
@@ -456,13 +466,13 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
     results.push_back(new_handle(known.at(like, kPattern), of, handle));
     if (!results.back().defined()) return false;
     if (view_of != Py_None) {
-      if (!view(handle.get(), call, view_of, root)) return false;
+      if (!view(handle.get(), on, call, view_of, root)) return false;
       node.set(of, kRoot, std::move(root));
     }
   } else if (returned != Py_None) {
     node.set(of, kOuts, untracked_tuple(0));
     results.push_back(argument(call, returned));
-  } else if (!several(of, known.at(like, kSeveral), call, results)) {
+  } else if (!several(of, on, known.at(like, kSeveral), call, results)) {
     return false;
   }
   Ref entry(PyWeakref_NewRef(of, nullptr));
@@ -470,7 +480,7 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
   PyObject_GC_UnTrack(entry.get());
   // A node on the tape that failed to be ordered dies with this call: only `order` makes others refer to it, at its end.
   if (PyList_Append(tape.at(on, kEntries), entry.get()) < 0) return false;
-  if (!order(of, call, known.at(like, kWrites))) return false;
+  if (!order(of, on, call, known.at(like, kWrites))) return false;
   tape.set(on, kRoom, std::move(left));
   if (recorder.at(by, kBumps) == Py_True) {
     PyObject* writes = known.at(like, kWrites);
@@ -495,7 +505,7 @@ bool same_value(const Operator& op, torch::jit::Stack* stack) {
   Ref address(PyObject_GetAttr(pattern.get(), address_name));
   if (!address) return false;
   at::Tensor made = new_handle(address.get(), value.get(), handle);
-  Ref own = storage_behind(call.tensors[0].get());
+  Ref own(PyObject_CallOneArg(storage_of, call.tensors[0].get()));
   if (!made.defined() || !own || PyObject_SetAttr(handle.get(), storage_name, own.get()) < 0) return false;
   torch::jit::drop(*stack, 1);
   stack->emplace_back(std::move(made));
@@ -560,7 +570,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       node.find(
           node_type,
           {"seq", "op", "args", "kwargs", "spec", "root", "site", "scope", "after", "overwrites", "outs", "concrete"}) &&
-      output.find(output_type, {"node", "path", "spec", "root", "concrete"}) && storage.find(storage_type, {"last_read", "last_write"}) &&
+      output.find(output_type, {"node", "path", "spec", "root", "concrete"}) && storage.find(storage_type, {"last_read", "last_write", "handle"}) &&
       recorder.find(recorder_type, {"op", "plain", "same_value", "exact_floats", "exact_lists", "known", "bumps"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
