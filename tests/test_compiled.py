@@ -56,7 +56,7 @@ def bound(function: Callable[[], Any]) -> list[tuple[Program, tuple[Any, ...], l
 
     def find(self: ProgramCache, task: Task) -> Any:
         program = original(self, task)
-        found.append((program.program, task.specs(), list(task.params), tier._shared(task)))
+        found.append((program.program, task.specs, list(task.params), tier._shared(task)))
         return program
 
     ProgramCache.find = find

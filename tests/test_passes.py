@@ -507,3 +507,24 @@ def test_what_was_optimised_away_exists_after_a_stop(error: type[BaseException])
     (improved,) = [improved for improved in _improved() if "linear" in improved.changes]
     lost = {improved.recorded.instructions[recipe].op.name for recipe in improved.recipes.values() if recipe >= 0}
     assert lost >= {"aten::addmm", "aten::view"}
+
+
+def test_a_program_is_improved_once_its_runs_took_as_long_as_that_will(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that hardly come again are not worth it."""
+    engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(marid.settings, "pass_cost", 10_000_000)
+    x = torch.ones(64, device=DEVICE)
+
+    def run() -> None:
+        y = x
+        for _ in range(20):
+            y = (y * 1 + x).tanh()
+        y.sum().item()
+
+    for _ in range(6):
+        run()
+    assert not marid.stats().passes
+    monkeypatch.setattr(marid.settings, "pass_cost", 0)
+    for _ in range(3):
+        run()
+    assert marid.stats().passes

@@ -42,6 +42,9 @@ class Settings:
     """Improve programs that come again by passes; results stay the same, bit for bit."""
     pass_instructions: int = 10
     """Programs with fewer instructions are not worth the passes."""
+    pass_cost: int = 100
+    """Microseconds that the passes are taken to need for an instruction: a program is improved once its runs (with the
+    same sizes) took as long."""
     fast_math: bool = False
     """Passes may use formulas that round elsewhere (fused attention and norms), within ``torch.testing``'s tolerances.
     Rows of attention that are masked out entirely are then 0, not NaN."""

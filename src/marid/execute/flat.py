@@ -66,7 +66,8 @@ class FlatProgram:
         self._forms: OrderedDict[tuple[Any, ...], _Forms] = OrderedDict()
         self.plain = Form(self, None)
         self._wasted = 0
-        self._seen: set[int] = set()
+        self._spent: dict[int, float] = {}  # seconds that runs took, by the hash of their specs
+        self._current = 0
         self._last_params: list[Any] | None = None
         self._prepared: Table | SourceProgram | None = None
         self._improvable = self.may_improve and improvable(program)
@@ -78,8 +79,8 @@ class FlatProgram:
 
     def form(self, task: Task | Replay) -> Form:
         """How a run of ``task`` is done: as recorded the first time and for small programs, else planned and improved
-        for its specs, once they have come twice (planned at once where much memory is taken). To be called below all
-        dispatch: constants are computed."""
+        for its specs: planned once they have come twice (at once where much memory is taken), improved once that pays.
+        To be called below all dispatch: constants are computed."""
         if self._generation != generation():
             self._generation = generation()
             self._improvable = self.may_improve and improvable(self.program)
@@ -88,15 +89,13 @@ class FlatProgram:
         if self.transient_bytes < settings.plan_bytes and not (self._improvable and settings.passes):
             return self.plain
         specs = task.specs
+        self._current = hash(specs)
         found = self._forms.get(specs)
         if found is not None:
             self._forms.move_to_end(specs)
         elif self._wasted >= _WASTED:
             return self.plain
-        elif not self.takes_much and (not self.runs or hash(specs) not in self._seen):
-            if len(self._seen) >= _SEEN:
-                self._seen.clear()
-            self._seen.add(hash(specs))
+        elif not self.takes_much and (not self.runs or self._current not in self._spent):
             self._last_params = task.params if self._improvable else None
             return self.plain
         else:
@@ -106,7 +105,20 @@ class FlatProgram:
             if len(self._forms) > _FORMS:
                 _, oldest = self._forms.popitem(last=False)
                 self._wasted += oldest.uses < _USES
-        return found.pick(task.params, self._improvable and settings.passes and self.runs > 0)
+        return found.pick(task.params, self._improvable and settings.passes, self._is_worth_it())
+
+    def _is_worth_it(self) -> bool:
+        """Whether runs with the current specs took as long as the passes will."""
+        spent = self._spent.get(self._current)
+        return spent is not None and spent * 1e6 >= settings.pass_cost * len(self.program.instructions)
+
+    def note(self, seconds: float) -> None:
+        """A run has taken so long."""
+        if self._current not in self._spent and len(self._spent) >= _SEEN:
+            self._spent.clear()
+        self._spent[self._current] = self._spent.get(self._current, 0.0) + seconds
+        if self.ran is not None:
+            self.ran(seconds)
 
     @property
     def forms(self) -> list[Form]:
@@ -279,8 +291,7 @@ class Form:
 
     def ran(self, seconds: float) -> None:
         """A run that was begun with ``start`` came to its end."""
-        if self._owner.ran is not None:
-            self._owner.ran(seconds)
+        self._owner.note(seconds)
 
     def _run(
         self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None
@@ -395,8 +406,8 @@ class _Forms:
     def made(self) -> list[Form]:
         return [*self._improved, *([] if self._recorded is None else [self._recorded])]
 
-    def pick(self, params: list[Any], improves: bool) -> Form:
-        """The way for a run with these numbers, made now if there is none."""
+    def pick(self, params: list[Any], improves: bool, is_worth_it: bool) -> Form:
+        """The way for a run with these numbers, improved now if there is none and it ``is_worth_it``."""
         self.uses += 1
         if not improves:
             return self._as_recorded()
@@ -404,7 +415,7 @@ class _Forms:
             assert form.improved is not None
             if form.improved.guards.hold(params):
                 return form
-        if self._attempts < _VARIANTS:
+        if is_worth_it and self._attempts < _VARIANTS:
             try:
                 if not self._is_done(params):
                     return self._as_recorded() if self._owner.takes_much else self._owner.plain
