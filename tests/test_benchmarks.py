@@ -20,5 +20,5 @@ def test_the_capture_benchmark(tmp_path: Path) -> None:
     seen = json.loads(figures.read_text())
     assert {row["operation"] for row in seen["recording"]} >= {"tanh", "neg"}
     assert all(row["ratio"] > 0 for row in seen["recording"])
-    assert seen["replay"]["cut_bind_and_replay_above_aten_us"] > 0
+    assert abs(seen["replay"]["cut_bind_and_replay_above_aten_us"]) < 1000  # less than nothing where it is faster
     assert [row["nodes"] for row in seen["linearity"]] == [10, 100, 1000]
