@@ -16,7 +16,7 @@ from torch import nn
 
 import marid
 from marid.frontend import ahead, handles
-from marid.frontend.materialize import engine
+from marid.frontend.engines import local_engine as engine
 from marid.native import library
 from tests.helpers import DEVICE, interrupted
 
@@ -53,6 +53,13 @@ def _model(device: str) -> Callable[[], torch.Tensor]:
         return loss
 
     return step
+
+
+@pytest.fixture(params=["spare", "none"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a processor to spare, a loop runs ahead; without, as one program at its read."""
+    if request.param == "none":
+        monkeypatch.setattr(ahead, "_processors", torch.get_num_threads)
 
 
 def _flights() -> int:
@@ -147,6 +154,7 @@ def _failing(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return y
 
 
+@pytest.mark.usefixtures("processor")
 def test_an_error_is_raised_where_its_value_is_read() -> None:
     """In the middle of a loop that runs ahead, with both lines; what does not depend on it is right, and the loop goes
     on."""
@@ -170,6 +178,7 @@ def test_an_error_is_raised_where_its_value_is_read() -> None:
         assert torch.equal(other.cpu(), x.cpu() + 30)
 
 
+@pytest.mark.usefixtures("processor")
 def test_an_error_that_nobody_reads_stops_nothing() -> None:
     """It waits, with its operation, for a reader that never comes."""
     x, bad = torch.arange(4.0, device=DEVICE), torch.tensor([9]).to(DEVICE)

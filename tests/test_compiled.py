@@ -26,7 +26,7 @@ from marid.execute.compiled.describe import describe, generalize, solve
 from marid.execute.compiled.disk import DiskCache
 from marid.execute.compiled.form import _evaluate
 from marid.execute.compiled.parts import Part, choose
-from marid.frontend.materialize import engine
+from marid.frontend.engines import local_engine as engine
 from marid.graph.program import Program, Task
 
 from .helpers import DEVICE
@@ -173,6 +173,24 @@ def test_numbers_are_inputs_and_changing_ones_are_never_part_of_the_code() -> No
     assert [params[number.param] for number in part.numbers] == [0.5, 0.125]
     assert [params[index] for index in part.baked] == [0.25]
     assert not choose(program, specs, params, set(part.baked), shared)
+
+
+def test_products_of_one_row_are_sums_that_can_be_fused() -> None:
+    """Of more rows, transposed, or with another type, they are left to BLAS."""
+    x, w = lazy(1, 64), lazy(32, 64)
+
+    def found(function: Callable[[], torch.Tensor]) -> list[list[str]]:
+        return [names_of(program, part) for program, part in parts_of(lambda: function().cpu())]
+
+    steps = ["mul", "add", "tanh"]
+    assert found(lambda: torch.nn.functional.linear((x * 2 + 1).tanh(), w)) == [[*steps, "linear"]]
+    assert found(lambda: torch.nn.functional.linear((x * 2 + 1).tanh().view(1, 1, 64), w)) == [
+        [*steps, "view", "linear"]
+    ]
+    assert found(lambda: (x * 2 + 1).tanh().mm(w.t())) == [[*steps, "t", "mm"]]
+    assert found(lambda: torch.nn.functional.linear((lazy(2, 64) * 2 + 1).tanh(), w)) == [steps]
+    assert found(lambda: (x * 2 + 1).tanh().mm(lazy(64, 32))) == [steps]
+    assert found(lambda: torch.nn.functional.linear((x.double() * 2 + 1).tanh(), w.double())) != [[*steps, "linear"]]
 
 
 # --- shapes --------------------------------------------------------------------------------------------------------
@@ -378,6 +396,24 @@ def _wait_for(function: Callable[[], Any], runs: int = 3, seconds: float = 300.0
     """Until ``function`` has run ``runs`` more times with compiled parts."""
     wanted = marid.stats().compiled_runs + runs
     assert _run_until(function, lambda: marid.stats().compiled_runs >= wanted, seconds), marid.stats()
+
+
+@needs_library
+@pytest.mark.conformance
+@pytest.mark.usefixtures("compiling")
+def test_compiled_products_of_one_row_are_right() -> None:
+    """In all the forms in which they come, with a gate between them that must not be computed once for each sum."""
+    x, up, gate, down = (t / 8 for t in (lazy(1, 64), lazy(96, 64), lazy(96, 64), lazy(64, 96)))
+    linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
+
+    def function(x: torch.Tensor, up: torch.Tensor, gate: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        y = x + linear((silu(y @ gate.t()) * linear(y.view(1, 1, 64), up)).sum(0), down)
+        return (y.tanh() @ up.t()).exp()
+
+    expected = function(*(t.cpu() for t in (x, up, gate, down)))
+    _wait_for(lambda: torch.testing.assert_close(function(x, up, gate, down).cpu(), expected))
+    assert marid.stats().compile_failures == 0
 
 
 @needs_library

@@ -21,7 +21,7 @@ import marid
 from marid.execute.compiled import workers
 from marid.execute.compiled.run import _close
 from marid.execute.compiled.workers import Job
-from marid.frontend.materialize import engine
+from marid.frontend.engines import local_engine as engine
 
 from .helpers import DEVICE, interrupted
 

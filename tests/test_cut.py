@@ -89,6 +89,7 @@ def test_both_cut_and_bind_the_same(seed: int) -> None:
     theirs = cut(tape.cut_in_python)
     assert [id(node) for node in ours] == [id(node) for node in theirs]
     del theirs
+    assert [id(node) for node in tape.pending()] == [id(node) for node in tape.pending_in_python()]
     summaries = []
     for bind in (native.module.bind, lambda task, _: program.bind_in_python(task)):
         task = Task(ours)

@@ -16,7 +16,7 @@ import marid
 from marid.execute import flat
 from marid.execute.source import SourceProgram
 from marid.execute.table import Table
-from marid.frontend.materialize import engine
+from marid.frontend.engines import local_engine as engine
 from marid.native import module
 from tests.helpers import DEVICE, assert_same, interrupted, on_both, seeded, train_step
 
@@ -230,7 +230,7 @@ def test_an_interrupt_while_a_program_is_prepared(monkeypatch: pytest.MonkeyPatc
 
     results = [run()]
     with monkeypatch.context() as patched:
-        patched.setattr(flat.FlatProgram, "_prepare", interrupt)
+        patched.setattr(flat.FlatProgram, "prepare", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run()
     results += [run() for _ in range(2)]

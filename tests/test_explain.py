@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import marid
-from marid.frontend.materialize import engine
+from marid.frontend.engines import local_engine as engine
 from marid.report import builds as builds_module
 from marid.report.differences import Recompile
 from tests.helpers import DEVICE

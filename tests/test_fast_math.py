@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import marid
-from marid.frontend.materialize import engine
+from marid.frontend.engines import local_engine as engine
 from tests.helpers import DEVICE
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import marid
 from tests.helpers import DEVICE, on_both, seeded, train_step
 
 # --- modules without shapes yet --------------------------------------------------------------------------------------
@@ -210,6 +212,79 @@ def test_matmul_takes_the_kernels_of_the_cpu(dtype: torch.dtype, trains: tuple[b
         return found
 
     on_both(run)
+
+
+_INPUTS = [(4,), (3, 4), (2, 3, 4), (1, 1, 4), (2, 0, 4), (2, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_takes_the_kernels_of_the_cpu(bias: bool, dtype: torch.dtype, mode: Any) -> None:
+    """To the last bit and stride, whatever the layout, and whoever requires gradients."""
+
+    def run(device: str) -> Any:
+        found = []
+        for shape, trained, layout in itertools.product(_INPUTS, (False, True), ("plain", "turned", "wide", "wt")):
+            x, w, b = (torch.randn(s, dtype=dtype).to(device) for s in (shape, (5, 4), (5,)))
+            if layout == "turned":
+                x = x.movedim(-1, 0).contiguous().movedim(0, -1)
+            elif layout == "wide":
+                x = torch.cat((x, x), -1)[..., :4]
+            elif layout == "wt":
+                w = w.t().contiguous().t()
+            w.requires_grad_(trained)
+            with mode():
+                found.append(F.linear(x, w, b if bias else None))
+        return [y.detach() for y in found]
+
+    if mode is torch.inference_mode:
+        torch.manual_seed(0)
+        expected = run("cpu")
+        torch.manual_seed(0)
+        for a, e in zip(run(DEVICE), expected, strict=True):
+            assert a.stride() == e.stride()
+            assert torch.equal(a.cpu(), e)
+    else:
+        on_both(run)
+
+
+@pytest.mark.skipif(marid.native.module is None, reason="there is no C++ half")
+def test_linear_is_one_operation_where_nobody_differentiates_it() -> None:
+    """And its steps where somebody does, forwards or backwards, or where a mode wants to see them."""
+    x, w = torch.randn(2, 3, 4, device=DEVICE), torch.randn(5, 4, device=DEVICE)
+
+    def operations(y: torch.Tensor) -> list[str]:
+        names = [node.op.name for node in marid.graph(y).nodes if node.op is not None]
+        return [name for name in names if name in ("aten::linear", "aten::mm")]
+
+    assert operations(F.linear(x, w)) == ["aten::linear"]
+    assert operations(F.linear(x.mT.contiguous().mT, w)) != ["aten::linear"]
+    assert operations(F.linear(x.double(), w.double().requires_grad_())) == ["aten::mm"]
+    with torch.no_grad():
+        assert operations(F.linear(x, w.detach().requires_grad_())) == ["aten::linear"]
+        with FlopCounterMode(display=False) as flops:
+            F.linear(x, w)
+    assert flops.get_total_flops() == 2 * 6 * 4 * 5
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(F.linear(dual, w)).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent.cpu(), F.linear(torch.ones(2, 3, 4), w.cpu()), rtol=0, atol=0)
+
+
+def test_linear_raises_what_the_cpu_raises() -> None:
+    """At the line where it is written."""
+    for shapes in [((2, 3), (5, 4)), ((2, 3, 4), (5, 3)), ((2, 4), (5, 4, 1))]:
+        messages = []
+        for device in ("cpu", DEVICE):
+            x, w = (torch.randn(s).to(device) for s in shapes)
+            with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+                F.linear(x, w)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+    with pytest.raises(RuntimeError, match="same device"):
+        F.linear(torch.randn(2, 4, device=DEVICE), torch.randn(5, 4))
 
 
 _OPTIMIZERS = [

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import marid
 from marid.execute import flat
-from marid.frontend.materialize import engine
+from marid.frontend.engines import local_engine as engine
 from marid.native import module
 from tests.helpers import DEVICE, assert_same, on_both
 
@@ -106,6 +106,11 @@ N = torch.arange(-3, 3)
             lambda x, w, b: torch.addmm(b, x, w).view(2, 2, 5).relu(),
             [X, W, B],
             ["_addmm_activation.default", "view.default"],
+        ),
+        (
+            lambda x, w, b: F.linear(x, w.t(), b).relu(),
+            [X, W, B],
+            ["t.default", "t.default", "_addmm_activation.default"],
         ),
     ],
 )
@@ -528,3 +533,26 @@ def test_a_program_is_improved_once_its_runs_took_as_long_as_that_will(monkeypat
     for _ in range(3):
         run()
     assert marid.stats().passes
+
+
+def test_further_sizes_are_improved_only_as_far_as_runs_take_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With runs that are said to take three times as long as their passes, one size in seven or so."""
+    engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(marid.settings, "pass_cost", 100)
+    note = flat.FlatProgram.note
+    monkeypatch.setattr(flat.FlatProgram, "note", lambda self, _seconds: note(self, 3 * self.pass_cost))
+
+    def run(size: int) -> None:
+        x = torch.ones(size, device=DEVICE)
+        y = x
+        for _ in range(20):
+            y = (y * 1 + x).tanh()
+        y.sum().item()
+
+    for _ in range(4):
+        for size in range(64, 74):
+            run(size)
+    (program,) = [p for p in engine.programs._programs.values() if len(p.program.instructions) > 20]  # pyright: ignore
+    improved = sum(form.improved is not None for form in program.forms)
+    cost, runs = program.pass_cost, 40 * 3 * program.pass_cost
+    assert 1 < improved <= runs / cost / 20

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import marid
-from marid.execute import flat
-from marid.frontend.materialize import engine
+from marid.execute import forms
+from marid.frontend.engines import local_engine as engine
 from marid.optimize.passes import registry
 from marid.optimize.passes.registry import _registered
 from tests.helpers import DEVICE, assert_same
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 def _every_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     engine.programs.clear()
     monkeypatch.setattr(marid.settings, "pass_instructions", 1)
-    flat._complaints.clear()
+    forms._complaints.clear()
     yield
     for name in list(_registered):
         marid.unregister_pass(name)

@@ -10,6 +10,7 @@ import torch
 
 __all__ = [
     "AuthenticationError",
+    "BudgetError",
     "LazyTensorError",
     "MaterializationError",
     "MemoryLimitError",
@@ -46,6 +47,10 @@ class UnsupportedOperationError(LazyTensorError, NotImplementedError):
 
 class SyncForbiddenError(LazyTensorError):
     """A value was read inside ``marid.no_sync()``."""
+
+
+class BudgetError(LazyTensorError):
+    """A block inside of ``marid.budget()`` waited for workers, or moved bytes, more than it may."""
 
 
 class WorkerLostError(LazyTensorError):

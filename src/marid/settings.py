@@ -69,6 +69,14 @@ class Settings:
     """Nor is one whose runs took fewer milliseconds in all."""
     cache_bytes: int = 512 << 20
     """How many bytes of compiled code are kept on disk; the least recently used goes first."""
+    worker_patience: int = 30
+    """How many seconds a remote worker may be out of reach before what it holds counts as lost, and then how many it
+    may take to come back."""
+    replay_seconds: int = 60
+    """A worker that is lost costs about so many seconds of doing work again: what lives on it is brought to the host
+    often enough, unless that would take more than a tenth of the time."""
+    journal_bytes: int = 4 << 30
+    """How many bytes of uploaded tensors are kept (in files) for a worker that is lost."""
     native: bool = True
     """Build and use the C++ half when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))

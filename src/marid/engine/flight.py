@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from marid.execute.flat import Way
+from marid.execute.forms import Way
 from marid.execute.kernel_warnings import warn_of
 from marid.execute.table import TableRun
 from marid.graph.node import Node, Value, finish, input_values, root_of
@@ -101,8 +101,7 @@ class Flight:
 
     def land(self) -> None:
         """It is done: give its values their tensors."""
-        for value, tensor in zip(self.task.outputs, self.run.tensors(self.form.output_slots), strict=True):
-            value.concrete = tensor
+        self.run.tensors(self.form.output_slots, self.task)
         self._note_memory(True)
         assert library is not None
         self.form.ran(library.marid_job_seconds(self.job))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import threading
@@ -13,33 +12,43 @@ from typing import Any
 
 import torch
 
+from marid.engine import operators
+from marid.engine.failed import explain, salvage
 from marid.engine.flight import Flight, Positioned
-from marid.engine.protocol import GiveBack
-from marid.errors import MaterializationError, MemoryLimitError
+from marid.engine.protocol import Called, GiveBack, Need
+from marid.engine.room import refuse_beyond
+from marid.engine.snapshot import snapshot
+from marid.errors import MaterializationError
 from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
 from marid.execute.compiled.tier import best
 from marid.execute.compiled.workers import compiler
-from marid.execute.flat import Way
+from marid.execute.forms import Way
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
 from marid.graph import program, tape
-from marid.graph.node import Draw, Node, Output, Value, fail, failures, finish, root_of
+from marid.graph.node import (
+    Draw,
+    Node,
+    Operation,
+    Output,
+    Value,
+    fail,
+    failures,
+    root_of,
+    values_in,
+)
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Task, bind, deliver
 from marid.graph.tape import Tape
 from marid.graph.twister import Twisters
 from marid.native import library, module, omp_pause
-from marid.optimize.forecast import forecast
 from marid.report.stats import counters
-from marid.report.units import bytes_text
-from marid.semantics.scopes import current_site
 
 __all__ = ["InProcessEngine", "concretely"]
 
 logger = logging.getLogger("marid")
 
-_LARGEST = 5  # results named when memory does not suffice
 _IN_FLIGHT = 16  # tasks that may wait for the device's thread
 _SECONDS = 0.05
 
@@ -64,7 +73,7 @@ _EXCLUDED = _keys(
 
 if module is not None:
     module.configure_cuts(Node=Node, Output=Output, Task=Task, Tape=Tape, Draw=Draw, failures=failures)
-    tape.accelerate(module.cut)
+    tape.accelerate(module.cut, module.pending)
     program.accelerate(module.bind)
 
 
@@ -93,6 +102,9 @@ class InProcessEngine:
     """Runs programs in the order in which they come: what need not be done at once, and is known, on the device's own
     thread; everything else on the calling thread, once that one is idle."""
 
+    name = "in-process engine"
+    pieces = True
+
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.programs = ProgramCache()
@@ -119,7 +131,7 @@ class InProcessEngine:
                 self._drain()
             task = bind(nodes)
             if room is not None:
-                _refuse_beyond(room, task)
+                refuse_beyond(room, task)
             with concretely():
                 form = best(self.programs.find(task), task, room)
             if ahead and room is None and self._launch(task, form, give_back):
@@ -134,12 +146,10 @@ class InProcessEngine:
                 self._depth -= 1
             return form.transient_bytes
 
-    def wait(self, values: Sequence[Value] | None = None) -> bool:
+    def wait(self, values: Sequence[Value] | None = None, need: Need = "run") -> bool:  # noqa: ARG002
         waited = False
         while True:
             with self.lock:
-                if not self._flights:
-                    return waited
                 self._settle()
                 number = self._needed(values)
                 if number == 0:
@@ -166,7 +176,7 @@ class InProcessEngine:
                 self._twisters.forget()
                 if stop.index == len(prepared.nodes) or not isinstance(stop.error, Exception):
                     raise stop.error from None
-                failure = _explain(prepared.nodes[stop.index], stop.error)
+                failure = explain(prepared.nodes[stop.index], stop.error)
                 failure.__cause__ = stop.error.with_traceback(None)
             else:
                 counters.ops_executed += len(prepared.nodes)
@@ -178,13 +188,33 @@ class InProcessEngine:
         del replay, form
         raise failure
 
+    def call(
+        self, op: Operation, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], state: torch.Tensor | None
+    ) -> Called:
+        named = {name: _placed(arg) for name, arg in kwargs}
+        tensors = [value.concrete for value in values_in((*args, *[arg for _, arg in kwargs]))]
+        with concretely():
+            return operators.perform(op.func, [_placed(arg) for arg in args], named, tensors, state)
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():
-            return _copy(tensor)
+            return snapshot(tensor)
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def read(self, buffer: torch.Tensor, whole: bool = False) -> torch.Tensor:  # noqa: ARG002
+        return buffer
+
+    def memory(self, buffer: Any) -> tuple[int, int] | None:
+        if not isinstance(buffer, torch.Tensor):
+            return None
+        storage = buffer.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
 
     def download(self, buffer: torch.Tensor) -> torch.Tensor:
         with concretely():
-            return _copy(buffer)
+            return snapshot(buffer)
 
     def generator(self, draw: Draw) -> torch.Generator:
         self._drain()
@@ -198,6 +228,12 @@ class InProcessEngine:
         with self.lock:
             compiler.poll()
             return len(compiler.jobs)
+
+    def mark(self, buffer: Any, role: str) -> None:
+        pass
+
+    def worker_stats(self) -> None:
+        return None
 
     def trim(self) -> None:
         with self.lock:
@@ -298,11 +334,11 @@ class InProcessEngine:
             results = run()
         except Interrupted as stop:
             self._twisters.forget()
-            _salvage(task, stop)
+            salvage(task, stop)
             if stop.index == len(task.nodes) or not isinstance(stop.error, Exception):
                 raise stop.error from None
             failed = task.nodes[stop.index]
-            failure = _explain(failed, stop.error)
+            failure = explain(failed, stop.error)
             # Tracebacks would keep the tensors of this run alive as long as the error.
             failure.__cause__ = stop.error.with_traceback(None)
             fail(failed, failure)
@@ -324,75 +360,13 @@ class InProcessEngine:
                     continue  # kept by the operation that failed, for whoever reads it
 
 
+def _placed(arg: Any) -> Any:
+    """The argument with buffers in place of values."""
+    if isinstance(arg, (Node, Output)):
+        return arg.concrete
+    return [_placed(item) for item in arg] if type(arg) is tuple else arg
+
+
 def _count(task: Task) -> None:
     counters.ops_executed += len(task.nodes)
     counters.epoch += 1
-
-
-def _refuse_beyond(room: int, task: Task) -> None:
-    expected = forecast(task)
-    if expected.nbytes <= room:
-        return
-    largest = [
-        f"    {bytes_text(nbytes)}  {node.op.name if node.op else 'an operation'} written at {node.site}"
-        for nbytes, node in expected.held[:_LARGEST]
-    ]
-    raise MemoryLimitError(
-        f"running {len(task.nodes)} recorded operation(s) would take {bytes_text(expected.nbytes)} at once, and "
-        f"marid.settings.memory_limit leaves {bytes_text(max(room, 0))}; nothing was run\n"
-        f"  read at {current_site()}\n"
-        "  the largest results at the fullest moment:\n" + "\n".join(largest)
-    )
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    # Strides are part of the value, overlapping ones (expand) included; conjugate and negative bits are resolved.
-    if tensor.layout is not torch.strided:
-        return tensor.clone()
-    tensor = tensor.resolve_conj().resolve_neg()
-    if torch._C._TensorBase.is_contiguous(tensor):
-        return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0 or span == tensor.numel():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
-    block = tensor.as_strided((span,), (1,)).clone()
-    return block.as_strided(tensor.shape, tensor.stride(), 0)
-
-
-def _salvage(task: Task, stop: Interrupted) -> None:
-    """Keep what ran before a failure, so that nothing runs twice and nothing is lost."""
-    for value, slot in task.slots.items():
-        if value.concrete is None and slot in stop.tensors:
-            value.concrete = stop.tensors[slot]
-    for index, node in enumerate(task.nodes[: stop.index + 1]):
-        mutates = node.op is not None and node.op.mutates
-        if index < stop.index or (stop.finished and mutates):
-            finish(node)
-    for value, slot in task.slots.items():
-        error = stop.lost.get(slot)
-        if error is not None and value.concrete is None and value.node.args is None:
-            fail(value.node, _explain(value.node, error if isinstance(error, Exception) else RuntimeError(str(error))))
-    counters.ops_executed += stop.index
-
-
-@functools.cache
-def _error_class(kind: type[Exception]) -> type[MaterializationError]:
-    """A ``MaterializationError`` that is also the error the operation raised, for whoever catches that."""
-    if issubclass(MaterializationError, kind):
-        return MaterializationError
-    try:
-        return type(
-            "MaterializationError", (MaterializationError, kind), {"__module__": MaterializationError.__module__}
-        )
-    except TypeError:  # the layouts of the two do not combine (OSError, UnicodeError)
-        return MaterializationError
-
-
-def _explain(node: Node, error: Exception) -> MaterializationError:
-    written = f"written at {node.site}" if node.site is not None else "written at an unknown line"
-    where = f" in module {node.scope.module_path!r}" if node.scope is not None and node.scope.module_path else ""
-    return _error_class(type(error))(
-        f"{node.op.name if node.op else 'an operation'} failed when it ran: {error}\n"
-        f"  {written}{where}\n"
-        f"  read at {current_site()}"
-    )

@@ -3,24 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from marid.graph.node import Draw, Node, Value
+from marid.graph.node import Draw, Node, Operation, Value
 from marid.graph.prepared import Prepared
 
-__all__ = ["Engine", "GiveBack"]
+__all__ = ["Buffer", "Called", "Engine", "Geometry", "GiveBack", "Need", "Returned"]
+
+Buffer = Any
+"""What an engine keeps of a tensor (``Value.concrete``). Only the engine looks inside."""
 
 GiveBack = Callable[[list[Node]], None]
+
+Need = Literal["run", "value", "buffer"]
+"""Why values are waited for: to have run, to be read by the host next, or to be handed back to the engine next."""
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its memory: sizes in elements, as ``graph.node.Spec``."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A tensor that an operator returned.
+
+    ``same_as`` is the tensor argument that it is, ``base`` the first one whose memory it lies in, both as indices.
+    Where its ``layout`` is one that the device does not support (else None), there is no buffer.
+    """
+
+    buffer: Buffer
+    geometry: Geometry | None
+    layout: str | None = None
+    same_as: int | None = None
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What an operator did: what it ``returned``, with ``Returned`` in place of tensors; the ``geometries`` that its
+    tensor arguments have now; and where the generator stands that it drew from."""
+
+    returned: Any
+    geometries: list[Geometry]
+    state: torch.Tensor | None
 
 
 class Engine(Protocol):
     """Executes what a tape has recorded for one or more devices.
 
-    A buffer (``Value.concrete``) is the engine's own: a recorder stores it and hands it back, and looks inside only
-    through ``download``, after ``wait``.
+    A recorder stores buffers and hands them back; it looks inside only through ``read``, after ``wait``.
     """
+
+    name: str
+    """How the device is called."""
+    pieces: bool
+    """Whether it gains from work that is handed over early, piece by piece."""
 
     def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
         """Run pending nodes, given in program order and closed under the hazard rule (``Tape.cut``), after all that was
@@ -37,38 +84,68 @@ class Engine(Protocol):
         """
         ...
 
-    def wait(self, values: Sequence[Value] | None = None) -> bool:
+    def wait(self, values: Sequence[Value] | None = None, need: Need = "run") -> bool:
         """Wait until the memory of these values (of everything, for None) is as what was given to ``run`` leaves it;
-        whether that took any waiting. Raises as ``run``."""
+        whether that took any waiting. Raises as ``run``. What is needed as a buffer may still be in the making."""
         ...
 
     def settle(self) -> None:
         """Take note of what has ended by now; waits for nothing. Raises as ``run``."""
         ...
 
-    def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
+    def replay(self, prepared: Prepared, inputs: list[Buffer], params: list[Any]) -> list[Buffer]:
         """Run a prepared program on buffers; the buffers of its outputs, in order. Nothing may be pending that writes
-        the inputs, or reads what the program writes. Raises ``MaterializationError`` when an operation fails; what
-        ran before it has written what it writes.
+        the inputs, or reads what the program writes. Raises ``MaterializationError`` when an operation fails, or lets
+        reading what comes out raise it; what ran before it has written what it writes.
         """
         ...
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+    def call(
+        self, op: Operation, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], state: torch.Tensor | None
+    ) -> Called:
+        """Run one operator now, after all that was given to ``run``; arguments as in a node. ``state`` is where the CPU
+        generator stands that it draws from, if it does. Raises what the operator raises, and as ``run`` for what came
+        before it."""
+        ...
+
+    def upload(self, tensor: torch.Tensor) -> Buffer:
         """A buffer with the values, strides and dtype of a CPU tensor; a snapshot, never an alias."""
         ...
 
-    def download(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor with the values and strides of ``buffer``; a snapshot, never an alias."""
+    def adopt(self, tensor: torch.Tensor) -> Buffer:
+        """The same, of a CPU tensor that nobody else has, or will write: it need not be copied."""
+        ...
+
+    def read(self, buffer: Buffer, whole: bool = False) -> torch.Tensor:
+        """A CPU tensor with the values and strides of ``buffer``, to be read at once and not to be kept or written: it
+        may be the buffer itself. With ``whole`` its storage has all of the memory that the buffer lies in, and buffers
+        that share memory give tensors that share a storage, as long as the first of these lives."""
+        ...
+
+    def download(self, buffer: Buffer) -> torch.Tensor:
+        """The same as a snapshot, never an alias."""
+        ...
+
+    def memory(self, buffer: Buffer) -> tuple[int, int] | None:
+        """An identity for the block of memory that a buffer lies in, and its bytes; None while it is in the making."""
+        ...
+
+    def generator(self, draw: Draw) -> torch.Generator:
+        """A CPU generator positioned at ``draw``."""
         ...
 
     def compiling(self) -> int:
         """How many parts of programs are being compiled in the background."""
         ...
 
-    def trim(self) -> None:
-        """Give back memory that is only kept to be used again."""
+    def mark(self, buffer: Buffer, role: str) -> None:
+        """Take a hint what the memory of a buffer is for."""
         ...
 
-    def generator(self, draw: Draw) -> torch.Generator:
-        """A CPU generator positioned at ``draw``."""
+    def worker_stats(self) -> dict[str, Any] | None:
+        """What a worker says of itself; None where there is none."""
+        ...
+
+    def trim(self) -> None:
+        """Give back memory that is only kept to be used again."""
         ...

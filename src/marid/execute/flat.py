@@ -9,40 +9,37 @@ results exist by then.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from itertools import starmap
+from types import FrameType
+from typing import Any
 
 import torch
 
-from marid.execute.arena import MUCH, Placement
+from marid.execute.arena import MUCH
+from marid.execute.forms import Form, Forms, Positioned
 from marid.execute.interrupted import Interrupted
-from marid.execute.kernel_warnings import report
-from marid.execute.resume import arguments, recover
+from marid.execute.resume import arguments
 from marid.execute.source import SourceProgram, source_of
-from marid.execute.table import DONE, DRAWS, RAISED, Table, TableRun, Untranslatable, donors, translate
-from marid.graph.node import Draw, Spec
+from marid.execute.table import Table, Untranslatable, translate
 from marid.graph.prepared import Replay
-from marid.graph.program import Param, Program, Task
+from marid.graph.program import Program, Task
 from marid.native import module
-from marid.optimize.passes.lowering import Improved, last_uses
-from marid.optimize.passes.registry import PassFailed, generation, improvable, improve
-from marid.report.stats import counters
+from marid.optimize.passes.lowering import last_uses
+from marid.optimize.passes.registry import generation, improvable
 from marid.settings import settings
 
-__all__ = ["FlatProgram", "Form", "Positioned", "Way"]
-
-Positioned = Callable[[Draw], torch.Generator]
+__all__ = ["FlatProgram", "may_be_stopped"]
 
 _SOURCE_LIMIT = 20_000  # instructions; beyond it, compiling one function costs more than the loop ever will
 _FORMS = 16  # specs for which a program keeps a plan, or what passes made of it
 _USES = 3  # runs with the same specs that make up for the plan and the passes
 _WASTED = 4  # times that they did not, after which a program (whose sizes keep changing) is run as recorded
-_AT_ONCE = 200  # instructions; larger programs are improved in pieces, one a run, so that no run takes much longer
-_VARIANTS = 4  # times that a program is improved for the same specs, because numbers changed
+_SHARE = 20  # passes for further specs of a program take no more than this part of its runs
 _SEEN = 256
-_complaints: set[str] = set()  # passes that failed, each told once
+_ONCE: list[tuple[()]] = [()]
 
 
 class FlatProgram:
@@ -63,10 +60,13 @@ class FlatProgram:
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
-        self._forms: OrderedDict[tuple[Any, ...], _Forms] = OrderedDict()
+        self._forms: OrderedDict[tuple[Any, ...], Forms] = OrderedDict()
         self.plain = Form(self, None)
         self._wasted = 0
         self._spent: dict[int, float] = {}  # seconds that runs took, by the hash of their specs
+        self._spent_in_all = 0.0
+        self.invested = 0.0
+        """Seconds for which it was improved, as they are expected to be."""
         self._current = 0
         self._last_params: list[Any] | None = None
         self._prepared: Table | SourceProgram | None = None
@@ -99,24 +99,33 @@ class FlatProgram:
             self._last_params = task.params if self._improvable else None
             return self.plain
         else:
-            found = _Forms(self, specs, self._last_params if self.runs else task.params)
+            found = Forms(self, specs, self._last_params if self.runs else task.params)
             self._last_params = None
             self._forms[specs] = found
             if len(self._forms) > _FORMS:
                 _, oldest = self._forms.popitem(last=False)
                 self._wasted += oldest.uses < _USES
-        return found.pick(task.params, self._improvable and settings.passes, self._is_worth_it())
+        return found.pick(task.params, self._improvable and settings.passes, found.begun or self._is_worth_it())
+
+    @property
+    def pass_cost(self) -> float:
+        """The seconds that the passes will take, about."""
+        return settings.pass_cost * len(self.program.instructions) / 1e6
 
     def _is_worth_it(self) -> bool:
-        """Whether runs with the current specs took as long as the passes will."""
-        spent = self._spent.get(self._current)
-        return spent is not None and spent * 1e6 >= settings.pass_cost * len(self.program.instructions)
+        """Whether runs with the current specs took as long as the passes will. Where the sizes keep changing that does
+        not say that they will pay: then all runs of the program must have taken much longer than all of its passes."""
+        spent, cost = self._spent.get(self._current), self.pass_cost
+        if spent is None or spent < cost:
+            return False
+        return not self.invested or (self.invested + cost) * _SHARE <= self._spent_in_all
 
     def note(self, seconds: float) -> None:
-        """A run has taken so long."""
+        """A run has taken so long. It counts for the specs asked for last: near enough, for one that ran ahead."""
         if self._current not in self._spent and len(self._spent) >= _SEEN:
             self._spent.clear()
         self._spent[self._current] = self._spent.get(self._current, 0.0) + seconds
+        self._spent_in_all += seconds
         if self.ran is not None:
             self.ran(seconds)
 
@@ -138,10 +147,11 @@ class FlatProgram:
         """The recorded program as it runs from the second time on. The first time None: for the loop, in which results
         live a little longer than in a table, so not for programs that take much."""
         if (self.runs or self.takes_much) and self._prepared is None:
-            self._prepared = self._prepare(self.program, self.dying)
+            self._prepared = self.prepare(self.program, self.dying)
         return self._prepared
 
-    def _prepare(self, program: Program, dying: list[list[int]]) -> Table | SourceProgram | None:
+    def prepare(self, program: Program, dying: list[list[int]]) -> Table | SourceProgram | None:
+        """A form of this program as it runs; None for the loop."""
         if module is not None:
             try:
                 return translate(program, dying)
@@ -167,331 +177,60 @@ class FlatProgram:
     ) -> None:
         """Run from ``start`` to before ``stop``, in Python; ``tensors`` is what exists, by slot. What is ``kept`` stays
         there after its last use. Raises ``Interrupted``."""
-        index, called = start, False
+        at = _Place(start)
         try:
-            for index in range(start, stop):
-                instruction, called = self.program.instructions[index], False
-                args, kwargs = arguments(instruction, tensors, params, generator)
-                returned = instruction.op.call(*args, **kwargs)
-                called = True
-                for result in instruction.results:
-                    value = returned
-                    for step in result.path:
-                        value = value[step]
-                    tensors[result.slot] = value
-                for slot in self.dying[index]:
-                    if slot not in kept:
-                        del tensors[slot]
+            self._go(at, stop, tensors, params, generator, kept)
         except BaseException as error:
-            raise Interrupted(index, called, tensors, error) from error
+            index, returned = at.now
+            raise Interrupted(index, bool(returned), tensors, error) from error
+
+    def _go(
+        self,
+        at: _Place,
+        stop: int,
+        tensors: dict[int, Any],
+        params: list[Any],
+        generator: Positioned,
+        kept: frozenset[int],
+    ) -> None:
+        for index in range(at.now[0], stop):
+            returned: list[Any] = []
+            at.now = index, returned
+            instruction = self.program.instructions[index]
+            args, kwargs = arguments(instruction, tensors, params, generator)
+            # An interrupt comes when a call is over: had it not been noted in C by then, the operator would run twice.
+            returned.extend(starmap(partial(instruction.op.call, *args, **kwargs), _ONCE))
+            for result in instruction.results:
+                value = returned[0]
+                for step in result.path:
+                    value = value[step]
+                tensors[result.slot] = value
+            for slot in self.dying[index]:
+                if slot not in kept:
+                    del tensors[slot]
 
     def stopped(self, index: int, tensors: dict[int, torch.Tensor], error: BaseException) -> Interrupted:
         """What is known when a run stops before an instruction."""
         return Interrupted(index, False, tensors, error)
 
 
-class Way(Protocol):
-    """How a task is run."""
+class _Place:
+    """How far a run in Python has come: ``now`` are an instruction and what it returned, nothing before it did."""
 
-    @property
-    def placement(self) -> Placement | None:
-        """Where a run puts its blocks; None where that is not planned."""
-        ...
+    __slots__ = ("now",)
 
-    @property
-    def transient_bytes(self) -> int:
-        """The forecast of what the results take at once."""
-        ...
-
-    @property
-    def in_cpp(self) -> bool:
-        """Whether all operators are PyTorch's own."""
-        ...
-
-    @property
-    def output_slots(self) -> tuple[int, ...]:
-        """Where the results are that escape."""
-        ...
-
-    def run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None = None, /
-    ) -> list[torch.Tensor]:
-        """Run on concrete tensors; the results that escape, in order. They may be delivered to ``task`` by then, which
-        no interrupt comes in between of. Raises ``Interrupted``."""
-        ...
-
-    def start(self, inputs: list[Any], params: list[Any], /) -> TableRun | None:
-        """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
-        ...
-
-    def resume(self, run: TableRun, params: list[Any], generator: Positioned, /) -> list[torch.Tensor]:
-        """Go on in Python where a run has stopped, to raise what the operation raises. Raises ``Interrupted``."""
-        ...
-
-    def draw(self, index: int, params: list[Any], /) -> Draw:
-        """What instruction ``index`` of a run draws."""
-        ...
-
-    def ran(self, seconds: float, /) -> None:
-        """A run that was begun with ``start`` came to its end."""
-        ...
+    def __init__(self, index: int) -> None:
+        self.now: tuple[int, list[Any]] = index, []
 
 
-class Form:
-    """One way of running a program: as recorded, or ``improved`` for certain specs, with or without planned memory."""
-
-    __slots__ = ("_owner", "_placement", "_prepared", "improved")
-
-    def __init__(
-        self,
-        owner: FlatProgram,
-        placement: Placement | None,
-        improved: Improved | None = None,
-        prepared: Table | SourceProgram | None = None,
-    ) -> None:
-        self._owner = owner
-        self._placement = placement
-        self._prepared = prepared
-        self.improved = improved
-
-    @property
-    def placement(self) -> Placement | None:
-        """Where a run puts its blocks; None where that is not planned."""
-        return None if self._placement is None or self._placement.hopeless else self._placement
-
-    @property
-    def planned(self) -> Placement | None:
-        """The same, hopeless or not."""
-        return self._placement
-
-    @property
-    def transient_bytes(self) -> int:
-        """The forecast of what the results take at once."""
-        return self._owner.transient_bytes
-
-    @property
-    def in_cpp(self) -> bool:
-        """Whether all operators are PyTorch's own."""
-        return self._owner.in_cpp
-
-    @property
-    def output_slots(self) -> tuple[int, ...]:
-        """Where the results are that escape."""
-        return self._program.output_slots
-
-    def run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None = None
-    ) -> list[torch.Tensor]:
-        """Run on concrete tensors; the results that escape, in order. They may be delivered to ``task`` by then, which
-        no interrupt comes in between of. Raises ``Interrupted``."""
-        start = time.perf_counter()
-        results = self._run(inputs, params, generator, task)
-        self.ran(time.perf_counter() - start)
-        return results
-
-    def ran(self, seconds: float) -> None:
-        """A run that was begun with ``start`` came to its end."""
-        self._owner.note(seconds)
-
-    def _run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None
-    ) -> list[torch.Tensor]:
-        owner, prepared = self._owner, self._table_or_source()
-        owner.runs += 1
-        if isinstance(prepared, Table):
-            try:
-                found = prepared.run(*self._given(inputs, params), self._donors(), self.output_slots, task)
-            except OverflowError:  # a number of more than 64 bits
-                pass
-            else:
-                return found if isinstance(found, list) else self._finish(*found, params, generator, task)
-        if isinstance(prepared, SourceProgram):
-            try:
-                return prepared.run(*self._given(inputs, params), generator)
-            except Interrupted as stop:
-                if self.improved is None:
-                    raise
-                return self._recover(stop, params, generator)
-        return owner.interpret(dict(zip(owner.program.input_slots, inputs, strict=True)), params, generator, 0)
-
-    def start(self, inputs: list[Any], params: list[Any]) -> TableRun | None:
-        """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
-        prepared = self._table_or_source()
-        if not isinstance(prepared, Table):
-            return None
-        try:
-            run = prepared.start(*self._given(inputs, params), self._donors())
-        except OverflowError:
-            return None
-        self._owner.runs += 1
-        return run
-
-    def resume(self, run: TableRun, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
-        """Go on in Python where a run has stopped, to raise what the operation raises. Raises ``Interrupted``."""
-        tensors, index = run.existing(), run.next
-        del run
-        if self.improved is not None:
-            return self._recover(Interrupted(index, False, tensors, RuntimeError()), params, generator)
-        return self._owner.interpret(tensors, params, generator, index)
-
-    def draw(self, index: int, params: list[Any]) -> Draw:
-        """What instruction ``index`` of a run draws."""
-        return _draw(self._program, index, self._given([], params)[1])
-
-    @property
-    def _program(self) -> Program:
-        return self._owner.program if self.improved is None else self.improved.program
-
-    def _table_or_source(self) -> Table | SourceProgram | None:
-        return self._owner.prepared() if self.improved is None else self._prepared
-
-    def _donors(self) -> Any:
-        placement = self.placement
-        return None if placement is None else placement.donors
-
-    def _given(self, inputs: list[Any], params: list[Any]) -> tuple[list[Any], list[Any]]:
-        if self.improved is None:
-            return inputs, params
-        return [*inputs, *self.improved.constants], [*params, *self.improved.numbers]
-
-    def _finish(
-        self, status: int, run: TableRun, params: list[Any], generator: Positioned, task: Task | None
-    ) -> list[torch.Tensor]:
-        """Go on with a run that has come so far."""
-        try:
-            while status != RAISED:
-                status = run.go(generator(self.draw(run.next, params)) if status == DRAWS else None)
-                if status == DONE:
-                    return run.tensors(self.output_slots, task)
-        except BaseException as error:
-            tensors, index = run.existing(), run.next
-            del run
-            if self.improved is None:
-                raise self._owner.stopped(index, tensors, error) from error
-            return self._recover(Interrupted(index, False, tensors, error), params, generator)
-        return self.resume(run, params, generator)
-
-    def _recover(self, stop: Interrupted, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
-        """Say in terms of the recorded program how far an improved one came. After an error the recorded one goes on
-        from there, to raise what its operations raise."""
-        improved = self.improved
-        assert improved is not None
-        instructions = improved.program.instructions
-        written = stop.finished and stop.index < len(instructions) and instructions[stop.index].op.mutates
-        before = improved.indices[stop.index] + written if written else improved.done[stop.index]
-        tensors, lost, interrupt = recover(improved, stop.tensors, before, params, generator)
-        error = stop.error if interrupt is None else interrupt
-        if lost or not isinstance(error, Exception):
-            index = before - 1 if written else before
-            raise Interrupted(index, bool(written), tensors, error, lost) from error
-        return self._owner.interpret(tensors, params, generator, before)
+def may_be_stopped(frame: FrameType | None) -> bool:
+    """Whether what a signal's handler raises in ``frame`` becomes an ``Interrupted`` that knows what was done."""
+    while frame is not None and frame.f_code not in _ENDS:
+        if frame.f_code in _STOPPABLE:
+            return True
+        frame = frame.f_back
+    return False
 
 
-class _Forms:
-    """The ways of running a program for one set of specs."""
-
-    def __init__(self, owner: FlatProgram, specs: tuple[Spec | None, ...], earlier: list[Any] | None) -> None:
-        self._owner = owner
-        self._specs = specs
-        self._earlier = earlier
-        self.uses = 0
-        self._improved: list[Form] = []
-        self._recorded: Form | None = None
-        self._attempts = 0
-        self._varying: set[int] = set()
-        self._unequal: set[tuple[int, int]] = set()
-        self._result: Improved | None = None
-        self._work: Generator[None, None, Improved | None] | None = None
-
-    def made(self) -> list[Form]:
-        return [*self._improved, *([] if self._recorded is None else [self._recorded])]
-
-    def pick(self, params: list[Any], improves: bool, is_worth_it: bool) -> Form:
-        """The way for a run with these numbers, improved now if there is none and it ``is_worth_it``."""
-        self.uses += 1
-        if not improves:
-            return self._as_recorded()
-        for form in self._improved:
-            assert form.improved is not None
-            if form.improved.guards.hold(params):
-                return form
-        if is_worth_it and self._attempts < _VARIANTS:
-            try:
-                if not self._is_done(params):
-                    return self._as_recorded() if self._owner.takes_much else self._owner.plain
-                made = None if self._result is None else self._form(self._result)
-            except BaseException:
-                self._work = None  # an interrupt: from the start again, the next time
-                raise
-            self._work = None
-            self._attempts += 1
-            if made is None:
-                self._attempts = _VARIANTS
-            else:
-                assert made.improved is not None
-                self._improved.append(made)
-                if made.improved.guards.hold(params):  # it may have been begun with other numbers
-                    return made
-        return self._as_recorded()
-
-    def _learn(self, params: list[Any]) -> None:
-        """Numbers that changed are numbers that change."""
-        if self._earlier is not None:
-            self._varying |= {
-                index
-                for index, (a, b) in enumerate(zip(self._earlier, params, strict=True))
-                if type(a) in (int, float, complex) and (type(a) is not type(b) or repr(a) != repr(b))
-            }
-            self._earlier = None
-        for form in self._improved:
-            assert form.improved is not None
-            varying, unequal = form.improved.guards.failing(params)
-            self._varying |= varying
-            self._unequal |= unequal
-
-    def _is_done(self, params: list[Any]) -> bool:
-        """Do the next piece of improving; whether there is a result now."""
-        if self._work is None:
-            self._learn(params)
-            self._work = improve(self._owner.program, self._specs, params, self._varying, self._unequal)
-        self._result = None
-        try:
-            next(self._work)
-            while len(self._owner.program.instructions) <= _AT_ONCE:
-                next(self._work)
-            return False
-        except StopIteration as end:
-            self._result = end.value
-        except PassFailed as failure:
-            if failure.own and settings.verify_passes:
-                raise
-            if failure.name not in _complaints:
-                _complaints.add(failure.name)
-                report(f"{failure}; the program runs as it was recorded")
-        return True
-
-    def _form(self, improved: Improved) -> Form | None:
-        owner = self._owner
-        prepared = owner._prepare(improved.program, improved.dying)
-        if prepared is None:
-            return None
-        counters.count_passes(improved.changes)
-        placement = self._placement(improved.program, improved.dying, improved.specs)
-        return Form(owner, placement, improved, prepared)
-
-    def _as_recorded(self) -> Form:
-        if self._recorded is None:
-            owner = self._owner
-            self._recorded = Form(owner, self._placement(owner.program, owner.dying, self._specs))
-        return self._recorded
-
-    def _placement(self, program: Program, dying: list[list[int]], specs: tuple[Spec | None, ...]) -> Placement | None:
-        if self._owner.transient_bytes < settings.plan_bytes:
-            return None
-        return Placement(donors(program, dying, specs), self._owner.transient_bytes)
-
-
-def _draw(program: Program, index: int, params: list[Any]) -> Draw:
-    instruction = program.instructions[index]
-    given = (*instruction.args, *[value for _, value in instruction.kwargs])
-    return next(params[arg.index] for arg in given if isinstance(arg, Param) and arg.draw)
+_STOPPABLE = {FlatProgram._go.__code__, Form._go.__code__}
+_ENDS = {Form._recover.__code__, Form.run.__code__}

@@ -196,11 +196,11 @@ def _on_other_device(device: int, other: str, more: str = "") -> RuntimeError:
     )
 
 
-def writes_of(recorder: Recorder, call: Call) -> list[int]:
+def writes_of(recorder: Recorder, args: tuple[Any, ...], kwargs: Pairs | None) -> list[int]:
     """Which of the tensors of a call are written."""
     writes: list[int] = []
     seen = 0
-    arguments = [*enumerate(call.args), *((recorder.position[name], value) for name, value in call.kwargs or ())]
+    arguments = [*enumerate(args), *((recorder.position[name], value) for name, value in kwargs or ())]
     for position, arg in arguments:
         count = sum(isinstance(item, (Node, Output)) for item in (arg if type(arg) is tuple else (arg,)))
         if recorder.written[position]:

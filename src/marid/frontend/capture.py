@@ -11,8 +11,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from marid.engine.inprocess import concretely
+from marid.engine.snapshot import snapshot
 from marid.frontend import handles
-from marid.frontend.materialize import engine, hold_back
+from marid.frontend.engines import engine_of
+from marid.frontend.materialize import hold_back
 from marid.frontend.observe import observer
 from marid.graph.computation import ComputationGraph
 
@@ -34,12 +37,13 @@ def lifts_everything() -> bool:
 def lift(tensor: torch.Tensor, device: int | None = None) -> Any:
     """A lazy tensor with the value of a CPU tensor, as it is now; no gradient flows back."""
     index = handles.current_device() if device is None else device
-    buffer = engine.upload(tensor.detach())
-    of = handles.spec_of(buffer, index)
-    value = handles.source(buffer, of)
+    with concretely():
+        copied = snapshot(tensor.detach())
+    of = handles.spec_of(copied, index)
+    value = handles.source(engine_of(index).adopt(copied), of)
     watching = observer()
     if watching is not None:
-        watching.upload(value, tensor, engine.upload)
+        watching.upload(value, tensor, snapshot)
     return handles.wrap(value, of)
 
 

@@ -27,7 +27,8 @@ from marid.frontend import (
     tuples,
     uninitialized,
 )
-from marid.frontend.materialize import bytes_of, engine, optimizer_stepped, run_everything, wait_anyway
+from marid.frontend.engines import all_engines, engine_of
+from marid.frontend.materialize import bytes_of, optimizer_stepped, run_everything, wait_anyway
 from marid.frontend.record import follow_default_dtype
 from marid.frontend.tensor import LazyTensor
 from marid.report.stats import counters
@@ -262,6 +263,10 @@ def _module() -> types.ModuleType:
         """Go back to a position from ``get_rng_state``."""
         random.default_generator(_index(device)).set_state(new_state)
 
+    def device_name(device: Any = None) -> str:
+        """What runs the programs of a device."""
+        return f"marid {engine_of(_index(device)).name} ({_index(device)})"
+
     def reset_peak_memory_stats(device: Any = None) -> None:  # noqa: ARG001
         """Forget the peak."""
         counters.peak_memory = 0
@@ -304,10 +309,10 @@ def _module() -> types.ModuleType:
         "max_memory_reserved": lambda device=None: peak_memory(),  # noqa: ARG005
         "reset_peak_memory_stats": reset_peak_memory_stats,
         "memory_stats": memory_stats,
-        "empty_cache": engine.trim,
-        "get_device_name": lambda device=None: f"marid in-process engine ({_index(device)})",
+        "empty_cache": lambda: [engine.trim() for engine in all_engines()] and None,
+        "get_device_name": device_name,
         "get_device_properties": lambda device=None: types.SimpleNamespace(
-            name=f"marid in-process engine ({_index(device)})", index=_index(device)
+            name=device_name(device), index=_index(device)
         ),
         "is_bf16_supported": lambda: True,
         "Stream": _on_device(torch.Stream),

@@ -9,21 +9,20 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from marid.engine.inprocess import concretely
-from marid.errors import UnsupportedOperationError
+from marid.engine.protocol import Called, Geometry, Returned
+from marid.errors import MaterializationError, UnsupportedOperationError
 from marid.frontend import handles, random
 from marid.frontend.calls import Call, writes_of
-from marid.frontend.materialize import engine, materialize, run_anyway
-from marid.graph.node import Draw, Node, Output, input_values, root_of
+from marid.frontend.engines import engine_of
+from marid.frontend.materialize import fail_dependents, materialize, run_anyway
+from marid.graph.node import Draw, input_values, root_of
 from marid.report.stats import counters
 from marid.semantics.scopes import capture_site
 
 if TYPE_CHECKING:
     from marid.frontend.record import Recorder
 
-__all__ = ["run_eagerly"]
+__all__ = ["run_eagerly", "run_now", "unsupported"]
 
 logger = logging.getLogger("marid")
 
@@ -32,7 +31,6 @@ def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
     """Run one operator now. ``reason`` says why it fell back (warned once for each operator); None for no fallback."""
     name = recorder.op.name
     call = recorder.read(args, kwargs)
-    writes = writes_of(recorder, call)
     if reason == "unsupported layout":
         raise unsupported(name, "its result has a layout other than torch.strided")
     site = capture_site(sys._getframe())
@@ -41,25 +39,23 @@ def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
         counters.count_operator(counters.dynamic, name)
     else:
         _note_fallback(name, reason)
+    return run_now(recorder, call, f"{name} (data-dependent)" if reason is None else f"{name} (eager fallback)")
+
+
+def run_now(recorder: Recorder, call: Call, reason: str) -> Any:
+    """Have the engine run one operator now; ``reason`` says in the statistics why its arguments were needed."""
+    writes = writes_of(recorder, call.args, call.kwargs)
     readers = _readers_of_written(call, writes)
-    materialize(call.tensors, f"{name} (data-dependent)" if reason is None else f"{name} (eager fallback)")
-    if writes:  # what reads or writes the same memory comes first
-        run_anyway(handles.tape(call.device), readers)
-    plain = [_placed(arg) for arg in call.args]
-    named = {name: _placed(arg) for name, arg in call.kwargs or ()}
-    if recorder.random:
-        returned = _run_random(recorder, call, plain, named)
-    else:
-        with concretely():
-            returned = recorder.func(*plain, **named)
-    return _hand_back(recorder, call, writes, returned)
-
-
-def _placed(arg: Any) -> Any:
-    """The argument with buffers in place of values."""
-    if isinstance(arg, (Node, Output)):
-        return arg.concrete
-    return [_placed(item) for item in arg] if type(arg) is tuple else arg
+    while True:
+        materialize(call.tensors, reason, "buffer")
+        if writes:  # what reads or writes the same memory comes first
+            run_anyway(handles.tape(call.device), readers)
+        try:
+            called = _called(recorder, call)
+        except MaterializationError:  # something that ran before it; the next turn raises it if it is needed here
+            fail_dependents()
+            continue
+        return _hand_back(recorder, call, writes, called)
 
 
 def unsupported(name: str, why: str) -> UnsupportedOperationError:
@@ -92,69 +88,59 @@ def _readers_of_written(call: Call, writes: list[int]) -> list[Any]:
     ]
 
 
-def _run_random(recorder: Recorder, call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _called(recorder: Recorder, call: Call) -> Called:
+    """What the operator does now, having moved the generator on that it draws from."""
+    engine, op, args, kwargs = engine_of(call.device), recorder.op, call.args, call.kwargs or ()
+    if not recorder.random:
+        return engine.call(op, args, kwargs, None)
     given = call.generator
-    if random.is_of_the_cpu(given):
-        with concretely():
-            return recorder.func(*args, **kwargs, generator=given)
+    if given is not None and random.is_of_the_cpu(given):
+        called = engine.call(op, args, kwargs, given.get_state())
+        assert called.state is not None
+        given.set_state(called.state)
+        return called
     with random.generator_of(given, call.device) as generator:
         here = Draw(generator.seed, generator.offset, generator.spare, generator.offset, generator.spare)
-        source = torch.Generator()
-        source.set_state(engine.generator(here).get_state())
-        before = source.get_state()
-        with concretely():
-            if recorder.takes_generator:
-                returned = recorder.func(*args, **kwargs, generator=source)
-            else:
-                default = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
-                users = default.get_state()
-                try:
-                    default.set_state(before)
-                    returned = recorder.func(*args, **kwargs)
-                    source.set_state(default.get_state())
-                finally:
-                    default.set_state(users)
-        random.measure(generator, before, source)
-    return returned
+        before = engine.generator(here).get_state()
+        called = engine.call(op, args, kwargs, before)
+        assert called.state is not None
+        random.measure(generator, before, called.state)
+    return called
 
 
-def _hand_back(recorder: Recorder, call: Call, writes: list[int], returned: Any) -> Any:
+def _hand_back(recorder: Recorder, call: Call, writes: list[int], called: Called) -> Any:
     """Handles for what the operator returned, and up-to-date geometry for what it wrote."""
     from marid.frontend.record import retarget
 
-    handed = _HandBack(recorder, call)
     for index in writes:
         tensor = call.tensors[index]
-        spec = handles.spec_of(tensor._value.concrete, call.device)
+        spec = _spec(called.geometries[index], call.device)
         if spec is not tensor._value.spec:
             tensor._value.spec = spec
             retarget(tensor, tensor._value, tensor._storage)
-    return handed.describe(returned)
+
+    return _handed(recorder, call, called.returned)
 
 
-class _HandBack:
-    """Finds the handle for a returned tensor: an argument itself, an alias of one, or a new one."""
+def _handed(recorder: Recorder, call: Call, item: Any) -> Any:
+    if isinstance(item, list):
+        return [_handed(recorder, call, part) for part in item]
+    return _handle(recorder, call, item) if isinstance(item, Returned) else item
 
-    def __init__(self, recorder: Recorder, call: Call) -> None:
-        self.name = recorder.op.name
-        self.device = call.device
-        self.by_identity = {id(tensor._value.concrete): tensor for tensor in call.tensors}
-        self.memory: dict[int, Any] = {}
-        for tensor in call.tensors:
-            self.memory.setdefault(tensor._value.concrete.untyped_storage().data_ptr(), tensor)
 
-    def describe(self, item: Any) -> Any:
-        if isinstance(item, (list, tuple)):
-            return [self.describe(part) for part in item]
-        if not isinstance(item, torch.Tensor):
-            return item
-        if item.layout is not torch.strided or item.is_quantized:
-            raise unsupported(self.name, f"its result has layout {item.layout}")
-        if id(item) in self.by_identity:
-            return self.by_identity[id(item)]
-        spec = handles.spec_of(item, self.device)
-        address = item.untyped_storage().data_ptr()
-        base = self.memory.get(address) if address else None
-        if base is None:
-            return handles.wrap(handles.source(item, spec), spec)
-        return handles.wrap(handles.source(item, spec, root_of(base._value)), spec, handles.storage_of(base))
+def _handle(recorder: Recorder, call: Call, made: Returned) -> Any:
+    """The handle for a returned tensor: an argument itself, an alias of one, or a new one."""
+    if made.layout is not None:
+        raise unsupported(recorder.op.name, f"its result has layout {made.layout}")
+    if made.same_as is not None:
+        return call.tensors[made.same_as]
+    assert made.geometry is not None
+    spec = _spec(made.geometry, call.device)
+    if made.base is None:
+        return handles.wrap(handles.source(made.buffer, spec), spec)
+    base = call.tensors[made.base]
+    return handles.wrap(handles.source(made.buffer, spec, root_of(base._value)), spec, handles.storage_of(base))
+
+
+def _spec(of: Geometry, device: int) -> Any:
+    return handles.spec(of.shape, of.stride, of.offset, of.dtype, device, of.conj, of.neg)

@@ -22,7 +22,7 @@ from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.graph.node import Node, Output, Spec, Value, root_of
 
-__all__ = ["OutSpec", "Request", "Rule", "infer"]
+__all__ = ["OutSpec", "Request", "Rule", "dense_like", "infer", "probe"]
 
 _PROBE_ELEMENTS = 1 << 14
 _SHRUNK_SIZE = 5
@@ -118,24 +118,31 @@ def _corrected(rule: Rule, request: Request) -> Rule:
 
 def _verify(request: Request, rule: Rule) -> None:
     """Correct the strides of ``rule`` by a probe, or mark it eager when a probe contradicts it."""
+    ran, seen = probe(request, rule)
+    if not ran:
+        rule.eager = "a trial run of it failed"
+    elif seen is not None:
+        _adopt(rule, seen)
+
+
+def probe(request: Request, rule: Rule) -> tuple[bool, Rule | None]:
+    """Whether a trial run on the CPU does not fail, and the rule that it gives; None where it cannot tell."""
     elements = sum(value.spec.numel for value in request.tensors if value.spec is not None)
     elements += sum(out.spec.numel for out in rule.outs if out.spec is not None)
     shrink = elements > _PROBE_ELEMENTS and request.func not in _LIMITED_IN_SIZE
     if shrink and (request.view or not _shrinkable(request)):
-        return
+        return True, None
     for fill in (1, 0):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 probed, cpu_args = _run(request, "cpu", fill, shrink)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-            return  # about the values, which are made up
+            return True, None  # about the values, which are made up
         except Exception:  # Made-up values can be at fault; only the real ones tell.
             continue
-        if not shrink:
-            _adopt(rule, _rule_of(request, probed, cpu_args))
-        return
-    rule.eager = "a trial run of it failed"
+        return True, None if shrink else _rule_of(request, probed, cpu_args)
+    return False, None
 
 
 def _adopt(rule: Rule, seen: Rule) -> None:
@@ -235,7 +242,7 @@ class _StandIns:
         if not self.shrink:
             return spec.shape, spec.stride, spec.offset
         shape = tuple(self._small(size) for size in spec.shape)
-        return shape, _dense_like(shape, spec.stride), 0
+        return shape, dense_like(shape, spec.stride), 0
 
     def _block(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         block = torch.empty(size, dtype=dtype, device=self.device)
@@ -252,7 +259,7 @@ class _StandIns:
         return self.sizes.setdefault(size, _SHRUNK_SIZE + 1 + len(self.sizes))
 
 
-def _dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+def dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Dense strides in the memory order of ``stride``; dimensions of stride 0 stay expanded."""
     result, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

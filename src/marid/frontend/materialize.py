@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import InProcessEngine
-from marid.engine.protocol import Engine
+from marid.engine.protocol import Need
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
 from marid.frontend.ahead import Rhythm, may_go_ahead
+from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
 from marid.graph.tape import Tape
@@ -25,9 +25,9 @@ from marid.settings import settings
 
 __all__ = [
     "bytes_of",
-    "concrete",
     "cost_of",
-    "engine",
+    "download",
+    "fail_dependents",
     "hold_back",
     "holders",
     "materialize",
@@ -35,6 +35,7 @@ __all__ = [
     "optimizer_stepped",
     "overflow",
     "pending_nodes",
+    "read",
     "run_anyway",
     "run_everything",
     "run_pending",
@@ -42,7 +43,6 @@ __all__ = [
     "wait_for",
 ]
 
-engine: Engine = InProcessEngine()
 _rhythms = [Rhythm() for _ in range(handles.device_count)]
 
 
@@ -98,9 +98,9 @@ def pending_nodes(tensor: Any) -> list[Node]:
     return found
 
 
-def materialize(tensors: Iterable[Any], reason: str) -> None:
-    """Have what ``tensors`` need run, in one program for each device, and wait for it. Raises ``SyncForbiddenError``
-    under ``no_sync``."""
+def materialize(tensors: Iterable[Any], reason: str, need: Need = "run") -> None:
+    """Have what ``tensors`` need run, in one program for each device, and wait for it as far as is needed. Raises
+    ``SyncForbiddenError`` under ``no_sync``."""
     watching = observer()
     if watching is not None:
         watching.read(reason)
@@ -111,18 +111,25 @@ def materialize(tensors: Iterable[Any], reason: str) -> None:
     started = time.perf_counter()
     waited = False
     for device in list(asked):
-        waited |= _run_for(handles.tape(device), asked.pop(device), reason, site)
+        waited |= _run_for(handles.tape(device), asked.pop(device), reason, site, need)
     if waited:
         counters.count_sync(site, reason, time.perf_counter() - started)
 
 
-def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None) -> bool:
+def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, need: Need) -> bool:
     """Have what these tensors need run, and wait for it; whether that was more than arithmetic on the host."""
     waited = False
     rhythm = _rhythms[tape.device]
     while True:
         asked = [node for tensor in tensors for node in pending_nodes(tensor)]
-        nodes = tape.cut(asked) if asked else []
+        piece = 0 if site is None else rhythm.piece(site, tape)
+        if site is not None:
+            tape.piece = piece if engine_of(tape.device).pieces and may_go_ahead() else 0
+        can_run = bool(asked) and all(node.args is not None for node in asked)  # none of them has failed
+        if piece and can_run and not _restraint.holding and not settings.memory_limit:
+            nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
+        else:
+            nodes = tape.cut(asked) if asked else []
         quiet = _is_host_arithmetic(nodes)
         if _restraint.no_sync and not quiet:
             raise SyncForbiddenError(
@@ -130,11 +137,6 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None) -> 
                 "read the value after the block, or keep it on the device"
             )
         waited |= not quiet
-        if site is not None:
-            piece = rhythm.piece(site, tape)
-            tape.piece = piece if may_go_ahead() else 0
-            if piece and nodes and not _restraint.holding and not settings.memory_limit:
-                nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
         ahead = bool(tape.piece) and not _restraint.holding
         try:
             if nodes:
@@ -142,7 +144,7 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None) -> 
             if ahead:  # the engine is given what will be asked for next before it is waited for
                 run_everything(tape, wait=False)
                 tape.give_room(tape.piece)
-            return wait_for(tensors) or waited
+            return wait_for(tensors, need) or waited
         except MaterializationError:
             continue  # the next cut raises it if the asked values need what failed
         except MemoryLimitError as error:
@@ -150,13 +152,16 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None) -> 
             raise error.with_traceback(None) from None
 
 
-def wait_for(tensors: Iterable[Any] | None = None) -> bool:
-    """Wait until what counts as run has run, for these tensors or for all; whether that took waiting. Raises
-    ``MaterializationError`` for an operation that failed."""
+def wait_for(tensors: list[Any] | None = None, need: Need = "run") -> bool:
+    """Wait until what counts as run has run, for these tensors of one device or for all; whether that took waiting.
+    Raises ``MaterializationError`` for an operation that failed."""
     try:
-        return engine.wait(None if tensors is None else [tensor._value for tensor in tensors])
+        if tensors is None:
+            waited = [engine.wait() for engine in all_engines()]  # for each, whatever the others say
+            return any(waited)
+        return engine_of(tensors[0]._value.spec.device).wait([tensor._value for tensor in tensors], need)
     except MaterializationError:
-        _fail_dependents()
+        fail_dependents()
         raise
 
 
@@ -179,15 +184,21 @@ def wait_anyway() -> bool:
             waited = True
 
 
-def _fail_dependents() -> None:
+def fail_dependents() -> None:
     for index in range(handles.device_count):
         handles.tape(index).fail_dependents()
 
 
-def concrete(tensor: Any, reason: str) -> torch.Tensor:
-    """The engine's buffer behind ``tensor``, after running what it needs."""
-    materialize((tensor,), reason)
-    return tensor._value.concrete
+def read(tensor: Any, reason: str, whole: bool = False) -> torch.Tensor:
+    """A CPU tensor with the value of ``tensor``, after running what it needs; see ``Engine.read``."""
+    materialize((tensor,), reason, "value")
+    return engine_of(tensor._value.spec.device).read(tensor._value.concrete, whole)
+
+
+def download(tensor: Any, reason: str) -> torch.Tensor:
+    """The same as a snapshot, of which the caller is the owner."""
+    materialize((tensor,), reason, "value")
+    return engine_of(tensor._value.spec.device).download(tensor._value.concrete)
 
 
 def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
@@ -200,10 +211,12 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
         limit = settings.memory_limit
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
         tape.run += len(nodes)
-        taken = engine.run(nodes, tape.take_back, ahead and may_go_ahead(), limit - resident if limit else None)
+        taken = engine_of(tape.device).run(
+            nodes, tape.take_back, ahead and may_go_ahead(), limit - resident if limit else None
+        )
         counters.peak_memory = max(counters.peak_memory, resident + taken)
     except MaterializationError:
-        _fail_dependents()
+        fail_dependents()
         raise
     finally:
         _note_results(tape, nodes)
@@ -260,11 +273,9 @@ def holders(devices: Iterable[int]) -> list[tuple[int, Value]]:
 
 def _block(value: Value) -> tuple[int, int]:
     """An identity for the block of memory that a value lies in, and its bytes."""
-    if isinstance(value.concrete, torch.Tensor):
-        storage = value.concrete.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-    assert value.spec is not None  # still in the making
-    return -id(root_of(value)), value.spec.nbytes
+    assert value.spec is not None
+    block = engine_of(value.spec.device).memory(value.concrete)
+    return (-id(root_of(value)), value.spec.nbytes) if block is None else block
 
 
 def _note_results(tape: Tape, nodes: list[Node]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
-from marid.frontend.materialize import engine
+from marid.frontend.engines import engine_of
 from marid.graph.node import Storage, root_of
 
 __all__ = ["storage_behind", "untyped_storage"]
@@ -40,11 +40,12 @@ def untyped_storage(tensor: Any) -> torch.UntypedStorage:
 
 
 def _extent(value: Any) -> int:
-    if isinstance(value.concrete, torch.Tensor):
-        return value.concrete.untyped_storage().nbytes()
     spec = value.spec
     if spec is None:
         return 0
+    block = None if value.concrete is None else engine_of(spec.device).memory(value.concrete)
+    if block is not None:
+        return block[1]
     if 0 in spec.shape:
         return 0
     last = spec.offset + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
@@ -62,7 +63,7 @@ def storage_behind(storage: torch.UntypedStorage, dtype: torch.dtype, device: in
         with concretely():
             buffer = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
         spec = handles.spec_of(buffer, device)
-        return handles.wrap(handles.source(engine.upload(buffer), spec), spec)
+        return handles.wrap(handles.source(engine_of(device).upload(buffer), spec), spec)
     whole = handles.wrap(root, root.spec, shared)
     flat = torch.ops.aten.as_strided.default(whole, (storage.nbytes() // root.spec.dtype.itemsize,), (1,), 0)
     return flat if dtype == root.spec.dtype else torch.ops.aten.view.dtype(flat, dtype)

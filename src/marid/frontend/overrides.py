@@ -18,7 +18,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.cells import dropout
-from marid.frontend.record import special
+from marid.frontend.record import Recorder, special
+from marid.frontend.rules import attends
+from marid.native import module
 
 aten = torch.ops.aten
 
@@ -26,6 +28,9 @@ aten = torch.ops.aten
 _whole_matmul = functools.partial(aten.matmul.default._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 _replacements: dict[Any, Callable[..., Any]] = {}
 _library: torch.library.Library | None = None
+
+_IN_CPP = {aten.matmul.default}
+"""Replaced above autograd by ``native/kernels.cpp``, where that can be built."""
 
 
 def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -43,7 +48,8 @@ def register() -> None:
     global _library
     _library = torch.library.Library("aten", "IMPL")
     for func, replacement in _replacements.items():
-        _library.impl(func, replacement, "AutogradPrivateUse1")
+        if module is None or func not in _IN_CPP:
+            _library.impl(func, replacement, "AutogradPrivateUse1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
         _library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
@@ -65,6 +71,19 @@ def _svdvals(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
 def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
     vectors = torch.is_grad_enabled() and self.requires_grad
     return aten._linalg_eigh.default(self, UPLO, vectors)[0]
+
+
+# Recorded whole where it gives the bits of its steps whatever requires gradients: that decides how the CPU folds inputs
+# that are not contiguous. Above autograd ``native/kernels.cpp`` has the same rule for what nobody differentiates.
+
+
+@special(aten.linear.default)
+def _linear(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    input, *others = (t for t in (*args, *kwargs.values()) if t is not None)
+    is_simple = input.dim() == 2 or input.is_contiguous()
+    if is_simple and all(handles.is_lazy(t) and t.device == input.device for t in (input, *others)):
+        return recorder.record(args, kwargs)
+    return aten.linear.default.decompose(*args, **kwargs)
 
 
 # Subclasses never broadcast a single matrix against a batch: another kernel multiplies them.
@@ -241,9 +260,10 @@ def _takes_flash(
     """Whether the CPU takes its flash kernel, asked on empty tensors. Raises what eager attention raises."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
     with temporarily_clear_interpreter_stack(), concretely():
-        metas = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
-        mask = metas[3] if len(metas) > 3 else None
-        aten.scaled_dot_product_attention.default(*metas[:3], mask, dropout_p, is_causal, **options)
+        if len(specs) > 3 or enable_gqa or not attends(*specs):  # it may raise
+            metas = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
+            mask = metas[3] if len(metas) > 3 else None
+            aten.scaled_dot_product_attention.default(*metas[:3], mask, dropout_p, is_causal, **options)
         stand_ins = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="cpu") for s in specs]
         for tensor, grad in zip(stand_ins, differentiable, strict=True):
             tensor.requires_grad_(grad)

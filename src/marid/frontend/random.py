@@ -212,7 +212,7 @@ def _draws_doubles() -> bool:
     probe = torch.Generator().manual_seed(0)
     before = probe.get_state()
     torch.empty(32, dtype=torch.float32, device="cpu").exponential_(generator=probe)
-    return measure(Generator(0, 0), before, probe).end == 64
+    return measure(Generator(0, 0), before, probe.get_state()).end == 64
 
 
 def _multinomial(generator: Generator, of: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
@@ -264,9 +264,8 @@ def _is_contiguous(of: Spec) -> bool:
 # --- operations whose use is only known afterwards -----------------------------------------------------------------
 
 
-def measure(generator: Generator, before: torch.Tensor, after: torch.Generator) -> Draw:
-    """Move ``generator`` to where ``after`` is, a CPU generator that started in state ``before``."""
-    reached = after.get_state()
+def measure(generator: Generator, before: torch.Tensor, reached: torch.Tensor) -> Draw:
+    """Move ``generator`` to where a CPU generator is that went from state ``before`` to state ``reached``."""
     walker = torch.Generator()
     walker.set_state(before)
     words = (_left(before) - _left(reached)) % _TWIST

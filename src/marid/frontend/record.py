@@ -10,7 +10,7 @@ built: ``dispatch`` and ``Recorder.append`` say what it does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from sys import _getframe as getframe
 from types import FrameType
 from typing import Any
@@ -21,10 +21,12 @@ from torch._C import _current_graph_task_id as current_graph_task
 
 from marid.frontend import handles, infer, random
 from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
+from marid.frontend.derive import deriver_of
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, overflow
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
+from marid.graph.operators import operation_of, written_arguments
 from marid.graph.tape import Tape
 from marid.native import module
 from marid.semantics.scopes import INTERNAL, capture_site, sites, state
@@ -36,17 +38,15 @@ logger = logging.getLogger("marid")
 
 _RULES_PER_OPERATOR = 8192
 
-# Operators that write arguments which their schema does not mark as written, by argument name.
-_UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
 # Operators tagged as random that draw nothing on the CPU.
 _NEVER_RANDOM = {"aten::_scaled_dot_product_flash_attention_for_cpu"}
 # Operators whose output shape depends on data only where they index by a mask.
 _MASK_INDEXED = {"aten::index", "aten::_unsafe_index"}
 # Operators that raise, depending on data, where the values do not fit what a mask chooses.
 _MASK_WRITTEN = {"aten::index_put", "aten::index_put_", "aten::_unsafe_index_put", "aten::_index_put_impl_"}
-# Operators whose result lies in the memory of its first argument although the schema does not say so.
-_UNMARKED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 
+# Operators whose handlers go by what is in the key of a call.
+_HANDLED_BY_KEY = {torch.ops.aten.linear.default}
 # Operators that do nothing, but return another tensor.
 _SAME_VALUE = {torch.ops.aten.detach.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
 
@@ -72,11 +72,13 @@ class Recorder:
 
     ``known`` has what is known of its calls, by key. A ``plain`` operator needs nothing but the key to be recorded, one
     that returns the ``same_value`` not even that.
-    ``exact_floats`` makes floating-point numbers part of the key, ``exact_lists`` those in lists.
+    ``exact_floats`` makes floating-point numbers part of the key, ``exact_lists`` those in lists. ``deriver`` gives
+    what is known of a new call without inferring it, where that can be.
     """
 
     __slots__ = (
         "bumps",
+        "deriver",
         "dynamic",
         "exact_floats",
         "exact_lists",
@@ -96,16 +98,10 @@ class Recorder:
         schema = func._schema
         self.func = func
         name = schema.name
-        unmarked = _UNMARKED_WRITES.get(name, ())
-        self.written = [
-            bool((a.alias_info is not None and a.alias_info.is_write) or a.name in unmarked) for a in schema.arguments
-        ]
+        self.written = written_arguments(func)
         self.position = {a.name: index for index, a in enumerate(schema.arguments)}
-        mutates = any(self.written)
-        view = name in _UNMARKED_VIEWS or any(
-            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
-        )
-        self.op = Operation(func, mutates, view and not mutates)
+        self.op = operation_of(func)
+        mutates = self.op.mutates
         if module is not None:
             module.adopt(func.name() if func._overloadname != "default" else f"{name}.default", id(func))
         self.takes_generator = "generator" in self.position
@@ -127,7 +123,9 @@ class Recorder:
         self.exact_floats = self.random or from_numbers  # which then may decide the shape
         # Numbers in lists may be factors of sizes, but not where there is one for each tensor.
         self.exact_lists = self.exact_floats or not name.startswith("aten::_foreach_")
-        self.plain = not self.random and not self.dynamic and name not in _MASK_WRITTEN and self.handler is None
+        self.deriver = None if self.random else deriver_of(self)
+        by_key = self.handler is None or func in _HANDLED_BY_KEY
+        self.plain = not self.random and not self.dynamic and name not in _MASK_WRITTEN and by_key
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, whatever its form; the return value for the user."""
@@ -168,22 +166,26 @@ class Recorder:
         """What is known of calls like this one, inferred when it is the first."""
         known = self.known.get(call.key)
         if known is None:
-            rule = infer.infer(
-                infer.Request(
-                    self.func,
-                    call.args,
-                    dict(call.kwargs or ()),
-                    [t._value for t in call.tensors],
-                    list(_first_occurrences([id(t) for t in call.tensors])),
-                    call.device,
-                    not self.random or self.takes_generator,
-                    self.op.view,
-                    self.op.mutates,
-                )
-            )
-            if len(self.known) >= _RULES_PER_OPERATOR:
-                self.known.clear()
-            known = self.known[call.key] = Known(rule, writes_of(self, call), handles.tape(call.device))
+            values = tuple([tensor._value for tensor in call.tensors])
+            if self.deriver is not None:
+                known = self.deriver(self, call.key, call.args, call.kwargs, values)
+            if known is None:
+                same = list(_first_occurrences([id(tensor) for tensor in call.tensors]))
+                rule = infer.infer(self.request(call.args, call.kwargs, values, same, call.device))
+                known = self.learn(call.key, rule, call.args, call.kwargs, call.device)
+        return known
+
+    def request(self, args: Any, kwargs: Any, values: Sequence[Value], same: list[int], device: int) -> infer.Request:
+        """A call to infer."""
+        probes = not self.random or self.takes_generator
+        named = dict(kwargs or ())
+        return infer.Request(self.func, args, named, list(values), same, device, probes, self.op.view, self.op.mutates)
+
+    def learn(self, key: Any, rule: infer.Rule, args: Any, kwargs: Any, device: int) -> Known:
+        """Keep the rule of calls with this key."""
+        if len(self.known) >= _RULES_PER_OPERATOR:
+            self.known.clear()
+        known = self.known[key] = Known(rule, writes_of(self, args, kwargs), handles.tape(device))
         return known
 
     def _draw(self, call: Call, rule: infer.Rule) -> bool:

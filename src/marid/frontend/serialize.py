@@ -13,7 +13,8 @@ import torch
 
 from marid.errors import UnsupportedOperationError
 from marid.frontend import handles, memory
-from marid.frontend.materialize import concrete, engine
+from marid.frontend.engines import engine_of
+from marid.frontend.materialize import read
 
 __all__ = ["install", "reduce"]
 
@@ -22,7 +23,7 @@ _LOCATION = "_marid_location"
 
 def reduce(tensor: Any) -> Any:
     """The pickle reduction of a lazy tensor."""
-    buffer = concrete(tensor, "pickle").resolve_conj().resolve_neg()
+    buffer = read(tensor, "pickle", whole=True).resolve_conj().resolve_neg()
     storage = buffer.untyped_storage()
     setattr(storage, _LOCATION, str(tensor.device))
     typed = _DeviceStorage(storage, buffer.dtype)
@@ -96,8 +97,8 @@ def _placed(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorag
             f"torch.{handles.DEVICE_TYPE}.device_count() is {handles.device_count}. Please use torch.load with "
             "map_location to map your storages to an existing device."
         )
-    buffer = engine.upload(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
-    spec = handles.spec_of(buffer, index)
+    plain = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    buffer, spec = engine_of(index).upload(plain), handles.spec_of(plain, index)
     base = handles.wrap(handles.source(buffer, spec), spec)
     made = memory.untyped_storage(base)
     return memory.keep_with(made, base)

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from marid.engine.inprocess import concretely
+from marid.engine.snapshot import snapshot
 from marid.frontend import handles
-from marid.frontend.eager import run_eagerly, unsupported
+from marid.frontend.eager import run_eagerly, run_now, unsupported
+from marid.frontend.engines import engine_of
 from marid.frontend.handles import check_index
-from marid.frontend.materialize import concrete, engine, materialize
+from marid.frontend.materialize import download, read
 from marid.frontend.memory import storage_behind
 from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, recorder_of, retarget, special
@@ -23,7 +25,7 @@ aten = torch.ops.aten
 @special(aten._local_scalar_dense.default)
 def _item(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     with concretely():
-        return aten._local_scalar_dense.default(concrete(args[0], "item()"))
+        return aten._local_scalar_dense.default(read(args[0], "item()"))
 
 
 @special(aten.is_pinned.default)
@@ -68,14 +70,14 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if target.type == "meta":
             return aten._to_copy.default(_meta(tensor), **rest, device="meta")
         with concretely():
-            return aten._to_copy.default(concrete(tensor, f".to('{target}')"), **rest, device=target)
+            return aten._to_copy.default(read(tensor, f".to('{target}')"), **rest, device=target)
     check_index(device)
     index = tensor._value.spec.device if device is None else _index(device)
     if index == tensor._value.spec.device:
         return recorder.record(args, rest)
     with concretely():
-        buffer = aten._to_copy.default(concrete(tensor, f".to('{handles.DEVICE_TYPE}:{index}')"), **rest)
-    return _handle_for(buffer, index)
+        copied = aten._to_copy.default(read(tensor, f".to('{handles.DEVICE_TYPE}:{index}')"), **rest)
+    return _handle_for(copied, index)
 
 
 @special(aten.copy_.default, aten._copy_from.default, aten._copy_from_and_resize.default)
@@ -85,11 +87,11 @@ def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
         target, source = source, target
     if not handles.is_lazy(target):
         with concretely():
-            target.copy_(concrete(source, "copy_ to the CPU"))
+            target.copy_(read(source, "copy_ to the CPU"))
         return target
     index = target._value.spec.device
     if handles.is_lazy(source) and source._value.spec.device != index:
-        source = _handle_for(engine.download(concrete(source, "copy_ to another device")), index)
+        source = _handle_for(download(source, "copy_ to another device"), index)
     elif not handles.is_lazy(source):
         if source.device.type != "cpu":
             raise RuntimeError(f"copy_ from {source.device} to {handles.DEVICE_TYPE} is not possible; use .cpu() first")
@@ -103,7 +105,7 @@ def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
 
             target._value = _uploaded(source, index, fill)._value
             return target
-        source = _uploaded(source, index, engine.upload)
+        source = _uploaded(source, index, snapshot)
     return recorder_of(aten.copy_.default).record((target, source), {})
 
 
@@ -131,9 +133,10 @@ def _uploaded(tensor: torch.Tensor, index: int, make: Any) -> Any:
     return handle
 
 
-def _handle_for(buffer: torch.Tensor, index: int) -> Any:
-    spec = handles.spec_of(buffer, index)
-    return handles.wrap(handles.source(buffer, spec), spec)
+def _handle_for(owned: torch.Tensor, index: int) -> Any:
+    """A lazy tensor with the value of a CPU tensor that nobody else has."""
+    spec = handles.spec_of(owned, index)
+    return handles.wrap(handles.source(engine_of(index).adopt(owned), spec), spec)
 
 
 def _meta(tensor: Any) -> torch.Tensor:
@@ -250,15 +253,13 @@ def _pin_memory(_recorder: Recorder, _args: tuple[Any, ...], _kwargs: dict[str, 
 
 
 @special(aten.equal.default)
-def _equal(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+def _equal(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if args[0].device != args[1].device:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{args[0].device} and {args[1].device}!"
         )
-    materialize(args, "equal()")
-    with concretely():
-        return aten.equal.default(args[0]._value.concrete, args[1]._value.concrete)
+    return run_now(recorder, recorder.read(args, kwargs), "equal()")
 
 
 # --- factories from a lazy tensor, for another device ----------------------------------------------------------------

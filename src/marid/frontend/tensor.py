@@ -12,7 +12,7 @@ from torch._C import _disabled_torch_function_impl
 
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
-from marid.frontend.materialize import concrete, engine, materialize, pending_nodes
+from marid.frontend.materialize import download, materialize, pending_nodes, read
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.settings import settings
@@ -85,11 +85,11 @@ class LazyTensor(torch.Tensor):
     @property
     def concrete_value(self) -> torch.Tensor | None:
         """A CPU copy of the value if it exists, else None. Runs nothing."""
-        return engine.download(concrete(self, "concrete_value")) if self.materialized else None
+        return download(self, "concrete_value") if self.materialized else None
 
     def materialize(self) -> torch.Tensor:
         """Run what this value needs; a CPU copy of it, without gradient."""
-        return engine.download(concrete(self, "materialize()"))
+        return download(self, "materialize()")
 
     def __await__(self) -> Generator[None, None, LazyTensor]:
         materialize((self,), "await")
@@ -133,7 +133,7 @@ class LazyTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The values as nested lists of Python numbers."""
-        return concrete(self, "tolist()").tolist()
+        return read(self, "tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """A copy of the values as an array. Raises ``RuntimeError`` if gradients are recorded, unless ``force``."""
@@ -145,7 +145,7 @@ class LazyTensor(torch.Tensor):
                     f"Can't call numpy() on Tensor that has {name} bit set. Use tensor.resolve_{resolve}().numpy() "
                     "instead."
                 )
-        return engine.download(concrete(self, "numpy()")).numpy()
+        return download(self, "numpy()").numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:

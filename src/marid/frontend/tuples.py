@@ -38,7 +38,7 @@ class LazyTuple(tuple):
 
     def materialize(self) -> tuple[torch.Tensor, ...]:
         """Run everything in one program; CPU copies of the elements."""
-        materialize([item for item in self if isinstance(item, LazyTensor)], "materialize()")
+        materialize([item for item in self if isinstance(item, LazyTensor)], "materialize()", "value")
         return tuple(item.materialize() if isinstance(item, LazyTensor) else item for item in self)
 
 

@@ -41,7 +41,7 @@ class Spec:
     """Geometry and type of a tensor; interned by the recorder, so equal specs are one object.
 
     ``shape``, ``stride`` (in elements), ``offset`` (in elements), ``dtype``, ``device`` (index) and the lazy
-    conjugate and negative bits of complex views. ``pattern`` belongs to the recorder.
+    conjugate and negative bits of complex views. ``pattern`` and ``kind`` belong to the recorder.
     """
 
     __slots__ = (
@@ -49,6 +49,7 @@ class Spec:
         "conj",
         "device",
         "dtype",
+        "kind",
         "nbytes",
         "neg",
         "numel",
@@ -81,6 +82,7 @@ class Spec:
         self.numel = numel
         self.nbytes = numel * dtype.itemsize
         self.pattern: Any = None
+        self.kind: Any = None
 
     @property
     def is_contiguous(self) -> bool:

@@ -19,14 +19,22 @@ class Prepared:
 
     __slots__ = ("input_slots", "key", "nodes", "program", "ready", "specs", "transient_bytes")
 
-    def __init__(self, task: Task, transient_bytes: int) -> None:
-        self.key = task.key
-        self.program: Program = task.build()
-        self.input_slots = task.input_slots
-        self.nodes = [Node(node.seq, node.op, None, None, None, None, node.site, node.scope) for node in task.nodes]
+    def __init__(
+        self, program: Program, specs: tuple[Spec | None, ...], nodes: list[Node], transient_bytes: int
+    ) -> None:
+        self.key = program.key
+        self.program = program
+        self.input_slots = list(program.input_slots)
+        self.nodes = nodes
         self.transient_bytes = transient_bytes
         self.ready: Any = None
-        self.specs = task.specs
+        self.specs = specs
+
+    @classmethod
+    def of(cls, task: Task, transient_bytes: int) -> Prepared:
+        """The program of a recorded task."""
+        nodes = [Node(node.seq, node.op, None, None, None, None, node.site, node.scope) for node in task.nodes]
+        return cls(task.build(), task.specs, nodes, transient_bytes)
 
 
 class Replay:

@@ -27,7 +27,7 @@ import torch
 
 from marid.graph.node import Draw, Node, Operation, Output, Spec, Value, finish
 
-__all__ = ["Constant", "Instruction", "ListOf", "Param", "Program", "Result", "Slot", "Task", "bind"]
+__all__ = ["Constant", "Instruction", "ListOf", "Param", "Program", "Result", "Slot", "Task", "bind", "deliver"]
 
 _faster: Callable[[Task, list[Node]], None] | None = None
 

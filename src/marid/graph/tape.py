@@ -20,13 +20,14 @@ from marid.graph.node import Node, Output, Spec, Value, fail, failure_of, input_
 
 __all__ = ["Tape", "accelerate"]
 
-_faster: Callable[[Tape, list[Node]], list[Node]] | None = None
+_faster_cut: Callable[[Tape, list[Node]], list[Node]] | None = None
+_faster_pending: Callable[[Tape], list[Node]] | None = None
 
 
-def accelerate(cut: Callable[[Tape, list[Node]], list[Node]]) -> None:
-    """Have ``Tape.cut`` done by a function that does the same."""
-    global _faster
-    _faster = cut
+def accelerate(cut: Callable[[Tape, list[Node]], list[Node]], pending: Callable[[Tape], list[Node]]) -> None:
+    """Have ``Tape.cut`` and ``Tape.pending`` done by functions that do the same."""
+    global _faster_cut, _faster_pending
+    _faster_cut, _faster_pending = cut, pending
 
 
 class Tape:
@@ -102,6 +103,10 @@ class Tape:
 
     def pending(self) -> list[Node]:
         """Live nodes that have not run, in program order. Compacts the tape."""
+        return self.pending_in_python() if _faster_pending is None else _faster_pending(self)
+
+    def pending_in_python(self) -> list[Node]:
+        """The same, here."""
         self._recorded += len(self.entries) - self._kept
         alive = [node for entry in self.entries if (node := entry()) is not None and node.args is not None]
         alive.sort(key=_sequence_of)
@@ -120,9 +125,7 @@ class Tape:
 
         Raises the error of a needed node that has failed.
         """
-        if _faster is not None:
-            return _faster(self, asked)
-        return self.cut_in_python(asked)
+        return self.cut_in_python(asked) if _faster_cut is None else _faster_cut(self, asked)
 
     def cut_in_python(self, asked: list[Node]) -> list[Node]:
         """The same, here."""
@@ -130,7 +133,7 @@ class Tape:
         writes: list[Node] = []
         _close(asked, chosen, writes)
         if writes:
-            others = [node for node in self.pending() if node not in chosen]
+            others = [node for node in self.pending_in_python() if node not in chosen]
             while writes and others:
                 overwritten: dict[Value, int] = {}
                 for write in writes:

@@ -39,7 +39,7 @@ logger = logging.getLogger("marid")
 _MODULE = "marid_native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
 _HAS_MODULE = (_PYTHON / "Python.h").exists()
-_OF_MODULE = ("concretely.cpp", "cut.cpp", "kernels.cpp", "record.cpp", "runs.cpp")
+_OF_MODULE = ("concretely.cpp", "cut.cpp", "derive.cpp", "kernels.cpp", "record.cpp", "runs.cpp")
 _SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.name not in _OF_MODULE]
 
 

@@ -1,4 +1,6 @@
 // A context manager that sets the state of dispatch, in one step: an interrupt cannot come between its halves.
+#include "concretely.h"
+
 #include "python.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -51,6 +53,8 @@ PyObject* concretely(PyObject*, PyObject* const* given, Py_ssize_t) {
 }  // namespace
 
 namespace marid {
+
+std::pair<c10::DispatchKeySet, c10::DispatchKeySet> keys_inside() { return {included, excluded}; }
 
 PyMethodDef concretely_functions[] = {
     {"concretely", fast(concretely), METH_FASTCALL, nullptr},

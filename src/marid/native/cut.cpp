@@ -118,6 +118,16 @@ bool others_of(PyObject* on, const Cut& cut, std::vector<Ref>& others) {
   return true;
 }
 
+// A list of nodes, which it takes, in program order.
+PyObject* in_order(std::vector<Ref>& nodes) {
+  auto earlier = [](const Ref& a, const Ref& b) { return seq_of(a.get()) < seq_of(b.get()); };
+  if (!std::is_sorted(nodes.begin(), nodes.end(), earlier)) std::sort(nodes.begin(), nodes.end(), earlier);
+  Ref list(PyList_New(static_cast<Py_ssize_t>(nodes.size())));
+  if (!list) return nullptr;
+  for (size_t i = 0; i < nodes.size(); i++) PyList_SET_ITEM(list.get(), i, nodes[i].release());
+  return list.release();
+}
+
 // cut(tape, asked): the nodes that must run so that every asked one has run, in program order.
 PyObject* cut(PyObject*, PyObject* const* given, Py_ssize_t) {
   Cut found;
@@ -149,13 +159,13 @@ PyObject* cut(PyObject*, PyObject* const* given, Py_ssize_t) {
     }
     if (!close(std::move(overtaken), found)) return nullptr;
   }
-  std::sort(found.order.begin(), found.order.end(), [](const Ref& a, const Ref& b) {
-    return seq_of(a.get()) < seq_of(b.get());
-  });
-  Ref list(PyList_New(static_cast<Py_ssize_t>(found.order.size())));
-  if (!list) return nullptr;
-  for (size_t i = 0; i < found.order.size(); i++) PyList_SET_ITEM(list.get(), i, found.order[i].release());
-  return list.release();
+  return in_order(found.order);
+}
+
+// pending(tape): its living nodes that have not run, in program order.
+PyObject* pending(PyObject*, PyObject* on) {
+  std::vector<Ref> alive;
+  return others_of(on, Cut(), alive) ? in_order(alive) : nullptr;
 }
 
 // --- binding -----------------------------------------------------------------------------------------------------------
@@ -398,6 +408,7 @@ void deliver(PyObject* of, PyObject* results) {
 
 // What the module has of this file.
 PyMethodDef cut_functions[] = {
+    {"pending", pending, METH_O, nullptr},
     {"cut", fast(cut), METH_FASTCALL, nullptr},
     {"bind", fast(bind), METH_FASTCALL, nullptr},
     {"configure_cuts", fast(configure_cuts), METH_VARARGS | METH_KEYWORDS, nullptr},

@@ -140,6 +140,13 @@ struct Warnings final : c10::WarningHandler {
   void process(const c10::Warning& warning) override { kept.push_back(warning.msg()); }
 };
 
+// An item of a list that an operator returned. How long that is may depend on numbers, which are new in each run.
+at::Tensor item_of(const c10::IValue& list, int64_t index) {
+  auto items = list.toListRef();
+  if (index < 0 || static_cast<size_t>(index) >= items.size()) throw std::out_of_range("a result that is not there");
+  return items[index].toTensor();
+}
+
 void execute(Run& run, const Instruction& instruction, int64_t donor, const at::Generator& generator) {
   torch::jit::Stack& stack = run.stack;
   stack.clear();
@@ -157,8 +164,7 @@ void execute(Run& run, const Instruction& instruction, int64_t donor, const at::
   for (const Result& result : instruction.results) {
     const c10::IValue& top = stack[instruction.returns == 1 ? 0 : result.path[0]];
     int64_t depth = instruction.returns == 1 ? 0 : 1;
-    run.slots[result.slot] =
-        depth == result.depth ? top.toTensor() : at::Tensor(top.toListRef()[result.path[depth]].toTensor());
+    run.slots[result.slot] = depth == result.depth ? top.toTensor() : item_of(top, result.path[depth]);
   }
   stack.clear();
   for (int64_t slot : instruction.dying) run.slots[slot].reset();

@@ -1,7 +1,15 @@
-// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python.
+// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python; and how two composite
+// operators are taken apart above autograd, or are not.
 #include "record.h"
 
+#include <ATen/Tensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/linear_native.h>
+#include <ATen/ops/matmul_native.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/PyInterpreterHooks.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -9,6 +17,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 
@@ -78,6 +87,39 @@ struct Kernel final : c10::OperatorKernel {
   std::shared_ptr<Operator> of;
 };
 
+// --- composites ------------------------------------------------------------------------------------------------------
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.device().type() == c10::DeviceType::PrivateUse1 && !tensor._fw_grad(0).defined() &&
+      !(c10::GradMode::is_enabled() && tensor.requires_grad());
+}
+
+// Recorded whole where nobody differentiates it: that is one node in place of three or four, and the CPU takes it apart
+// when it runs. Whether it folds an input that is not contiguous depends on what requires gradients, which is no longer
+// known then. (frontend/overrides.py has the same rule for what arrives whole in inference mode.)
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  bool has_bias = bias.has_value() && bias->defined();
+  bool whole = is_plain(input) && is_plain(weight) && (!has_bias || is_plain(*bias)) &&
+      (input.dim() == 2 || input.is_contiguous()) && input.device() == weight.device() &&
+      (!has_bias || bias->device() == input.device()) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+  if (!whole) return at::native::linear(input, weight, bias);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::linear(input, weight, bias);
+}
+
+// PyTorch never broadcasts a single matrix against a batch for subclasses: another kernel multiplies them than on the
+// CPU. (frontend/overrides.py has the same for where this cannot be built.)
+at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
+  if (self.dim() == 3 && other.dim() == 3 && self.size(0) != other.size(0)) {
+    const at::Tensor& alone = self.size(0) == 1 ? self : other;
+    if (alone.size(0) == 1 && !alone.requires_grad()) {
+      int64_t count = self.size(0) * other.size(0);
+      return at::bmm(self.expand({count, -1, -1}), other.expand({count, -1, -1}));
+    }
+  }
+  return at::native::matmul(self, other);
+}
+
 // --- registering -----------------------------------------------------------------------------------------------------
 
 std::unordered_map<std::string, std::shared_ptr<Operator>> operators;
@@ -125,10 +167,14 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 namespace marid {
 
-// Give each of PyTorch's operators on tensors our kernel; the library that holds them stays for good.
+// Give each of PyTorch's operators on tensors our kernel; the libraries that hold them stay for good.
 void register_kernels(PyObject* not_recorded) {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::Python, __FILE__, __LINE__);
+  static auto* above =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  above->impl("linear", TORCH_FN(linear));
+  above->impl("matmul", TORCH_FN(matmul));
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;

@@ -11,6 +11,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 #include <string>
 #include <unordered_map>
@@ -43,11 +44,12 @@ enum OperationSlot { kMutates };
 enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, kOverwrites, kOuts, kConcrete };
 enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
 enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
-enum RecorderSlot { kRecorderOp, kPlain, kSameValue, kExactFloats, kExactLists, kKnown, kBumps };
+enum RecorderSlot { kRecorderOp, kPlain, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
 enum TapeSlot { kSequence, kEntries, kRoom };
 
 PyTypeObject* handle_type;
+PyObject* torch_function;  // of that type
 PyObject *not_recorded, *bucket;  // see frontend/calls.py
 PyObject *sites, *internal, *capture_site, *thread_state;  // see semantics/scopes.py
 PyObject* storage_of;  // see frontend/handles.py
@@ -491,6 +493,21 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
   return true;
 }
 
+// What is known of a call that is the first with its key, where that can be derived; empty where it cannot, or after an
+// error.
+Ref derived(PyObject* by, PyObject* key, const Call& call) {
+  PyObject* deriver = recorder.at(by, kDeriver);
+  if (key == nullptr || deriver == Py_None || PyErr_Occurred()) return Ref();
+  Ref values(PyTuple_New(static_cast<Py_ssize_t>(call.values.size())));
+  if (!values) return Ref();
+  for (size_t i = 0; i < call.values.size(); i++) {
+    PyTuple_SET_ITEM(values.get(), i, Py_NewRef(call.values[i]));
+  }
+  Ref made(PyObject_CallFunctionObjArgs(
+      deriver, by, key, call.args.get(), call.kwargs.get(), values.get(), nullptr));
+  return made && Py_TYPE(made.get()) == known.type ? std::move(made) : Ref();
+}
+
 // A second tensor for the value of the first argument: no operation at all.
 bool same_value(const Operator& op, torch::jit::Stack* stack) {
   const c10::IValue& first = torch::jit::peek(*stack, 0, op.formals.size());
@@ -526,13 +543,14 @@ bool marid::recorded(const Operator& op, torch::jit::Stack* stack) {
   if (read_call(op, arguments, call) != Outcome::kDone) return false;
   bool mutates = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
   Ref key = mutates ? full_key(call) : Ref::to(call.key.get());
-  PyObject* found = key ? PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()) : nullptr;
+  Ref like = key ? Ref(Py_XNewRef(PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()))) : Ref();
+  if (!like) like = derived(by, key.get(), call);
+  PyObject* found = like.get();
   if (found == nullptr || known.at(found, kRepeats) != Py_True) return false;
   bool one = known.at(found, kPattern) != Py_None || known.at(found, kReturned) != Py_None;
   PyObject* described = known.at(found, kSeveral);
   if (one ? op.returns != 1 || op.returns_list : described == Py_None) return false;
   if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
-  Ref like = Ref::to(found);
   PyObject* room = tape.at(known.at(found, kTape), kRoom);
   long long left = PyLong_AsLongLong(room) - PyLong_AsLongLong(known.at(found, kCost));
   if (left < 0) return false;  // the tape may be full
@@ -571,7 +589,8 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
           node_type,
           {"seq", "op", "args", "kwargs", "spec", "root", "site", "scope", "after", "overwrites", "outs", "concrete"}) &&
       output.find(output_type, {"node", "path", "spec", "root", "concrete"}) && storage.find(storage_type, {"last_read", "last_write", "handle"}) &&
-      recorder.find(recorder_type, {"op", "plain", "same_value", "exact_floats", "exact_lists", "known", "bumps"}) &&
+      recorder.find(
+          recorder_type, {"op", "plain", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
       tape.find(tape_type, {"sequence", "entries", "room"});
@@ -590,9 +609,20 @@ PyObject* use(PyObject*, PyObject* table) {
   Py_RETURN_NONE;
 }
 
+// An attribute by a name in C. So PyTorch asks of each tensor that it is given whether a Python function takes the call
+// over, which for handles none does; making a string of the name, and looking that up, would take it a third of a microsecond.
+PyObject* attribute_of(PyObject* object, char* name) {
+  if (Py_TYPE(object) == handle_type && std::strcmp(name, "__torch_function__") == 0) return Py_NewRef(torch_function);
+  Ref made(PyUnicode_FromString(name));
+  return made ? PyObject_GetAttr(object, made.get()) : nullptr;
+}
+
 // make_handles(type): what own tensors are.
 PyObject* make_handles(PyObject*, PyObject* type) {
+  torch_function = PyObject_GetAttrString(type, "__torch_function__");
+  if (torch_function == nullptr) return nullptr;
   handle_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
+  handle_type->tp_getattr = attribute_of;
   Py_RETURN_NONE;
 }
 
@@ -607,7 +637,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 }  // namespace
 
 namespace marid {
-extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[];
+extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[], derive_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -623,7 +653,8 @@ PyMODINIT_FUNC PyInit_marid_native() {
   no = PyUnicode_InternFromString("False");
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* more :
-       {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions}) {
+       {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions,
+        marid::derive_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from marid.frontend import handles, random
-from marid.frontend.materialize import engine
+from marid.frontend.engines import engine_of
 from marid.frontend.observe import Drawn, observing
 from marid.graph.node import Node, Spec, Storage, Value, root_of
 from marid.graph.prepared import Prepared
@@ -119,9 +119,9 @@ def _since(tape: Tape, start: int) -> list[Node]:
 def _stand_in(output: Any) -> Any:
     spec = output._value.spec
     dense = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"))
-    buffer = engine.upload(torch.empty_strided(dense.shape, dense.stride(), dtype=spec.dtype, device="cpu").zero_())
-    of = handles.spec_of(buffer, spec.device)
-    return handles.wrap(handles.source(buffer, of), of)
+    zeros = torch.empty_strided(dense.shape, dense.stride(), dtype=spec.dtype, device="cpu").zero_()
+    of = handles.spec_of(zeros, spec.device)
+    return handles.wrap(handles.source(engine_of(spec.device).adopt(zeros), of), of)
 
 
 def _reached(live: list[Any], tensors: list[Any]) -> list[int]:
@@ -238,7 +238,7 @@ class _Connection:
         if any(buffer is None for buffer in inputs):
             for ref in derivative.inputs:
                 tensors[ref].materialize()  # raises what made it fail
-        buffers = engine.replay(prepared, inputs, derivative.numbers)
+        buffers = engine_of(derivative.given_specs[0].device).replay(prepared, inputs, derivative.numbers)
         return _handed_out(derivative, tensors, buffers)
 
 

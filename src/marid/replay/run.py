@@ -80,7 +80,7 @@ class Run:
     def prepare(self) -> list[Prepared]:
         """The programs of the run, to be run again: its own, and those of its derivatives."""
         assert self._task is not None
-        return [Prepared(task, forecast(task).nbytes) for task in (self._task, *self._backwards)]
+        return [Prepared.of(task, forecast(task).nbytes) for task in (self._task, *self._backwards)]
 
     # --- what cannot be replayed ---
 

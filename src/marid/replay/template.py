@@ -10,7 +10,8 @@ from torch.utils import _pytree
 
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
-from marid.frontend.materialize import bytes_of, engine
+from marid.frontend.engines import engine_of
+from marid.frontend.materialize import bytes_of
 from marid.graph.node import Node, Storage, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.replay.arguments import Call
@@ -113,7 +114,7 @@ class Template:
             tensors[index].grad = grads[index] = None  # as the Python, which dropped it: its memory can be used again
         inputs: list[Any] = [values[ref].concrete for ref in recording.inputs]
         try:
-            buffers = engine.replay(self._prepared, inputs, numbers)
+            buffers = engine_of(recording.device).replay(self._prepared, inputs, numbers)
         except BaseException:
             for counter, content in before:
                 counter.copy_(content)  # the optimizer has not come to its step
@@ -147,11 +148,11 @@ class Template:
         for index, origin in enumerate(self.recording.origins):
             given = origin.tensor if origin.argument is None else call.host[origin.argument]
             with concretely():
-                buffer = origin.make(origin.content if given is None else given)
-            spec = handles.spec_of(buffer, device)
+                made = origin.make(origin.content if given is None else given)
+            spec = handles.spec_of(made, device)
             if spec is not origin.spec:
                 return False
-            values[UPLOAD, index] = handles.source(buffer, spec)
+            values[UPLOAD, index] = handles.source(engine_of(device).adopt(made), spec)
         return True
 
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from dataclasses import dataclass, field, replace
 
+from marid.report.traffic import RemoteStats
 from marid.semantics.scopes import Site
 
 __all__ = ["Counters", "FunctionStats", "Stats", "Sync", "counters", "functions"]
@@ -70,7 +71,8 @@ class Stats:
     with one; ``compile_cache_hits`` parts found on disk; ``compile_failures`` parts that could not be compiled,
     ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` forms that
     were no faster; ``compile_workers`` worker processes started, ``compile_workers_lost`` that died;
-    ``compile_damaged`` entries of the disk cache that were damaged, ``compile_unstored`` parts that did not get there.
+    ``compile_damaged`` entries of the disk cache that were damaged, ``compile_unstored`` parts that did not get there;
+    ``remote`` what went to workers and came from them, where there are any.
     """
 
     ops_captured: int
@@ -103,6 +105,7 @@ class Stats:
     compile_workers_lost: int
     compile_damaged: int
     compile_unstored: int
+    remote: RemoteStats | None = None
 
 
 @dataclass

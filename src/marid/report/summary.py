@@ -15,6 +15,7 @@ from rich.text import Text
 
 from marid.report.explain import short
 from marid.report.stats import Stats, Sync
+from marid.report.traffic import RemoteStats
 from marid.report.units import bytes_text, seconds_text
 
 __all__ = ["render", "show"]
@@ -50,10 +51,29 @@ def render(stats: Stats) -> RenderableType:
         "peak memory": f"{bytes_text(stats.peak_memory)} on the device{_process_peak()}",
         "materialisations": f"{stats.materializations:,}, waited {seconds_text(sum(line.seconds for line in lines))}",
     }
+    if stats.remote is not None:
+        rows |= _remote(stats.remote)
     for name, text in rows.items():
         facts.add_row(name, Text(text))
     title = Rule("marid", align="left", style="dim")
     return Group(title, facts, _waits(lines)) if lines else Group(title, facts)
+
+
+def _remote(remote: RemoteStats) -> dict[str, str]:
+    """What went to workers and came from them."""
+    moved = [f"{one.source} ({one.role}) {bytes_text(one.up + one.down)}" for one in remote.moved[:3]]
+    rows = {
+        "remote": f"{remote.round_trips:,} round trips, {bytes_text(remote.bytes_up)} up, "
+        f"{bytes_text(remote.bytes_down)} down, {bytes_text(remote.deduplicated)} not sent twice",
+        "moved most": ", ".join(moved) or "nothing",
+        "workers": ", ".join(f":{i} {bytes_text(said.get('bytes', 0))}" for i, said in remote.workers.items()),
+    }
+    if remote.recoveries:
+        rows["recovered"] = (
+            f"{remote.recoveries:,} lost worker(s), {remote.replays:,} step(s) done again in "
+            f"{seconds_text(remote.recovery_seconds)}"
+        )
+    return rows
 
 
 @dataclass

@@ -13,6 +13,8 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,6 +30,7 @@ __all__ = [
     "Site",
     "capture_site",
     "install_hooks",
+    "phase",
     "sites",
     "state",
 ]
@@ -96,11 +99,33 @@ _OUTSIDE = Scope(None, None, FORWARD)
 _OUTSIDE_OPTIMIZER = Scope(None, None, OPTIMIZER)
 
 
+_phases: dict[tuple[str, str | None, str | None], Scope] = {}
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Operations recorded inside, by this thread, have this phase in place of "forward"; a hint, which changes no
+    value. For example "prefill" and "decode"."""
+    here, before, outside = state, state.scope, state.outside
+    here.outside = _in_phase(name, outside)
+    here.scope = _in_phase(name, before)
+    try:
+        yield
+    finally:
+        here.scope, here.outside = before, outside
+
+
+def _in_phase(name: str, scope: Scope) -> Scope:
+    key = (name, scope.module_path, scope.module_type)
+    return _phases.setdefault(key, Scope(scope.module_path, scope.module_type, name))
+
+
 class _State(threading.local):
     """Per thread: the current scope, and the modules being called with the scope outside of each."""
 
     def __init__(self) -> None:
         self.scope = _OUTSIDE
+        self.outside = _OUTSIDE  # of all modules
         self.modules: list[tuple[torch.nn.Module, Scope]] = []
         self.optimizers: list[Scope] = []
         # Backward must run on the thread that recorded: on autograd's device threads there is no user frame, no
@@ -203,7 +228,7 @@ def _enter_module(module: torch.nn.Module, _args: Any) -> None:
         _forget_dead_optimizers(entering=0)
         outside = here.scope
     here.modules.append((module, outside))
-    here.scope = _OUTSIDE.child("", kind)
+    here.scope = here.outside.child("", kind)
 
 
 def _leave_module(module: torch.nn.Module, _args: Any, _result: Any) -> None:

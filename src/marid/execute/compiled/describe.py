@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from marid.execute.compiled.operators import is_row_product
 from marid.execute.compiled.parts import Part, Specs, arguments_of
 from marid.graph.node import Spec
-from marid.graph.program import Constant, ListOf, Param, Program, Slot
+from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
 
 __all__ = ["describe", "generalize", "solve"]
 
@@ -48,6 +49,7 @@ def describe(part: Part, program: Program, specs: Specs, params: list[Any]) -> D
             "op": instruction.op.name.partition("::")[2],
             "overload": operation._overloadname,
             "args": {name: value_of(value) for name, value in arguments_of(instruction)},
+            "row": is_row_product(instruction.op, _tensors(instruction, specs)),
         }
         results = []
         for result in instruction.results:
@@ -63,6 +65,12 @@ def describe(part: Part, program: Program, specs: Specs, params: list[Any]) -> D
         "instructions": instructions,
         "outputs": [slots[slot] for slot in part.outputs],
     }
+
+
+def _tensors(instruction: Instruction, specs: Specs) -> list[Spec]:
+    """The specs of the tensors that are arguments of their own."""
+    given = [specs[value.index] for _, value in arguments_of(instruction) if isinstance(value, Slot)]
+    return [spec for spec in given if spec is not None]
 
 
 def _geometry(spec: Spec | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledPart", "Form", "assemble"]
 
-_INSTANCES = 64  # sets of sizes that a form remembers
+_INSTANCES = 512  # sets of sizes that a form remembers: a cache that grows by one comes with as many as it has steps
 
 
 class CompiledPart:

@@ -177,7 +177,10 @@ class _Builder:
     def add(self, instruction: dict[str, Any]) -> None:
         name, overload = instruction["op"], instruction["overload"]
         arguments = {key: self.value(value) for key, value in instruction["args"].items()}
-        returned = self.emit(name, overload, arguments, self.lifted(instruction["args"]))
+        if instruction["row"]:
+            returned = self.emit_row(arguments, [self.baked(n) for n in instruction["results"][0]["size"]])
+        else:
+            returned = self.emit(name, overload, arguments, self.lifted(instruction["args"]))
         for result in instruction["results"]:
             item = returned
             for step in result["path"]:
@@ -253,6 +256,18 @@ class _Builder:
         else:
             return self.call_named(name, overload, given)
         return self.call("copy_", "default", own, made) if in_place else made
+
+    def emit_row(self, arguments: dict[str, Any], size: list[Any]) -> Any:
+        """One row times the rows of a matrix, as sums: Inductor shares them out among threads, which BLAS does not."""
+        from torch._inductor.inductor_prims import force_stride_order
+
+        if "mat2" in arguments:
+            row, matrix = arguments["self"], self.call("t", "default", arguments["mat2"])
+        else:
+            row, matrix = self.call("reshape", "default", arguments["input"], [1, -1]), arguments["weight"]
+        row = self.graph.call_function(force_stride_order, (row, (2, 1)))  # made once, not for each sum
+        sums = self.call("sum", "dim_IntList", self.call("mul", "Tensor", row, matrix), [1])
+        return self.call("reshape", "default", sums, size)
 
     def call_named(self, name: str, overload: str, arguments: dict[str, Any]) -> Any:
         function = _overload(name, overload)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from marid.graph.node import Operation
+from marid.graph.node import Operation, Spec
 
-__all__ = ["DTYPES", "FUSIBLE", "admissible", "base_name", "is_foreach", "lifted_arguments"]
+__all__ = ["DTYPES", "FUSIBLE", "admissible", "base_name", "is_foreach", "is_row_product", "lifted_arguments"]
 
 DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 0,
@@ -52,7 +52,8 @@ _FOREACH = {
 }
 _OTHERS = set(
     "view _unsafe_view t transpose permute expand squeeze unsqueeze slice select split split_with_sizes unbind detach "
-    "alias diagonal mm bmm addmm baddbmm zeros_like ones_like full_like cat stack constant_pad_nd tril triu".split()
+    "alias diagonal mm bmm addmm linear baddbmm zeros_like ones_like full_like cat stack constant_pad_nd tril "
+    "triu".split()
 )
 _FLOAT_ONLY = {"div", "pow"}
 """Of integers, these raise errors that depend on values, or round by ``rounding_mode``."""
@@ -106,6 +107,22 @@ def admissible(op: Operation, dtypes: list[torch.dtype]) -> bool:
     if name in _FILLS and not all(dtype in (torch.float32, torch.float64, torch.bool) for dtype in dtypes):
         return False
     return all(dtype in DTYPES for dtype in dtypes)
+
+
+def is_row_product(op: Operation, specs: list[Spec]) -> bool:
+    """Whether ``op`` multiplies one row with the rows of a contiguous matrix, given the specs of its tensors.
+
+    That reads every number of the matrix once, which BLAS does on one processor only.
+    """
+    name = base_name(op)
+    if name not in ("mm", "linear") or len(specs) != 2:
+        return False
+    row, matrix = specs
+    if row.dtype is not torch.float32 or len(matrix.shape) != 2 or not row.is_contiguous:
+        return False
+    width, depth = matrix.shape if name == "linear" else matrix.shape[::-1]
+    stride = (depth, 1) if name == "linear" else (1, depth)
+    return row.numel == depth > 1 < width and matrix.stride == stride
 
 
 def lifted_arguments(op: Operation) -> set[str]:

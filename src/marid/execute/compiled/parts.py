@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from marid.execute.compiled.operators import FUSIBLE, admissible, base_name, lifted_arguments
+from marid.execute.compiled.operators import FUSIBLE, admissible, base_name, is_row_product, lifted_arguments
 from marid.graph.node import Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
 
@@ -228,7 +228,7 @@ class _Chooser:
 
     def _part(self, start: int, stop: int) -> Part | None:
         while True:  # without what need not be in it at either end
-            fusible = [base_name(i.op) in FUSIBLE for i in self.program.instructions[start:stop]]
+            fusible = [self._is_fusible(index) for index in range(start, stop)]
             if not any(fusible):
                 return None
             stop = start + len(fusible) - fusible[::-1].index(True)
@@ -268,11 +268,14 @@ class _Chooser:
 
     def _weight(self, index: int) -> int:
         """How many kernels the flat tier runs for an instruction that Inductor can fuse."""
-        instruction = self.program.instructions[index]
-        if base_name(instruction.op) not in FUSIBLE:
+        if not self._is_fusible(index):
             return 0
-        first = instruction.args[0]
+        first = self.program.instructions[index].args[0]
         return len(first.items) if isinstance(first, ListOf) else 1
+
+    def _is_fusible(self, index: int) -> bool:
+        op = self.program.instructions[index].op
+        return base_name(op) in FUSIBLE or is_row_product(op, [self._spec(slot) for slot in self.reads[index]])
 
     def _again(self, start: int, stop: int, needed: set[int]) -> list[Instruction]:
         """The views to make behind a part; adds to ``needed`` what they are views of."""

@@ -14,7 +14,8 @@ from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
 from marid.execute.compiled.form import Form, assemble
 from marid.execute.compiled.parts import Part, slots_in
-from marid.execute.flat import FlatProgram, Positioned, Way
+from marid.execute.flat import FlatProgram
+from marid.execute.forms import Positioned, Way
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import Draw, Operation
 from marid.graph.prepared import Replay

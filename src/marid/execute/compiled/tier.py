@@ -19,7 +19,8 @@ from marid.execute.compiled.form import CompiledPart, Form
 from marid.execute.compiled.parts import Part, Specs, choose
 from marid.execute.compiled.run import Bound, Checked, CompiledProgram
 from marid.execute.compiled.workers import Job, compiler
-from marid.execute.flat import FlatProgram, Way
+from marid.execute.flat import FlatProgram
+from marid.execute.forms import Way
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library

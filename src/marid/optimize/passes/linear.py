@@ -12,6 +12,8 @@ from marid.optimize.passes.storages import Storages
 __all__ = ["fuse_activation", "only_read_by", "unwritten"]
 
 _ADDMM = overloads("addmm").pop()
+_LINEAR = overloads("linear").pop()
+_T = overloads("t").pop()
 _FUSED = overloads("_addmm_activation").pop()
 _RELU = overloads("relu")
 _GELU = overloads("gelu")
@@ -19,7 +21,8 @@ _DTYPES = {torch.float32, torch.float64}
 
 
 def fuse_activation(rewriter: Rewriter) -> int:
-    """``relu`` or exact ``gelu`` of an ``addmm`` that nobody else reads, also through a view."""
+    """``relu`` or exact ``gelu`` of an ``addmm``, or a ``linear`` with a bias, that nobody else reads, also through a
+    view."""
     storages: Storages | None = None
     fused = 0
     for node in rewriter.calls():
@@ -34,7 +37,7 @@ def fuse_activation(rewriter: Rewriter) -> int:
         view = product if product.op == "call_function" and op_of_view(product) else None
         if view is not None:
             product = view.args[0]
-        if not isinstance(product, fx.Node) or product.target is not _ADDMM or product.kwargs:
+        if not isinstance(product, fx.Node) or not _adds_bias(product):
             continue
         if len(product.users) > 1 or (view is not None and len(view.users) > 1):
             continue
@@ -48,16 +51,39 @@ def fuse_activation(rewriter: Rewriter) -> int:
         if view is None:
             if node.meta["spec"] is not spec:
                 continue
-            rewriter.rewrite(node, _FUSED, tuple(product.args), use_gelu=gelu)
+            rewriter.rewrite(node, _FUSED, _of_addmm(rewriter, product), use_gelu=gelu)
         else:
             if not isinstance(node.meta["spec"], Spec) or node.meta["spec"] is not view.meta["spec"]:
                 continue
-            made = rewriter.insert(node, _FUSED, tuple(product.args), spec, use_gelu=gelu)
+            made = rewriter.insert(node, _FUSED, _of_addmm(rewriter, product), spec, use_gelu=gelu)
             rewriter.rewrite(node, view.target, (made, *view.args[1:]))
             rewriter.graph.erase_node(view)
         rewriter.graph.erase_node(product)
         fused += 1
     return fused
+
+
+def _adds_bias(product: fx.Node) -> bool:
+    """Whether a node is ``addmm``, or is ``linear`` as the CPU makes it of ``addmm`` without further views."""
+    if product.kwargs:
+        return False
+    if product.target is _ADDMM:
+        return True
+    if product.target is not _LINEAR or len(product.args) != 3:
+        return False
+    specs = [arg.meta["spec"] if isinstance(arg, fx.Node) else None for arg in product.args]
+    return all(isinstance(spec, Spec) and len(spec.shape) == n for spec, n in zip(specs, (2, 2, 1), strict=True))
+
+
+def _of_addmm(rewriter: Rewriter, product: fx.Node) -> tuple[object, ...]:
+    """What ``product`` gives to ``addmm``: bias, rows, matrix."""
+    if product.target is _ADDMM:
+        return tuple(product.args)
+    rows, weight, bias = product.args
+    assert isinstance(weight, fx.Node)
+    of: Spec = weight.meta["spec"]
+    turned = Spec(of.shape[::-1], of.stride[::-1], of.offset, of.dtype, of.device, of.conj, of.neg)
+    return bias, rows, rewriter.insert(product, _T, (weight,), turned)
 
 
 def op_of_view(node: fx.Node) -> bool:

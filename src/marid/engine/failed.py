@@ -1,0 +1,54 @@
+"""What becomes of a task whose run did not come to its end, and the error that says so."""
+
+from __future__ import annotations
+
+import functools
+
+from marid.errors import MaterializationError
+from marid.execute.interrupted import Interrupted
+from marid.graph.node import Node, fail, finish
+from marid.graph.program import Task
+from marid.report.stats import counters
+from marid.semantics.scopes import current_site
+
+__all__ = ["explain", "salvage"]
+
+
+def salvage(task: Task, stop: Interrupted) -> None:
+    """Keep what ran before a failure, so that nothing runs twice and nothing is lost."""
+    for value, slot in task.slots.items():
+        if value.concrete is None and slot in stop.tensors:
+            value.concrete = stop.tensors[slot]
+    for index, node in enumerate(task.nodes[: stop.index + 1]):
+        mutates = node.op is not None and node.op.mutates
+        if index < stop.index or (stop.finished and mutates):
+            finish(node)
+    for value, slot in task.slots.items():
+        error = stop.lost.get(slot)
+        if error is not None and value.concrete is None and value.node.args is None:
+            fail(value.node, explain(value.node, error if isinstance(error, Exception) else RuntimeError(str(error))))
+    counters.ops_executed += stop.index
+
+
+@functools.cache
+def _error_class(kind: type[Exception]) -> type[MaterializationError]:
+    """A ``MaterializationError`` that is also the error the operation raised, for whoever catches that."""
+    if issubclass(MaterializationError, kind):
+        return MaterializationError
+    try:
+        return type(
+            "MaterializationError", (MaterializationError, kind), {"__module__": MaterializationError.__module__}
+        )
+    except TypeError:  # the layouts of the two do not combine (OSError, UnicodeError)
+        return MaterializationError
+
+
+def explain(node: Node, error: Exception) -> MaterializationError:
+    """The error of an operation that raised ``error`` when it ran: also of that type, naming both lines."""
+    written = f"written at {node.site}" if node.site is not None else "written at an unknown line"
+    where = f" in module {node.scope.module_path!r}" if node.scope is not None and node.scope.module_path else ""
+    return _error_class(type(error))(
+        f"{node.op.name if node.op else 'an operation'} failed when it ran: {error}\n"
+        f"  {written}{where}\n"
+        f"  read at {current_site()}"
+    )

@@ -1,0 +1,22 @@
+"""Copies of CPU tensors that keep all that belongs to the value."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["snapshot"]
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same values and strides; to be called below all dispatch."""
+    # Strides are part of the value, overlapping ones (expand) included; conjugate and negative bits are resolved.
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
+    tensor = tensor.resolve_conj().resolve_neg()
+    if torch._C._TensorBase.is_contiguous(tensor):
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() == 0 or span == tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    block = tensor.as_strided((span,), (1,)).clone()
+    return block.as_strided(tensor.shape, tensor.stride(), 0)

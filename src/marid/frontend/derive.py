@@ -1,0 +1,223 @@
+"""Rules for new sizes, without the cost of inferring them.
+
+Where a kernel in C++ tells what an operator returns (``native/derive.cpp``), or a function in ``rules.py`` does, that
+is asked for each new call, in microseconds. It is believed once a probe (``infer.py``) has agreed with it for a call of
+the same *pattern*: equal but for sizes. A pattern keeps what kernels branch on: operator, dtypes, number of dimensions,
+which sizes are 0 and 1, the order of strides, and all constants that are no sizes. Where a probe has disagreed, or the
+kernel raises, the call is inferred as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from marid.frontend import handles, infer
+from marid.frontend.rules import rules, same_as
+from marid.graph.node import Node, Output, Spec, Value, root_of
+from marid.native import module
+
+if TYPE_CHECKING:
+    from marid.frontend.record import Known, Recorder
+
+__all__ = ["deriver_of"]
+
+_PATTERNS = 4096
+_SMALL = 5
+# Operators that ask for more than there is without data: for the storage behind an argument, for the CPU's backends, or
+# for sizes that only the CPU's kernel looks at.
+_ASK_FOR_MORE = {
+    *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default),
+    *(torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default),
+    *(torch.ops.aten._convolution.default, torch.ops.aten.convolution_overrideable.default),
+    *(torch.ops.aten.fractional_max_pool2d.default, torch.ops.aten.fractional_max_pool3d.default),
+}
+
+Deriver = Callable[["Recorder", Any, tuple[Any, ...], Any, tuple[Value, ...]], "Known | None"]
+
+
+def deriver_of(recorder: Recorder) -> Deriver | None:
+    """What derives the calls of an operator: given the recorder, key, arguments as recorded, and the values among them,
+    it gives what is known of them, or None. Itself None where there is no such thing."""
+    rule = rules.get(recorder.func)
+    if rule is not None:
+        return _Derivation(recorder, lambda args, kwargs: rule(*args, **dict(kwargs or ())))
+    if module is None or recorder.func in _ASK_FOR_MORE:
+        return None
+    func, translated = same_as.get(recorder.func, (recorder.func, None))
+    number = module.derives(func._schema.name, func._schema.overload_name)
+    if number < 0:
+        return None
+    if translated is not None:
+        return _Derivation(
+            recorder, lambda args, kwargs: module.derive(number, *translated(*args, **dict(kwargs or ())), False)
+        )
+    mutates = recorder.op.mutates
+    return _Derivation(recorder, lambda args, kwargs: module.derive(number, args, kwargs, mutates))
+
+
+class _Derivation:
+    """How calls of one operator are derived, and the patterns for which that was right, or was not."""
+
+    __slots__ = ("_returned", "_sizes", "_trusted")
+
+    def __init__(self, recorder: Recorder, returned: Callable[[Any, Any], Any]) -> None:
+        self._returned = returned
+        self._trusted: dict[Any, bool] = {}
+        formals = recorder.func._schema.arguments
+        self._sizes: set[Any] = {a.name for a in formals if _is_size(a)}
+        self._sizes |= {index for index, a in enumerate(formals) if _is_size(a)}
+
+    def __call__(
+        self, recorder: Recorder, key: Any, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
+    ) -> Known | None:
+        devices = {value.spec.device for value in values if value.spec is not None}
+        if len(devices) != 1:
+            return None
+        if recorder.op.mutates and len({id(root_of(value)) for value in values}) < len(values):
+            return None  # writes overlap, perhaps
+        pattern = self._pattern(len(args), key)
+        trusted = self._trusted.get(pattern)
+        rule = None if trusted is False else self.rule(recorder, args, kwargs, values)
+        if rule is None:
+            return None
+        if trusted is None:
+            trusted = self._confirmed(recorder, rule, args, kwargs, values)
+            if len(self._trusted) >= _PATTERNS:
+                self._trusted.clear()
+            self._trusted[pattern] = trusted
+        return recorder.learn(key, rule, args, kwargs, devices.pop()) if trusted else None
+
+    def rule(
+        self, recorder: Recorder, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
+    ) -> infer.Rule | None:
+        """The rule of a call; None where it cannot be derived."""
+        described = self._returned(args, kwargs)
+        if described is NotImplemented:
+            return None
+        rule = infer.Rule()
+        rule.returns = _returns(rule, described, [value.spec for value in values], recorder.op.view, ())
+        return rule
+
+    def _pattern(self, count: int, key: Any) -> Any:
+        """The pattern of calls with this key, which have so many positional arguments."""
+        sizes = self._sizes
+        parts = [_blurred(part, index in sizes) for index, part in enumerate(key[:count])]
+        for name, part in zip(key[count::2], key[count + 1 :: 2], strict=True):
+            parts += name, _blurred(part, name in sizes)
+        return tuple(parts)
+
+    def _confirmed(
+        self, recorder: Recorder, rule: infer.Rule, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
+    ) -> bool:
+        """Whether probes agree with the rule of a call. Large calls are judged by what the same does with small sizes,
+        where that means anything."""
+        ran, seen = infer.probe(_request(recorder, args, kwargs, values), rule)
+        if not ran or seen is not None:
+            return ran and seen == rule
+        small = _Small(self._sizes).call(args, kwargs, values)
+        expected = self.rule(recorder, *small)
+        if expected is not None:
+            ran, seen = infer.probe(_request(recorder, *small), expected)
+            return not ran or seen is None or seen == expected
+        return True
+
+
+def _request(recorder: Recorder, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]) -> infer.Request:
+    device = values[0].spec.device  # pyright: ignore[reportOptionalMemberAccess]
+    return recorder.request(args, kwargs, values, [values.index(value) for value in values], device)
+
+
+class _Small:
+    """The same call with small sizes: equal ones stay equal and different ones different."""
+
+    def __init__(self, sizes: set[Any]) -> None:
+        self._sizes = sizes
+        self._smaller: dict[int, int] = {}
+        self._values: dict[Value, Value] = {}
+
+    def call(
+        self, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
+    ) -> tuple[tuple[Any, ...], Any, tuple[Value, ...]]:
+        for value in values:
+            self._values[value] = self._shrunk(value)
+        placed = tuple([self._place(arg, index in self._sizes) for index, arg in enumerate(args)])
+        named = kwargs and tuple([(name, self._place(arg, name in self._sizes)) for name, arg in kwargs])
+        return placed, named, tuple([self._values[value] for value in values])
+
+    def _shrunk(self, value: Value) -> Value:
+        of = value.spec
+        assert of is not None
+        for size in of.shape:
+            if size > _SMALL:
+                self._smaller.setdefault(size, _SMALL + 1 + len(self._smaller))
+        shape = tuple([self._smaller.get(size, size) for size in of.shape])
+        spec = handles.spec(shape, infer.dense_like(shape, of.stride), 0, of.dtype, of.device, of.conj, of.neg)
+        return Node(0, None, None, None, spec, None, None, None)
+
+    def _place(self, arg: Any, is_size: bool) -> Any:
+        kind = type(arg)
+        if kind is Node or kind is Output:
+            return self._values[arg]
+        if kind is tuple:
+            return tuple([self._place(item, is_size) for item in arg])
+        return self._smaller.get(arg, arg) if is_size and kind is int else arg
+
+
+def _is_size(argument: Any) -> bool:
+    """Whether an argument of a schema is a size, a place, or a list of these: what may be symbolic elsewhere."""
+    type_ = argument.real_type
+    while hasattr(type_, "getElementType"):
+        type_ = type_.getElementType()
+    return type_.kind() == "SymIntType"
+
+
+def _blurred(part: Any, is_size: bool) -> Any:
+    """A part of a key without its sizes."""
+    kind = type(part)
+    if kind is Spec:
+        return part.kind or _kind(part)
+    if kind is tuple:
+        return tuple([_blurred(item, is_size) for item in part])
+    if is_size and kind is int:
+        return max(-2, min(part, 2))
+    return part
+
+
+def _kind(spec: Spec) -> Any:
+    shape, stride = spec.shape, spec.stride
+    # From one dimension to the next inner one, whether they could be one, there is a gap, or they overlap.
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    steps = [stride[outer] - stride[inner] * shape[inner] for outer, inner in pairwise(order)]
+    steps += [stride[order[-1]] - 1] if order else []
+    gaps = tuple([(step > 0) - (step < 0) for step in steps])
+    sizes = tuple([min(size, 2) for size in shape])
+    expanded = tuple([step == 0 for step in stride])
+    spec.kind = spec.dtype, sizes, tuple(order), expanded, gaps, spec.is_contiguous, spec.conj, spec.neg
+    return spec.kind
+
+
+def _returns(rule: infer.Rule, described: Any, specs: Sequence[Any], view: bool, path: tuple[int, ...]) -> Any:
+    """What ``rule`` returns, from a description as of ``native/derive.cpp``; its results are added to the rule."""
+    if described is None:
+        return None
+    if type(described) is list:
+        return [_returns(rule, part, specs, view, (*path, index)) for index, part in enumerate(described)]
+    if type(described) is int:
+        out = infer.OutSpec(path, specs[described], same_as=described)
+        rule.outs.append(out)
+        return out
+    shape, stride, offset, dtype, conj, neg = described
+    spec = handles.spec(shape, stride, offset, dtype, specs[0].device, conj, neg)
+    out = infer.OutSpec(path, spec, 0 if view else None)
+    if not view:
+        rule.nbytes += spec.nbytes
+    rule.outs.append(out)
+    return out
+
+
+if module is not None:
+    module.configure_deriving(Node, Output, Spec)

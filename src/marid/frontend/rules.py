@@ -1,0 +1,199 @@
+"""What operators return whose kernels cannot be asked (``derive.py``), said in Python for the cases that are common.
+
+A rule is given a call as it is recorded, with values in place of tensors. It gives for each result shape, strides,
+offset, dtype and the two bits of complex views, or ``NotImplemented`` for any call that it is not certain to be right
+for, above all for those that might raise. ``tests/test_derive.py`` compares rules with the CPU's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from marid.graph.node import Spec, Value
+from marid.native import module
+
+__all__ = ["attends", "rules", "same_as"]
+
+aten = torch.ops.aten
+
+Rule = Callable[..., Any]
+rules: dict[Any, Rule] = {}
+
+same_as: dict[Any, tuple[Any, Callable[..., tuple[tuple[Any, ...], Any]]]] = {
+    aten.mean.default: (aten.mean.dim, lambda x, dtype=None: ((x, (), False), _named(dtype=dtype))),
+    aten.relu.default: (aten.clamp_min.default, lambda x: ((x, 0), None)),
+    aten.sum.default: (aten.sum.dim_IntList, lambda x, dtype=None: ((x, (), False), _named(dtype=dtype))),
+}
+"""Operators that return what another one does: that, and its positional and named arguments for a call."""
+
+
+def _named(**arguments: Any) -> tuple[tuple[str, Any], ...] | None:
+    return tuple((name, value) for name, value in arguments.items() if value is not None) or None
+
+
+def _rule(func: Any) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        rules[func] = function
+        return function
+
+    return register
+
+
+def _dense(shape: Sequence[int], dtype: torch.dtype, order: Sequence[int] | None = None) -> Any:
+    """A new tensor: without gaps, dimensions in memory in this order."""
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape)) if order is None else order):
+        stride[dim] = step
+        step *= shape[dim]
+    return tuple(shape), tuple(stride), 0, dtype, False, False
+
+
+def _like(value: Value) -> Any:
+    """A new tensor whose dimensions lie in memory as those of ``value``."""
+    if module is None:
+        return NotImplemented
+    return module.derive(module.derives("aten::empty_like", ""), (value,), None, False)
+
+
+def _plain(*values: Value) -> bool:
+    """Whether these are floating-point tensors of one dtype, none of them empty."""
+    specs = [_spec(value) for value in values]
+    return all(spec.dtype is specs[0].dtype and spec.numel for spec in specs) and specs[0].dtype.is_floating_point
+
+
+def _spec(value: Value) -> Spec:
+    assert value.spec is not None
+    return value.spec
+
+
+def _statistics(of: Spec, normalized: int) -> tuple[int, ...]:
+    return of.shape[: len(of.shape) - normalized] + (1,) * normalized
+
+
+@_rule(aten.linear.default)
+def _linear(x: Value, weight: Value, bias: Value | None = None) -> Any:
+    of, rows = _spec(x), _spec(weight)
+    given = [value for value in (x, weight, bias) if value is not None]
+    if not _plain(*given) or len(rows.shape) != 2 or not of.shape or of.shape[-1] != rows.shape[1]:
+        return NotImplemented
+    if bias is not None and _spec(bias).shape != rows.shape[:1]:
+        return NotImplemented
+    if len(of.shape) != 2 and not of.is_contiguous:  # which is never recorded whole
+        return NotImplemented
+    return _dense((*of.shape[:-1], rows.shape[0]), of.dtype)
+
+
+@_rule(aten.native_layer_norm.default)
+def _layer_norm(x: Value, normalized: tuple[int, ...], weight: Value | None, bias: Value | None, *_: Any) -> Any:
+    of = _spec(x)
+    given = [value for value in (weight, bias) if value is not None]
+    if not _plain(x, *given) or not normalized or of.shape[-len(normalized) :] != normalized:
+        return NotImplemented
+    if any(_spec(value).shape != normalized for value in given):
+        return NotImplemented
+    statistics = _dense(_statistics(of, len(normalized)), of.dtype)
+    return [_dense(of.shape, of.dtype), statistics, statistics]
+
+
+@_rule(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(
+    grad: Value,
+    x: Value,
+    normalized: tuple[int, ...],
+    mean: Value,
+    rstd: Value,
+    weight: Value | None,
+    bias: Value | None,
+    wanted: tuple[bool, ...],
+) -> Any:
+    of = _spec(x)
+    if weight is None or bias is None or not normalized or of.shape[-len(normalized) :] != normalized:
+        return NotImplemented
+    if not _plain(grad, x, mean, rstd, weight, bias) or _spec(grad).shape != of.shape:
+        return NotImplemented
+    if _spec(weight).shape != normalized or _spec(bias).shape != normalized:
+        return NotImplemented
+    if not _spec(weight).is_contiguous or not _spec(bias).is_contiguous:
+        return NotImplemented
+    if any(_spec(value).shape != _statistics(of, len(normalized)) for value in (mean, rstd)):
+        return NotImplemented
+    shapes = of.shape, normalized, normalized
+    return [_dense(shape, of.dtype) if want else None for shape, want in zip(shapes, wanted, strict=True)]
+
+
+@_rule(aten.embedding.default)
+def _embedding(weight: Value, indices: Value, *_: Any) -> Any:
+    rows, of = _spec(weight), _spec(indices)
+    if len(rows.shape) != 2 or not rows.numel or not of.numel or of.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    return _dense((*of.shape, rows.shape[1]), rows.dtype)
+
+
+@_rule(aten.embedding_dense_backward.default)
+def _embedding_backward(grad: Value, indices: Value, count: int, *_: Any) -> Any:
+    of, at = _spec(grad), _spec(indices)
+    if not _plain(grad) or at.dtype is not torch.int64 or of.shape[:-1] != at.shape or count < 1:
+        return NotImplemented
+    return _dense((count, of.shape[-1]), of.dtype)
+
+
+def attends(query: Spec, key: Spec, value: Spec) -> bool:
+    """Whether these surely fit together as query, key and value of attention: floating-point tensors of four dimensions
+    and one dtype, none of them empty."""
+    return (
+        query.dtype is key.dtype is value.dtype
+        and query.dtype.is_floating_point
+        and len(query.shape) == len(key.shape) == 4
+        and key.shape == value.shape
+        and (query.shape[:2], query.shape[3]) == (key.shape[:2], key.shape[3])
+        and query.numel > 0 < key.numel
+    )
+
+
+def _statistics_dtype(of: Spec) -> torch.dtype:
+    return torch.float64 if of.dtype is torch.float64 else torch.float32
+
+
+# How attention has most tensors in memory: batch, position, head.
+_BY_POSITION = (0, 2, 1, 3)
+
+
+@_rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention(
+    query: Value,
+    key: Value,
+    value: Value,
+    dropout: float = 0.0,
+    *_: Any,
+    attn_mask: Value | None = None,
+    **__: Any,
+) -> Any:
+    of = _spec(query)
+    if attn_mask is not None or dropout or not attends(of, _spec(key), _spec(value)):
+        return NotImplemented
+    out = _like(query)
+    return out if out is NotImplemented else [out, _dense(of.shape[:3], _statistics_dtype(of), _BY_POSITION[:3])]
+
+
+@_rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _attention_backward(
+    grad: Value,
+    query: Value,
+    key: Value,
+    value: Value,
+    out: Value,
+    logsumexp: Value,
+    dropout: float,
+    *_: Any,
+    attn_mask: Value | None = None,
+    **__: Any,
+) -> Any:
+    of, to = _spec(query), _spec(key)
+    if attn_mask is not None or dropout or not attends(of, to, _spec(value)) or not _plain(query, grad, out):
+        return NotImplemented
+    if _spec(grad).shape != of.shape or _spec(out).shape != of.shape or _spec(logsumexp).shape != of.shape[:3]:
+        return NotImplemented
+    return [_dense(shape, of.dtype, _BY_POSITION) for shape in (of.shape, to.shape, to.shape)]

@@ -1,0 +1,176 @@
+"""What went between this process and its workers: counted at the sockets, and by what it was for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from marid.errors import BudgetError
+from marid.report.units import bytes_text
+from marid.semantics.scopes import current_site
+
+__all__ = ["Moved", "RemoteStats", "Traffic", "budget", "traffic"]
+
+PROGRAMS = "programs and requests"
+"""The role of what is neither uploaded nor read."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one line sent (``up``) or brought, with the role of the tensors."""
+
+    source: str
+    role: str
+    up: int
+    down: int
+
+
+@dataclass(frozen=True)
+class RemoteStats:
+    """Counters of remote devices since import or ``marid.reset_stats()``.
+
+    ``round_trips`` times somebody waited for a worker; ``bytes_up`` and ``bytes_down`` at the sockets, in
+    ``messages_up`` and ``messages_down``; ``moved`` the bytes of tensors by line and role, most first; ``deduplicated``
+    bytes that were not sent because the worker had them; ``reconnects`` of a broken connection, ``recoveries`` of a
+    lost worker with the ``replays`` of steps and ``recovery_seconds`` that they took; ``checkpoints`` and the
+    ``checkpoint_bytes`` they brought; ``workers`` what each says of itself, by device.
+    """
+
+    round_trips: int
+    bytes_up: int
+    bytes_down: int
+    messages_up: int
+    messages_down: int
+    moved: list[Moved]
+    deduplicated: int
+    reconnects: int
+    recoveries: int
+    replays: int
+    recovery_seconds: float
+    checkpoints: int
+    checkpoint_bytes: int
+    workers: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class _Budget:
+    round_trips: int | None
+    bytes_up: int | None
+    bytes_down: int | None
+
+
+@dataclass
+class Traffic:
+    """The live numbers behind ``RemoteStats``."""
+
+    round_trips: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    messages_up: int = 0
+    messages_down: int = 0
+    deduplicated: int = 0
+    reconnects: int = 0
+    recoveries: int = 0
+    replays: int = 0
+    recovery_seconds: float = 0.0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    lines: dict[tuple[Any, str], list[int]] = field(default_factory=dict)
+    budgets: list[_Budget] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, **more: int) -> None:
+        """Count; raises ``BudgetError`` where a block has had more than it may have."""
+        with self.lock:
+            for name, count in more.items():
+                setattr(self, name, getattr(self, name) + count)
+        if self.budgets:
+            self._check()
+
+    def moved(self, site: Any, role: str | None, up: int = 0, down: int = 0) -> None:
+        """Bytes of a tensor were sent or brought for a line."""
+        with self.lock:
+            entry = self.lines.setdefault((site, role or "other"), [0, 0])
+            entry[0] += up
+            entry[1] += down
+
+    def recovered(self, steps: int, seconds: float) -> None:
+        """A lost worker was made good for."""
+        with self.lock:
+            self.recoveries += 1
+            self.replays += steps
+            self.recovery_seconds += seconds
+
+    def snapshot(self, workers: dict[int, dict[str, Any]]) -> RemoteStats:
+        """The numbers of this moment."""
+        with self.lock:
+            merged: dict[tuple[str, str], list[int]] = {}
+            for (site, role), (up, down) in self.lines.items():
+                entry = merged.setdefault((str(site) if site is not None else "<unknown>", role), [0, 0])
+                entry[0] += up
+                entry[1] += down
+            moved = [Moved(source, role, up, down) for (source, role), (up, down) in merged.items()]
+            moved.sort(key=lambda one: -(one.up + one.down))
+            return RemoteStats(
+                round_trips=self.round_trips,
+                bytes_up=self.bytes_up,
+                bytes_down=self.bytes_down,
+                messages_up=self.messages_up,
+                messages_down=self.messages_down,
+                moved=moved,
+                deduplicated=self.deduplicated,
+                reconnects=self.reconnects,
+                recoveries=self.recoveries,
+                replays=self.replays,
+                recovery_seconds=self.recovery_seconds,
+                checkpoints=self.checkpoints,
+                checkpoint_bytes=self.checkpoint_bytes,
+                workers=workers,
+            )
+
+    def reset(self) -> None:
+        """Start again from zero; budgets of running blocks go on with what they have left."""
+        with self.lock:
+            for one in self.budgets:
+                for name in ("round_trips", "bytes_up", "bytes_down"):
+                    limit = getattr(one, name)
+                    if limit is not None:
+                        setattr(one, name, limit - getattr(self, name))
+            self.__init__(budgets=self.budgets, lock=self.lock)
+
+    def _check(self) -> None:
+        for one in self.budgets:
+            for name, limit in vars(one).items():
+                used = getattr(self, name)
+                if limit is not None and used > limit:
+                    setattr(one, name, None)  # said once
+                    over = f"{used - limit}" if name == "round_trips" else bytes_text(used - limit)
+                    what = {"round_trips": "round trips", "bytes_up": "bytes up", "bytes_down": "bytes down"}[name]
+                    raise BudgetError(
+                        f"{current_site()} exceeds marid.budget({name}=...) by {over}: see marid.stats().remote for "
+                        f"what the {what} were for"
+                    )
+
+
+traffic = Traffic()
+
+
+@contextmanager
+def budget(
+    *, round_trips: int | None = None, bytes_up: int | None = None, bytes_down: int | None = None
+) -> Iterator[None]:
+    """A block that may wait for workers so often, and send and bring so many bytes, all threads together; None for any.
+
+    Raises ``BudgetError`` at the line that exceeds it, once that has happened: values are not lost. For tests.
+    """
+    allowed = {"round_trips": round_trips, "bytes_up": bytes_up, "bytes_down": bytes_down}
+    limits = {name: None if n is None else getattr(traffic, name) + n for name, n in allowed.items()}
+    one = replace(_Budget(None, None, None), **limits)
+    traffic.budgets.append(one)
+    try:
+        yield
+    finally:
+        traffic.budgets[:] = [other for other in traffic.budgets if other is not one]

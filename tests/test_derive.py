@@ -1,0 +1,227 @@
+"""Rules for new sizes: derived, as exact as inferred ones, and only where a probe has agreed before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import marid
+from marid import native
+from marid.frontend import derive, handles, infer, record
+from marid.frontend.rules import rules, same_as
+from tests.conformance import derived
+from tests.helpers import DEVICE, assert_same, on_both
+
+needs_module = pytest.mark.skipif(native.module is None, reason="needs the C++ half and Python's headers")
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known() -> None:
+    record._recorders.clear()
+
+
+def _attention(n: int, device: str, **options: Any) -> Any:
+    q, k, v = (torch.randn(n, 2, 5 + i, 8, device=device, requires_grad=True) for i in (0, 1, 1))
+    out = F.scaled_dot_product_attention(q, k, v, **options)
+    return out, torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def _norm(n: int, device: str, dtype: torch.dtype = torch.float32) -> Any:
+    x, w, b = (torch.randn(*s, device=device, dtype=dtype, requires_grad=True) for s in ((n, 3, 4), (4,), (4,)))
+    out = F.layer_norm(x, (4,), w, b)
+    return out, torch.autograd.grad(out.square().sum(), (x, w, b))
+
+
+def _embedding(n: int, device: str) -> Any:
+    table = torch.randn(7, 4, device=device, requires_grad=True)
+    out = F.embedding(torch.arange(n * 2, device=device).view(n, 2) % 7, table)
+    return out, torch.autograd.grad(out.sum(), table)
+
+
+def _pointwise(n: int, device: str) -> Any:
+    x, y = torch.randn(n, 3, 4, device=device), torch.randn(4, n, 3, device=device).permute(1, 2, 0)
+    z = torch.randn(1, 1, 4, device=device)
+    return x + y, y * y, y.sin(), x.t() if n < 0 else x.mul(2), (x + z).relu(), y > 0, x.expand(2, n, 3, 4) + 1
+
+
+def _views(n: int, device: str) -> Any:
+    x = torch.randn(n, 6, 4, device=device)
+    flat = x.view(n * 6, 4), x.reshape(n, 24), x.transpose(1, 2).reshape(n * 4, 6)
+    turned = x.transpose(0, 2), x.permute(2, 0, 1), x.unsqueeze(1).expand(n, 5, 6, 4)
+    return flat, turned, x[:, 1], x[1:, ::2], x.split(2, 1)[1], x.chunk(2, 2)[1], x.unbind(1)[2]
+
+
+def _reductions(n: int, device: str) -> Any:
+    x = torch.randn(n, 5, 3, device=device)
+    return x.sum(), x.mean(), x.mean(-1, keepdim=True), x.sum((0, 2)), x.softmax(1), x.max(0), x.argmax(1)
+
+
+def _products(n: int, device: str) -> Any:
+    x, w, b = torch.randn(n, 4, device=device), torch.randn(6, 4, device=device), torch.randn(6, device=device)
+    y = torch.randn(n, 3, 4, device=device)
+    layers = F.linear(x, w, b), F.linear(y, w, b), F.linear(y[..., ::2], w[:, ::2])
+    return x @ w.t(), layers, torch.bmm(y, y.transpose(1, 2)), torch.addmm(b, x, w.t(), beta=0.5), y @ w.t()
+
+
+def _in_place(n: int, device: str) -> Any:
+    x, y = torch.randn(n, 4, device=device), torch.randn(4, device=device)
+    x.add_(y).mul_(2)
+    x[:, 1:3].copy_(y[:2])
+    torch.add(x, y, out=torch.empty(n, 4, device=device))
+    torch._foreach_mul_([x, y], 2.0)
+    return x, y, x.masked_fill(x > 1, 0.0), torch.cat([x, x[:1]]), x.clone(), x.double()
+
+
+PROGRAMS = [_attention, _norm, _embedding, _pointwise, _views, _reductions, _products, _in_place]
+
+
+@needs_module
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_new_sizes_give_what_eager_gives(program: Callable[[int, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, shapes, dtypes and strides, for sizes 1 and 0 too; and what is derived is what a probe says."""
+    with derived.checked(monkeypatch) as found:
+        for n in (3, 5, 2, 9, 1):
+            on_both(lambda device, n=n: program(n, device))
+    assert not found, "\n".join(found)
+    assert sum(found.compared.values()) > 10
+
+
+@needs_module
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_new_sizes_are_not_inferred(program: Callable[[int, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a run of a meta kernel nor by a probe."""
+    program(3, DEVICE)
+    program(4, DEVICE)
+    inferred: list[str] = []
+    original = infer._run
+
+    def spy(request: infer.Request, device: str, *rest: Any) -> Any:
+        if request.tensors:  # others make new tensors
+            inferred.append(f"{request.func} on {device}")
+        return original(request, device, *rest)
+
+    monkeypatch.setattr(infer, "_run", spy)
+    program(7, DEVICE)
+    assert not inferred
+
+
+@needs_module
+def test_new_sizes_do_not_reach_torch_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def spy(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return record.dispatch(cls, func, types, args, kwargs)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm((x @ w).relu(), (4,)).transpose(0, 1).sum(1)
+
+    w, *xs = (torch.randn(n, 4, device=DEVICE) for n in (4, 3, 6))
+    run(xs[0], w)
+    monkeypatch.setattr(marid.LazyTensor, "__torch_dispatch__", classmethod(spy))
+    run(xs[1], w)
+    assert not seen
+
+
+@needs_module
+def test_first_large_sizes_are_judged_by_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer norm that is too large to be tried is tried with small sizes."""
+    tried: list[list[int]] = []
+    original = infer._run
+
+    def spy(request: infer.Request, device: str, *rest: Any) -> Any:
+        tried.append([value.spec.numel for value in request.tensors])  # pyright: ignore[reportOptionalMemberAccess]
+        return original(request, device, *rest)
+
+    monkeypatch.setattr(infer, "_run", spy)
+    x = torch.randn(300, 200, device=DEVICE)
+    tried.clear()
+    aten.native_layer_norm.default(x, [200], None, None, 1e-5)
+    assert tried == [[6 * 7]]
+
+
+_REFUSED: list[Callable[[int, str], Any]] = [
+    lambda n, device: torch.ones(n, 3, device=device) @ torch.ones(n + (n > 2), 4, device=device)[: 3 if n == 2 else n],
+    lambda n, device: torch.ones(n, 3, device=device).view(6, -1, n // 2 * 2),
+    lambda n, device: torch.ones(n, 3, device=device) + torch.ones(2, 1, 2, device=device),
+    lambda n, device: F.layer_norm(torch.ones(2, n, device=device), (2,)),
+    lambda n, device: torch.cat([torch.ones(2, 2, device=device), torch.ones(n, n, device=device)]),
+    lambda n, device: F.linear(torch.ones(3, n, device=device), torch.ones(4, 2, device=device)),
+    lambda n, device: torch.ones(2, device=device).add_(torch.ones(n, 1, device=device).squeeze(1)),
+    lambda n, device: torch.ones(3, n, device=device).index_select(n - 1, torch.zeros(1, 1, dtype=int, device=device)),
+]
+
+
+@pytest.mark.parametrize("call", _REFUSED, ids=range(len(_REFUSED)))
+@pytest.mark.parametrize("n", [4, 5, 7])
+def test_new_sizes_are_refused_as_by_eager(call: Callable[[int, str], Any], n: int) -> None:
+    """At the call, with the same type and message, after the call was right with other sizes."""
+
+    def attempt(size: int, device: str) -> Any:
+        try:
+            return call(size, device)
+        except (RuntimeError, IndexError) as error:
+            return type(error), str(error)
+
+    for size in (2, 2, n):
+        on_lazy, on_cpu = attempt(size, DEVICE), attempt(size, "cpu")
+        if isinstance(on_cpu, torch.Tensor):
+            assert_same(on_lazy, on_cpu)
+        else:
+            assert on_lazy == on_cpu
+
+
+@needs_module
+def test_a_derivation_that_a_probe_contradicts_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that gets strides wrong is asked no more for that pattern; what is recorded is right."""
+    asked = 0
+
+    def wrong(x: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        shape = tuple(reversed(x.spec.shape))
+        return shape, (1, shape[0]), 0, x.spec.dtype, False, False
+
+    monkeypatch.setitem(rules, aten.tril.default, wrong)
+    for n in (3, 4, 5):
+        on_both(lambda device, n=n: torch.randn(n, n, device=device).tril())
+    assert asked == 1
+
+
+@needs_module
+def test_operators_with_a_rule_exist_on_this_version() -> None:
+    for func in (*rules, *same_as):
+        assert derive.deriver_of(record.recorder_of(func)) is not None
+
+
+def test_patterns_tell_apart_what_kernels_branch_on() -> None:
+    """Sizes do not matter, but for 0 and 1; order, gaps and expansion of strides do, and so do dtypes."""
+
+    def kind(tensor: torch.Tensor) -> Any:
+        return derive._kind(handles.spec_of(tensor, 0))
+
+    x = torch.empty(3, 4, 5)
+    assert kind(x) == kind(torch.empty(7, 2, 2))
+    others = [
+        *(torch.empty(1, 4, 5), torch.empty(3, 0, 5), torch.empty(3, 4), x.double(), x.transpose(0, 1), x[:, :, ::2]),
+        *(x[:, 1:], torch.empty(3, 1, 5).expand(3, 4, 5), torch.empty(3, 4, 5, dtype=torch.complex64)),
+        *(torch.empty(3, 4, 5, dtype=torch.complex64).conj(), torch.empty(3, 4, 5, dtype=torch.complex64).conj().imag),
+    ]  # fmt: skip
+    kinds = [kind(x), *map(kind, others)]
+    assert len(set(kinds)) == len(kinds)
+
+
+@needs_module
+def test_sizes_among_the_arguments_may_change_and_other_numbers_not() -> None:
+    """The size that ``view`` is given is one; the dimension that ``transpose`` is given is none."""
+    x, y = torch.randn(2, 3, 4, device=DEVICE), torch.randn(5, 3, 4, device=DEVICE)
+    x.view(6, 4), y.view(15, 4)
+    x.transpose(0, 1), y.transpose(0, 1), y.transpose(1, 2)
+    assert len(record.recorder_of(aten.view.default).deriver._trusted) == 1  # pyright: ignore
+    assert len(record.recorder_of(aten.transpose.int).deriver._trusted) == 2  # pyright: ignore
