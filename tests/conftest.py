@@ -14,8 +14,14 @@ os.environ.setdefault("MARID_PASS_COST", "0")  # every program that comes again 
 import marid
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--worker", action="store_true", help="remote_accelerator:0 and :1 are worker processes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "conformance: takes long; runs only with -m conformance")
+    if config.getoption("--worker") and (hasattr(config, "workerinput") or not config.getoption("numprocesses", 0)):
+        marid.connect(workers=2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,6 +6,8 @@ a value is read.
 
 from __future__ import annotations
 
+from typing import Any
+
 from marid import errors
 from marid.frontend import device as _device
 from marid.frontend import linear_activation as _linear_activation
@@ -13,7 +15,7 @@ from marid.frontend import linear_activation as _linear_activation
 _device.register()
 _linear_activation.register()
 
-from marid.api import epoch, explain, graph, materialize, reset_stats, stats  # noqa: E402  (the device comes first)
+from marid.api import epoch, explain, graph, mark, materialize, reset_stats, stats  # noqa: E402  (the device comes first)
 from marid.frontend.capture import capture  # noqa: E402
 from marid.frontend.materialize import no_sync  # noqa: E402
 from marid.frontend.tensor import LazyTensor  # noqa: E402
@@ -24,8 +26,25 @@ from marid.replay.dynamic import mark_dynamic  # noqa: E402
 from marid.replay.function import compile  # noqa: E402
 from marid.report.explain import Explanation  # noqa: E402
 from marid.report.stats import FunctionStats, Stats  # noqa: E402
+from marid.report.traffic import RemoteStats, budget  # noqa: E402
 from marid.semantics.metadata import SemanticMetadata  # noqa: E402
+from marid.semantics.scopes import phase  # noqa: E402
 from marid.settings import Settings, settings  # noqa: E402
+
+
+def connect(*args: Any, **kwargs: Any) -> None:
+    """Let workers be devices; see ``marid.remote.connect``, which needs the extra ``remote``."""
+    from marid.remote.connect import connect
+
+    connect(*args, **kwargs)
+
+
+def disconnect(*indices: int) -> None:
+    """Let devices be this process again; see ``marid.remote.connect``."""
+    from marid.remote.connect import disconnect
+
+    disconnect(*indices)
+
 
 __version__ = "0.1.0"
 
@@ -35,18 +54,24 @@ __all__ = [
     "FunctionStats",
     "LazyTensor",
     "LazyTuple",
+    "RemoteStats",
     "SemanticMetadata",
     "Settings",
     "Stats",
+    "budget",
     "capture",
     "compile",
+    "connect",
+    "disconnect",
     "epoch",
     "errors",
     "explain",
     "graph",
+    "mark",
     "mark_dynamic",
     "materialize",
     "no_sync",
+    "phase",
     "register_pass",
     "reset_stats",
     "settings",

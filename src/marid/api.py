@@ -8,7 +8,8 @@ import torch
 
 from marid.frontend import handles
 from marid.frontend.device import memory_allocated, peak_memory
-from marid.frontend.materialize import engine, holders, pending_nodes, wait_anyway
+from marid.frontend.engines import all_engines, engine_of
+from marid.frontend.materialize import holders, pending_nodes, wait_anyway
 from marid.frontend.materialize import materialize as _materialize
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value, root_of
@@ -16,8 +17,10 @@ from marid.report.builds import builds
 from marid.report.differences import recompiles
 from marid.report.explain import Explanation, Resident, cuts_of, fallbacks_of
 from marid.report.stats import Stats, counters, functions
+from marid.report.traffic import RemoteStats, traffic
+from marid.semantics.marks import marks
 
-__all__ = ["epoch", "explain", "graph", "materialize", "reset_stats", "stats"]
+__all__ = ["epoch", "explain", "graph", "mark", "materialize", "reset_stats", "stats"]
 
 
 def materialize(*tensors: torch.Tensor) -> None:
@@ -74,7 +77,7 @@ def stats() -> Stats:
         unplanned_bytes=counters.unplanned_bytes,
         functions=sorted((one.copy() for one in list(functions) if one.calls), key=lambda one: one.name),
         epoch=counters.epoch,
-        programs_compiling=engine.compiling(),
+        programs_compiling=sum(engine.compiling() for engine in all_engines()),
         programs_compiled=counters.programs_compiled,
         compiled_runs=counters.compiled_runs,
         compile_cache_hits=counters.compile_cache_hits,
@@ -85,7 +88,30 @@ def stats() -> Stats:
         compile_workers_lost=counters.compile_workers_lost,
         compile_damaged=counters.compile_damaged,
         compile_unstored=counters.compile_unstored,
+        remote=_remote(),
     )
+
+
+def _remote() -> RemoteStats | None:
+    workers = {
+        index: said for index in range(handles.device_count) if (said := engine_of(index).worker_stats()) is not None
+    }
+    return traffic.snapshot(workers) if workers or traffic.messages_up else None
+
+
+def mark(tensor: torch.Tensor, *, role: str) -> torch.Tensor:
+    """Say what a tensor is for ("weight", "gradient", "optimizer state", "activation", "kv cache", or a word of yours):
+    a hint for where memory and traffic are accounted; values never depend on it. Returns the tensor.
+
+    Raises ``TypeError`` for anything that is not a lazy tensor.
+    """
+    if not handles.is_lazy(tensor):
+        raise TypeError(f"marid.mark() takes a lazy tensor, but got {type(tensor).__name__}")
+    value: Value = tensor._value
+    marks[root_of(value)] = role
+    if value.concrete is not None:
+        engine_of(tensor._value.spec.device).mark(value.concrete, role)
+    return tensor
 
 
 def explain() -> Explanation:
@@ -116,4 +142,5 @@ def reset_stats() -> None:
     """Start counting again from zero; the epoch goes on."""
     wait_anyway()
     builds.reset()
+    traffic.reset()
     counters.reset(sum(handles.tape(index).recorded for index in range(handles.device_count)))

@@ -101,6 +101,85 @@ def clear() -> None:
     click.echo(f"{_compiled().clear()} compiled parts removed")
 
 
+class _Bytes(click.ParamType):
+    name = "BYTES"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from marid.remote.command import parse_bytes
+
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(str(value))
+        except ValueError:
+            self.fail(f"{value!r} is no number of bytes: 8g, 512m", param, ctx)
+
+
+@commands.group(invoke_without_command=True)
+@click.option("--bind", default="127.0.0.1:7070", show_default=True, metavar="HOST:PORT", help="Where to listen.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, or cuda:N.")
+@click.option(
+    "--keys", type=click.Path(file_okay=False, path_type=Path), help="Let in only clients with a key of this directory."
+)
+@click.option("--import", "imports", metavar="MODULE", multiple=True, help="Import it, and admit its operators.")
+@click.option("--memory-limit", type=_Bytes(), default=0, help="Bytes that all clients may hold together: 8g.")
+@click.option("--chunk-memory", type=_Bytes(), default=4 << 30, help="Bytes of uploads kept to be recognised: 4g.")
+@click.option("--lease", type=float, default=300.0, show_default=True, help="Seconds before a client is forgotten.")
+@click.option("--until-eof", is_flag=True, help="End when standard input does.")
+@click.pass_context
+def worker(
+    context: click.Context,
+    bind: str,
+    device: str,
+    keys: Path | None,
+    imports: tuple[str, ...],
+    memory_limit: int,
+    chunk_memory: int,
+    lease: float,
+    until_eof: bool,
+) -> None:
+    """Run programs for clients on this machine's device. Needs the extra `remote`.
+
+    Clients connect with marid.connect("tcp://HOST:PORT"). An address that other machines reach needs --keys.
+    """
+    if context.invoked_subcommand is None:
+        from marid.remote.command import serve
+        from marid.remote.worker import Limits
+
+        limits = Limits(memory=memory_limit, chunks=chunk_memory, lease=lease)
+        serve(bind, device, keys, imports, limits, until_eof)
+
+
+@worker.command()
+@click.option("--keys", type=click.Path(file_okay=False, path_type=Path), help="The worker's directory of keys.")
+@click.argument("client", metavar="CLIENT")
+def keygen(keys: Path | None, client: str) -> None:
+    """Make a key for CLIENT, and one for the worker if it has none.
+
+    Start the worker with --keys, give the client's file to the client, and connect with key=<the file>.
+    """
+    from marid.remote.command import KEYS
+    from marid.remote.command import keygen as make
+
+    directory = keys or KEYS
+    _, file = make(directory, client)
+    click.echo(f"for the worker:  marid worker --keys {directory} --bind 0.0.0.0:7070")
+    click.echo(f'for the client:  marid.connect("tcp://HOST:7070", key="{file}")')
+
+
+@commands.command()
+@click.option("--key", type=click.Path(dir_okay=False, path_type=Path), help="The client's key file.")
+@click.argument("address", metavar="ADDRESS")
+def doctor(address: str, key: Path | None) -> int:
+    """Find out what is wrong with the connection to the worker at ADDRESS, for example tcp://host:7070.
+
+    The exit status is 1 when something is.
+    """
+    from marid.remote.doctor import examine
+
+    return 0 if examine(address, key, click.echo) else 1
+
+
 def main() -> None:
     """The command ``marid``."""
     try:

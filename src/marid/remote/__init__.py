@@ -1,0 +1,1 @@
+"""Programs that run on a worker across the network: ``docs/remote.md``."""

@@ -1,0 +1,353 @@
+"""Steps on their way to a worker: kept until somebody needs them, sent together, answered, and done again elsewhere
+when the worker is lost."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections import deque
+from typing import Any, Protocol
+
+from marid.errors import MaterializationError, UnsupportedOperationError, WireError, WorkerLostError
+from marid.execute.kernel_warnings import warn_of
+from marid.remote.failures import error_named, lost_error, stopped
+from marid.remote.journal import Journal
+from marid.remote.link import Link, LinkLost, RequestFailed
+from marid.remote.memory import Memory
+from marid.remote.messages import Message, messages_of
+from marid.remote.requests import write_requests
+from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RunWork, Sent, Work
+from marid.report.stats import counters
+from marid.report.traffic import traffic
+
+__all__ = ["Connection", "Delivery"]
+
+logger = logging.getLogger("marid")
+
+_PATIENCE = 0.25  # seconds after which it is looked at whether a worker process is still there
+_CANCEL = 10.0  # seconds that a worker may take to stop
+_FREED = 4000  # handles in one request
+_ATTEMPTS = 5  # workers in a row that may be lost while work is done again
+
+
+class Connection(Protocol):
+    """How a worker is reached."""
+
+    name: str
+
+    def open(self) -> Link:
+        """A link to it."""
+        ...
+
+    def reopen(self, reason: str) -> Link:
+        """A link to it again, or to another one, after it was lost. Raises ``WorkerLostError``."""
+        ...
+
+    def is_gone(self) -> bool:
+        """Whether it is known that it has ended."""
+        ...
+
+
+class Delivery:
+    """The steps of one worker. Not thread-safe: the engine calls it under its lock."""
+
+    def __init__(self, connection: Connection, memory: Memory) -> None:
+        self.memory = memory
+        self.journal = Journal()
+        self.link = _ours(connection.open())
+        self._connection = connection
+        self._sent = Sent()
+        self._outbox: list[Work] = []
+        self._asked: deque[tuple[int, Work]] = deque()  # sent and not answered, by sequence number
+        self._answers: dict[int, Any] = {}
+        self._since = 0.0  # when something was sent to a worker that had nothing to do
+        self._counted = (0, 0, 0, 0)
+        self.holding = False
+        """Whether nothing may be freed now."""
+        self.closed = False
+
+    def do(self, step: Work) -> None:
+        """Have a step done with the next message."""
+        for block in step.writes:
+            block.version += 1
+        self._outbox.append(step)
+        self.journal.add(step)
+
+    def steps(self) -> list[Work]:
+        """What was not answered yet, in order."""
+        return [*[step for _, step in self._asked], *self._outbox]
+
+    def flush(self) -> None:
+        """Send all that there is to do, what is to be freed first."""
+        self.drop()
+        while self._outbox:
+            try:
+                self._send()
+            except LinkLost as lost:
+                self._recover(str(lost))
+            except RequestFailed:
+                self.settle()
+            except WireError as error:
+                self._refuse(error)
+
+    def _refuse(self, error: WireError) -> None:
+        """Something cannot be written down: take back the step that it is in, and raise."""
+        self._sent = Sent(switches=None)
+        for step in self._outbox:
+            try:
+                write_requests(step.requests(Sent()))
+            except WireError as problem:
+                self._outbox.remove(step)
+                self.journal.remove([step])
+                for block in step.makes:
+                    block.error = problem
+                if isinstance(step, RunWork) and not isinstance(step, ReplayWork):
+                    step.refused()
+                raise UnsupportedOperationError(f"{problem} (needed at {step.site})") from None
+        raise error
+
+    def drop(self) -> None:
+        """Take note of what nobody holds any more: it is freed before anything else is done."""
+        if self.holding:
+            return
+        handles = self.memory.dropped()
+        for start in range(0, len(handles), _FREED):
+            self._outbox.insert(0, FreeWork(tuple(handles[start : start + _FREED])))
+
+    def _send(self) -> None:
+        """Send steps in as few messages as they fit into; takes what was sent out of the outbox."""
+        message = Message()
+        for step in list(self._outbox):
+            for request in step.requests(self._sent):
+                if not message.has_room(request):
+                    self._post(message)
+                    message = Message()
+                    message.has_room(request)
+                message.requests.append(request)
+            message.ends.append((len(message.requests) - 1, step))
+        self._post(message)
+
+    def _post(self, message: Message) -> None:
+        if not message.requests:
+            return
+        if not self._asked:
+            self._since = time.monotonic()
+        first = self.link.send(message.requests)
+        self._asked += [(first + end, step) for end, step in message.ends]
+        del self._outbox[: len(message.ends)]
+
+    def wait(self, step: Work) -> None:
+        """Send what there is to do, and wait until ``step`` was done or refused. Raises what came before it raised."""
+        waited = False
+        while not step.answered:
+            if self._outbox:
+                self.flush()
+            seq = next((seq for seq, asked in self._asked if asked is step), None)
+            if seq is None:
+                break
+            waited = waited or self.link.applied < seq
+            try:
+                self._answers[seq] = self.link.wait(seq, _PATIENCE)
+            except TimeoutError:
+                if self._connection.is_gone():
+                    self._recover("its process has ended")
+            except LinkLost as lost:
+                self._recover(str(lost))
+            except RequestFailed:
+                pass  # seen to below
+            except KeyboardInterrupt:
+                self._cancel()
+                raise
+            self.settle()
+        self.count(round_trips=int(waited and not isinstance(step, AskWork)))  # questions of ours are nobody's
+
+    def settle(self) -> None:
+        """Take note of the answers that have come; raise the error of a step that failed."""
+        if self.closed:
+            return
+        failure: dict[str, Any] | None = None
+        try:
+            self.link.poll()
+        except RequestFailed as failed:
+            failure = failed.failure
+        except LinkLost as lost:
+            self._recover(str(lost))
+        applied, done = self.link.applied, 0
+        while self._asked and self._asked[0][0] <= applied:
+            seq, step = self._asked.popleft()
+            step.done(self._answers.pop(seq) if seq in self._answers else self.link.wait(seq))
+            done += 1
+            if isinstance(step, RunWork):
+                counters.ops_executed += len(step.sized.known.program.instructions)
+                counters.epoch += 1
+            if done and (not self._asked or self._asked[0][0] > applied):
+                now = time.monotonic()
+                step.seconds, self._since = now - self._since, now  # the last one stands for those before it
+        if self.link.warnings:
+            texts, self.link.warnings = self.link.warnings, []
+            warn_of(texts)
+        if failure is not None:
+            self._failed(failure)
+
+    def count(self, round_trips: int = 0) -> None:
+        """Add to the statistics what went over the socket since the last time."""
+        of = self.link.traffic
+        now = of.bytes_up, of.bytes_down, of.messages_up, of.messages_down
+        up, down, sent, got = (new - old for new, old in zip(now, self._counted, strict=True))
+        self._counted = now
+        traffic.add(round_trips=round_trips, bytes_up=up, bytes_down=down, messages_up=sent, messages_down=got)
+
+    def close(self) -> None:
+        """Say good-bye to the worker, for good."""
+        self.closed = True
+        self.count()
+        self.link.close()
+
+    # --- failures ---
+
+    def _failed(self, failure: dict[str, Any]) -> None:
+        """A step has failed, and the worker has refused what was sent behind it."""
+        following = [step for last, step in self._asked if last >= failure["seq"]] + self._outbox
+        self._asked.clear()
+        self._answers.clear()
+        self._outbox = []
+        self.link.resume()
+        self._sent = Sent(switches=None)  # definitions behind the failure were refused too
+        if "missing" in failure or not following:
+            self._outbox = following
+            return
+        failed, *following = following
+        error = error_named(failure.get("type"), failure.get("text"))
+        raised: BaseException = error
+        gone: list[Work] = []
+        if isinstance(failed, RunWork):
+            raised = stopped(failed, failure, error, self.memory)
+        if not failed.answered:
+            gone.append(failed)
+        for step in reversed(following):
+            if step.refused():
+                self._outbox.insert(0, step)
+                continue
+            gone.append(step)
+            if isinstance(step, ReplayWork):
+                step.spoil(raised if isinstance(raised, Exception) else error)
+        self.journal.remove(gone)
+        if isinstance(failed, CallWork):
+            failed.error, failed.answered = error, True
+            return
+        for block in failed.makes if not isinstance(failed, RunWork) else ():
+            block.error = error
+        raise raised
+
+    def _cancel(self) -> None:
+        """Ctrl-C: have the worker stop between two operations, and take back what it has not done."""
+        self.link.cancel()
+        deadline = time.monotonic() + _CANCEL
+        while self._asked and time.monotonic() < deadline:
+            try:
+                self.link.wait(self._asked[-1][0], _PATIENCE)
+            except TimeoutError:
+                continue
+            except LinkLost:
+                return
+            except RequestFailed:
+                pass
+            try:
+                self.settle()
+            except (MaterializationError, KeyboardInterrupt):
+                continue  # said already, or what was asked for
+
+    # --- a worker that was lost ---
+
+    def _recover(self, reason: str) -> None:
+        """Take another worker, and let it have all that is still needed."""
+        started = time.monotonic()
+        self._outbox = self.steps()  # stays so if no worker is to be had
+        self._asked.clear()
+        self._answers.clear()
+        self.drop()
+        if self.closed:
+            raise WorkerLostError(f"the {self._connection.name} was disconnected")
+        self.count()
+        self.link.close()
+        for _ in range(_ATTEMPTS):
+            self.link = _ours(self._connection.reopen(reason))
+            self._sent, self._counted = Sent(), (0, 0, 0, 0)
+            try:
+                count = self._again(reason)
+            except LinkLost as lost:
+                reason = str(lost)
+                continue
+            seconds = time.monotonic() - started
+            traffic.recovered(count, seconds)
+            logger.warning(
+                "the %s was lost (%s); %d step(s) were done again in %.2f s",
+                *(self._connection.name, reason, count, seconds),
+            )
+            return
+        raise WorkerLostError(f"{_ATTEMPTS} workers in a row were lost while work was done again: {reason}")
+
+    def _again(self, reason: str) -> int:
+        """Do again what is needed and was done before; how many steps that were. What cannot be done is lost."""
+        waiting = list(self._outbox)
+        pending = {id(step) for step in waiting}
+        done = [step for step in self.journal.steps if id(step) not in pending]
+        handles = {*self.memory.alive, *[handle for step in waiting for handle in step.inputs]}
+        blocks = [block for block, _ in self.memory.alive.values() if block.error is None]
+        blocks += [block for step in waiting for block in (*step.reads, *step.writes)]
+        needed = self.journal.needed(handles, blocks, done)
+        left, sent = deque(needed), deque[tuple[int, Work]]()
+        while left or sent:
+            try:
+                while left:
+                    step = left[0]
+                    if any(block.error is not None for block in (*step.reads, *step.writes)):
+                        self._lose(left.popleft(), "what it was made from was lost")
+                        continue
+                    sent.append((self._send_again(step), step))
+                    left.popleft()
+                if sent:
+                    self._wait_again(sent[-1][0])
+                sent.clear()
+            except OSError as error:  # a file with what was uploaded
+                self._lose(left.popleft(), f"{reason}, and what was kept of it cannot be read: {error}")
+            except RequestFailed as failed:
+                self.link.resume()
+                self._sent = Sent(switches=None)
+                behind = [step for last, step in sent if last >= failed.seq]
+                left.extendleft(reversed(behind))
+                sent.clear()
+                if "missing" not in failed.failure:
+                    self._lose(left.popleft(), f"{reason}, and doing it again failed: {failed}")
+        made = {handle for step in needed for handle in step.handles}
+        extra = sorted(made - handles)
+        self._outbox[:0] = [FreeWork(tuple(extra[i : i + _FREED])) for i in range(0, len(extra), _FREED)]
+        return len(needed)
+
+    def _send_again(self, step: Work) -> int:
+        last = 0
+        for message in messages_of(step.requests(self._sent)):
+            last = self.link.send(message.requests) + len(message.requests) - 1
+        return last
+
+    def _wait_again(self, seq: int) -> None:
+        while True:
+            try:
+                self.link.wait(seq, _PATIENCE)
+                return
+            except TimeoutError:
+                if self._connection.is_gone():
+                    raise LinkLost("its process has ended") from None
+
+    def _lose(self, step: Work, reason: str) -> None:
+        """Let whoever reads what a step made or wrote know that it is lost."""
+        self.journal.remove([step])
+        for block in (*step.makes, *step.writes):
+            block.error = lost_error(reason, block)
+
+
+def _ours(link: Link) -> Link:
+    """A link that is closed by us at the end of the process, when the last statistics were asked for."""
+    atexit.unregister(link.close)
+    return link

@@ -1,0 +1,368 @@
+"""The engine of a device that is a worker's: it sends programs, and brings back what is read.
+
+Nothing is sent before somebody needs it: runs are kept until a value is read, and go out together with what brings that
+value, in one message. So ``run`` never fails; like a flight in this process (``engine/flight.py``) it makes its nodes
+count as run, and takes them back if the answer says that something before them has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from marid.engine.inprocess import concretely
+from marid.engine.protocol import Called, Geometry, GiveBack, Need, Returned
+from marid.engine.room import refuse_beyond
+from marid.engine.snapshot import snapshot
+from marid.errors import LazyTensorError
+from marid.graph.node import Draw, Node, Operation, Output, Value, fail, failure_of, input_values, values_in
+from marid.graph.prepared import Prepared
+from marid.graph.program import Task, bind
+from marid.graph.twister import Twisters
+from marid.remote.buffers import Block, RemoteBuffer, extent_of, geometry_of_spec
+from marid.remote.checkpoint import keep_short
+from marid.remote.contents import content_of
+from marid.remote.delivery import Connection, Delivery
+from marid.remote.known import Programs, Sized
+from marid.remote.memory import Memory
+from marid.remote.operators import operator_name
+from marid.remote.requests import Handle, Stats
+from marid.remote.roles import note_roles, role_of
+from marid.remote.specs import spec_from
+from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RunWork, UploadWork, Work
+from marid.report.traffic import traffic
+from marid.semantics.scopes import current_site
+
+__all__ = ["RemoteEngine"]
+
+_EAGER_BYTES = 4 << 20  # uploads are sent without being asked for once there are so many bytes of them
+_RESULTS = 1 << 12  # handles set aside for what an operator returns
+_NODES = 4000  # in one program; a request has no more than 16,384 inputs or numbers
+
+
+class RemoteEngine:
+    """Runs programs on the worker of ``connection``, or on its successor when it was lost."""
+
+    pieces = False
+
+    def __init__(self, connection: Connection) -> None:
+        self.name = connection.name
+        self.lock = threading.RLock()
+        self.remote = Memory()
+        self.delivery = Delivery(connection, self.remote)
+        self._programs = Programs()
+        self._twisters = Twisters()
+        self._unsent = 0  # bytes of uploads
+        self._last_stats: dict[str, Any] = {}
+
+    # --- what is recorded ---
+
+    def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
+        with self.lock:
+            self.delivery.settle()
+            nodes[:] = [node for node in nodes if node.args is not None]
+            most = 0
+            while nodes:
+                part = nodes[:_NODES]
+                del nodes[:_NODES]
+                most = max(most, self._run(part, give_back, room))
+            if ahead:
+                self.delivery.flush()
+            return most
+
+    def _run(self, nodes: list[Node], give_back: GiveBack, room: int | None) -> int:
+        """The same for as many nodes as fit into one request; the list must be the only one that holds them."""
+        task = bind(nodes)
+        self._refuse_spoiled(task)
+        if room is not None:
+            refuse_beyond(room, task)
+        sized = self._programs.find(task)
+        base = self.remote.take(sized.known.program.slot_count)
+        step = RunWork(sized, task.inputs, task.params, base, current_site())
+        self.remote.enter(sized, task.inputs, step)
+        for value in task.outputs:
+            value.concrete = self.remote.result(step, task.slots[value], value.node)
+        note_roles(task, step)
+        step.record(task, give_back)
+        self.delivery.do(step)
+        return sized.transient_bytes
+
+    def replay(self, prepared: Prepared, inputs: list[RemoteBuffer], params: list[Any]) -> list[RemoteBuffer]:
+        with self.lock:
+            self.delivery.settle()
+            for buffer in inputs:
+                if buffer.block.error is not None:
+                    raise buffer.block.error
+            sized: Sized | None = prepared.ready
+            if sized is None:
+                sized = prepared.ready = self._programs.find(prepared)
+            base = self.remote.take(sized.known.program.slot_count)
+            step = ReplayWork(sized, inputs, params, base, current_site(), prepared.nodes)
+            self.remote.enter(sized, inputs, step)
+            outputs = [self.remote.result(step, slot, prepared.nodes[0]) for slot in sized.known.program.output_slots]
+            step.buffers += outputs
+            self.delivery.do(step)
+            return outputs
+
+    # --- reading ---
+
+    def wait(self, values: Sequence[Value] | None = None, need: Need = "run") -> bool:
+        with self.lock:
+            self.delivery.settle()
+            buffers = [value.concrete for value in values or () if isinstance(value.concrete, RemoteBuffer)]
+            self._raise_spoiled(values or ())
+            if need == "buffer":
+                return False
+            wanted = [buffer for buffer in buffers if need == "value" and self._brought(buffer) is None]
+            last: Work | None = None
+            for buffer in wanted:
+                last = self._ask(buffer)
+            if last is None:
+                last = next((step for step in reversed(self.delivery.steps()) if isinstance(step, RunWork)), None)
+            if last is None:
+                return False
+            self._await(last)
+            self._raise_spoiled(values or ())
+            keep_short(self.delivery)
+            return True
+
+    def _await(self, step: Work) -> None:
+        self._unsent = 0
+        self.delivery.wait(step)
+
+    def settle(self) -> None:
+        with self.lock:
+            self.delivery.settle()
+
+    def read(self, buffer: RemoteBuffer, whole: bool = False) -> torch.Tensor:
+        with self.lock:
+            if whole:
+                return self._read_whole(buffer)
+            found = self._brought(buffer)
+            while found is None:
+                if buffer.block.error is not None:
+                    raise buffer.block.error
+                self._await(self._ask(buffer))
+                found = self._brought(buffer)
+            buffer.brought = None
+            return found
+
+    def download(self, buffer: RemoteBuffer) -> torch.Tensor:
+        return self.read(buffer)  # which came for this
+
+    def _ask(self, buffer: RemoteBuffer) -> Work:
+        step = _Read(buffer)
+        self.delivery.do(step)
+        return step
+
+    def _brought(self, buffer: RemoteBuffer) -> torch.Tensor | None:
+        if buffer.brought is None or buffer.brought[0] != buffer.block.version:
+            return None
+        return buffer.brought[1]
+
+    def _read_whole(self, buffer: RemoteBuffer) -> torch.Tensor:
+        block, of = buffer.block, buffer.geometry
+        storage = block.host[1]() if block.host is not None and block.host[0] == block.version else None
+        if storage is None:
+            flat = self._flat(buffer)
+            storage = flat.untyped_storage()
+            block.host = block.version, weakref.ref(storage)
+        with concretely():
+            tensor = torch.empty(0, dtype=of.dtype).set_(storage, of.offset, of.shape, of.stride)
+            if of.conj:
+                tensor = tensor.conj()
+            return torch.ops.aten._neg_view.default(tensor) if of.neg else tensor
+
+    def _flat(self, buffer: RemoteBuffer) -> torch.Tensor:
+        """All of the memory that a buffer lies in, in its dtype."""
+        got: list[torch.Tensor] = []
+        count = max(buffer.block.nbytes, extent_of(buffer.geometry)) // buffer.geometry.dtype.itemsize
+        step = FetchWork(buffer.handle, (0, (count,), (1,)), got.append, buffer)
+        self.delivery.do(step)
+        self._await(step)
+        traffic.moved(current_site(), role_of(buffer.block), down=got[0].numel() * got[0].element_size())
+        return got[0]
+
+    # --- at once ---
+
+    def call(
+        self, op: Operation, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], state: torch.Tensor | None
+    ) -> Called:
+        with self.lock:
+            self.delivery.settle()
+            values = list(values_in((*args, *[arg for _, arg in kwargs])))
+            self._raise_spoiled(values)
+            buffers: list[RemoteBuffer] = [value.concrete for value in values]
+            foreign = [arg for arg in (*args, *[arg for _, arg in kwargs]) if isinstance(arg, torch.layout)]
+            if any(layout is not torch.strided for layout in foreign):
+                return Called(Returned(None, None, str(foreign[0])), [buffer.geometry for buffer in buffers], None)
+            named = tuple([(name, _placed(arg)) for name, arg in kwargs])
+            given = None if state is None else bytes(state.tolist())
+            step = CallWork(
+                operator_name(op.func),
+                tuple([_placed(arg) for arg in args]),
+                named,
+                given,
+                self.remote.take(_RESULTS),
+                current_site(),
+            )
+            step.reads = tuple(dict.fromkeys([buffer.block for buffer in buffers]))
+            step.writes = step.reads if op.mutates else ()
+            self.delivery.do(step)
+            self._await(step)
+            if step.error is not None:
+                raise step.error
+            return self._called(step, buffers)
+
+    def _called(self, step: CallWork, buffers: list[RemoteBuffer]) -> Called:
+        parts = _Returns(self.remote, buffers, step)
+        returned = parts.read(step.result["returned"])
+        geometries = [geometry_of_spec(spec_from(spec)) for spec in step.result["arguments"]]
+        for buffer, geometry in zip(buffers, geometries, strict=True):
+            if geometry != buffer.geometry:
+                buffer.geometry = geometry
+                buffer.block.nbytes = max(buffer.block.nbytes, extent_of(geometry))
+                self.remote.alive[buffer.handle] = buffer.block, geometry
+        step.makes, step.handles = tuple(parts.blocks), (*parts.handles, *parts.extra)
+        if parts.extra:  # further handles of arguments
+            self.delivery.do(FreeWork(tuple(parts.extra)))
+        state = step.result["state"]
+        after = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        return Called(returned, geometries, after)
+
+    # --- the host's tensors ---
+
+    def upload(self, tensor: torch.Tensor) -> RemoteBuffer:
+        with concretely():
+            return self.adopt(snapshot(tensor))
+
+    def adopt(self, tensor: torch.Tensor) -> RemoteBuffer:
+        with self.lock:
+            if tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
+                raise AssertionError("an adopted tensor begins where its memory does, with its bits resolved")
+            geometry = Geometry(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
+            site = current_site()
+            buffer = self.remote.made(self.remote.take(1), geometry, Block(geometry, site), None)
+            with concretely():
+                step = UploadWork(buffer, content_of(tensor))
+            self.delivery.do(step)
+            self._unsent += step.contents[0].nbytes
+            if self._unsent >= _EAGER_BYTES:
+                self._unsent = 0
+                self.delivery.flush()
+            return buffer
+
+    def memory(self, buffer: RemoteBuffer) -> tuple[int, int] | None:
+        return buffer.block.identity, buffer.block.nbytes
+
+    def generator(self, draw: Draw) -> torch.Generator:
+        with self.lock:
+            return self._twisters.at(draw)
+
+    def compiling(self) -> int:
+        return 0
+
+    def mark(self, buffer: RemoteBuffer, role: str) -> None:
+        buffer.block.role, buffer.block.marked = role, True
+
+    def trim(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Say good-bye to the worker, having asked it for its last statistics."""
+        with contextlib.suppress(LazyTensorError, RuntimeError):  # at the end of the process, ZeroMQ may have ended
+            self._last_stats = self.worker_stats()
+        self.delivery.close()
+
+    def worker_stats(self) -> dict[str, Any]:
+        """What the worker says of itself and of our session."""
+        with self.lock:
+            if self.delivery.closed:
+                return self._last_stats
+            step = AskWork(Stats())
+            self.delivery.do(step)
+            self._await(step)
+            return step.result or {}
+
+    def _refuse_spoiled(self, task: Task) -> None:
+        """Fail a node that needs what cannot be had, and raise why."""
+        if all(buffer is not None and buffer.block.error is None for buffer in task.inputs):
+            return
+        for node in task.nodes:
+            for value in input_values(node):
+                known = isinstance(value.concrete, RemoteBuffer)
+                error = value.concrete.block.error if known else failure_of(value.node)
+                if error is not None:
+                    fail(node, error)
+                    raise error.with_traceback(None)
+
+    def _raise_spoiled(self, values: Sequence[Value]) -> None:
+        """Raise why one of these values cannot be had; whoever asks for it later gets that too."""
+        for value in values:
+            if isinstance(value.concrete, RemoteBuffer) and value.concrete.block.error is not None:
+                error = value.concrete.block.error
+                value.concrete = None
+                fail(value.node, error)
+                raise error.with_traceback(None)
+
+
+class _Read(FetchWork):
+    """Bring a tensor for whoever reads it next."""
+
+    def __init__(self, buffer: RemoteBuffer) -> None:
+        super().__init__(buffer.handle, None, None)
+        self._buffer = buffer
+        self._version = buffer.block.version
+        self.site = current_site()
+
+    def done(self, result: torch.Tensor) -> None:
+        super().done(result)
+        tensor = result
+        self._buffer.brought = self._version, tensor
+        traffic.moved(self.site, role_of(self._buffer.block), down=tensor.numel() * tensor.element_size())
+
+
+class _Returns:
+    """Reads what an operator returned on the worker, noting the new blocks and handles."""
+
+    def __init__(self, memory: Memory, buffers: list[RemoteBuffer], step: CallWork) -> None:
+        self.blocks: list[Block] = []
+        self.handles: list[int] = []
+        self.extra: list[int] = []
+        self._memory = memory
+        self._buffers = buffers
+        self._site = step.site
+
+    def read(self, item: Any) -> Any:
+        if isinstance(item, list):
+            return [self.read(one) for one in item]
+        if not isinstance(item, dict):
+            return item
+        if "c" in item:
+            return complex(*item["c"])
+        handle, spec, layout, same_as, base = item["t"]
+        if layout is not None:
+            return Returned(None, None, layout)
+        geometry = geometry_of_spec(spec_from(spec))
+        if same_as is not None:
+            self.extra.append(handle)
+            return Returned(self._buffers[same_as], geometry, None, same_as, base)
+        self.handles.append(handle)
+        if base is None:
+            self.blocks.append(Block(geometry, self._site))
+            block = self.blocks[-1]
+        else:
+            block = self._buffers[base].block
+        return Returned(self._memory.made(handle, geometry, block, None), geometry, None, None, base)
+
+
+def _placed(arg: Any) -> Any:
+    """The argument with handles in place of values."""
+    if isinstance(arg, (Node, Output)):
+        return Handle(arg.concrete.handle)
+    return [_placed(item) for item in arg] if type(arg) is tuple else arg

@@ -1,0 +1,130 @@
+"""Keys: who may use a worker, and which worker a client talks to. Both prove theirs (CURVE), and all is encrypted.
+
+A worker has a directory: ``worker.json`` with its own pair, and ``clients/NAME.pub`` with the public key of each client
+that it lets in. A client has one file, ``NAME.json``: its own pair and the worker's public key. Files with a secret key
+are readable by their owner only, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from marid.errors import AuthenticationError
+
+__all__ = ["ClientKey", "WorkerKeys", "make_client", "make_worker"]
+
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True, repr=False)
+class ClientKey:
+    """A client's pair, and the public key of its worker; all in Z85."""
+
+    public: bytes
+    secret: bytes
+    worker: bytes
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> ClientKey:
+        """From a file that ``marid worker keygen`` wrote. Raises ``AuthenticationError``."""
+        fields = _read(Path(path))
+        return cls(_key(fields, "public", path), _key(fields, "secret", path), _key(fields, "worker", path))
+
+    def put_on(self, socket: zmq.Socket[bytes]) -> None:
+        """Let a socket that is to connect use this key."""
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.worker
+
+
+class WorkerKeys:
+    """The keys in a worker's directory. Clients that are added while it runs are let in, removed ones no longer."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        fields = _read(self.directory / "worker.json")
+        self._secret = _key(fields, "secret", self.directory)
+
+    def put_on(self, socket: zmq.Socket[bytes]) -> None:
+        """Let a socket that is to bind use these keys."""
+        socket.curve_server = True
+        socket.curve_secretkey = self._secret
+
+    def admits(self, public: bytes) -> bool:
+        """Whether the client with that public key (32 bytes) is let in."""
+        wanted = z85.encode(public)
+        for path in sorted((self.directory / "clients").glob("*.pub")):
+            try:
+                if path.read_bytes().strip() == wanted:
+                    return True
+            except OSError:
+                continue
+        return False
+
+
+def make_worker(directory: str | os.PathLike[str]) -> Path:
+    """A pair for a worker, unless the directory has one; the file."""
+    directory = Path(directory)
+    (directory / "clients").mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / "worker.json"
+    if not path.exists():
+        public, secret = zmq.curve_keypair()
+        _write(path, {"public": public.decode(), "secret": secret.decode()})
+    return path
+
+
+def make_client(directory: str | os.PathLike[str], name: str) -> Path:
+    """A pair for a client that the worker of this directory will let in; the file to give to the client.
+
+    Raises ``AuthenticationError`` for a name that is taken or no name.
+    """
+    if not _NAME.fullmatch(name) or name in ("worker", ".", ".."):
+        raise AuthenticationError(f"{name!r} is no name for a client: use letters, digits, '-', '_' and '.'")
+    directory = Path(directory)
+    fields = _read(make_worker(directory))
+    path, listed = directory / f"{name}.json", directory / "clients" / f"{name}.pub"
+    if path.exists() or listed.exists():
+        raise AuthenticationError(f"there is a client {name!r} in {directory} already; remove {listed} first")
+    public, secret = zmq.curve_keypair()
+    worker = fields["public"]
+    _write(path, {"public": public.decode(), "secret": secret.decode(), "worker": worker})
+    listed.write_bytes(public + b"\n")
+    return path
+
+
+def _write(path: Path, fields: dict[str, str]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(fields, file, indent=2)
+        file.write("\n")
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        with path.open() as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise AuthenticationError(f"{path} has a secret key and others may read it: chmod 600 {path}")
+            fields = json.loads(file.read(4096))
+    except FileNotFoundError:
+        raise AuthenticationError(f"there is no key at {path}; `marid worker keygen` makes one") from None
+    except (OSError, ValueError) as error:
+        raise AuthenticationError(f"{path} cannot be read as a key: {error}") from None
+    if type(fields) is not dict:
+        raise AuthenticationError(f"{path} is no key")
+    return fields
+
+
+def _key(fields: dict[str, str], name: str, path: object) -> bytes:
+    value = fields.get(name)
+    try:
+        if type(value) is str and len(z85.decode(value)) == 32:
+            return value.encode()
+    except (ValueError, KeyError):
+        pass
+    raise AuthenticationError(f"{path} has no {name} key in it")

@@ -1,0 +1,414 @@
+"""The client's end of a session: messages are delivered in order and each is applied once, whatever the network does.
+
+Whoever waits for an answer serves the socket meanwhile, so that nothing is handed from thread to thread; a thread of
+the link does so when nobody waits. When the connection breaks, it is made again and everything unanswered is sent
+again, which the worker recognises. What that cannot mend is ``LinkLost``: the worker has begun a new life, or has given
+the session up, or does not come back; what it held is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+
+from marid.errors import AuthenticationError, WireError, WorkerLostError
+from marid.remote.keys import ClientKey
+from marid.remote.packing import packing_of
+from marid.remote.requests import Request, write_requests
+from marid.remote.sockets import ClientSocket, Wake
+from marid.remote.specs import sizes_from
+from marid.remote.tensors import tensor_of
+from marid.remote.wire import VERSION, as_int, as_list, decode, dtype_named, encode
+
+__all__ = ["Link", "LinkLost", "RequestFailed", "Traffic"]
+
+_CPU = torch.device("cpu")
+_HEARTBEATS = 10  # in a lease, when there is nothing else to say
+_RETRY = 0.2  # seconds between attempts to connect
+_DROPS = 3  # connections that end before keys were compared, after which that is taken to be the reason
+_SLICE = 100  # milliseconds that one thread serves the socket at most
+_BUSY, _IDLE = 0.03, 0.5  # seconds between looks of the link's thread, with and without something unanswered
+
+
+class LinkLost(Exception):
+    """The session is gone, and all that the worker held for it."""
+
+
+class RequestFailed(Exception):
+    """A request failed on the worker, which refuses what was sent behind it until ``Link.resume``.
+
+    ``seq`` is its number; ``failure`` what the worker says of it: ``type`` and ``text`` of the error, and for a run the
+    ``index`` of the instruction, whether it ``finished``, the ``existing`` slots (kept as handles) and ``lost`` ones.
+    """
+
+    def __init__(self, failure: dict[str, Any]) -> None:
+        super().__init__(f"{failure.get('type')}: {failure.get('text')}")
+        self.seq: int = failure["seq"]
+        self.failure = failure
+
+
+@dataclass
+class Traffic:
+    """What went over the socket: bytes of headers and segments, messages, and how often somebody waited."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    messages_up: int = 0
+    messages_down: int = 0
+    round_trips: int = 0
+    reconnects: int = 0
+    resent: int = 0
+
+
+@dataclass(slots=True)
+class _Sent:
+    seq: int
+    last: int
+    requests: list[Any]
+    segments: list[Any]
+    nbytes: int
+
+
+class Link:
+    """A session with the worker at ``address`` (``tcp://host:port`` or ``ipc://path``), to be used from any thread.
+
+    ``key`` is needed where the worker has keys. ``patience`` is how many seconds a worker may be out of reach before
+    the session counts as lost, ``timeout`` how long the first answer may take. Raises ``WorkerLostError`` when nobody
+    answers, ``AuthenticationError`` when the worker does not accept the key, and ``WireError`` when it speaks another
+    version of the protocol.
+    """
+
+    def __init__(
+        self, address: str, key: ClientKey | None = None, *, patience: float = 30.0, timeout: float = 10.0
+    ) -> None:
+        self.address = address
+        self.session = os.urandom(16)
+        self.traffic = Traffic()
+        self.welcome: dict[str, Any] = {}
+        """What the worker has said of itself: ``device``, ``torch``, ``pid``, ``limits``."""
+        self.warnings: list[str] = []
+        """What kernels have warned of, to be taken by whoever shows it."""
+        self._key = key
+        self._patience = patience
+        # What is known of the session; ``_changed`` guards it.
+        self._changed = threading.Condition()
+        self._boot: bytes | None = None
+        self._epoch = 0
+        self._next = 1
+        self._applied = 0
+        self._failure: dict[str, Any] | None = None
+        self._error: Exception | None = None
+        self._cancel = 0
+        self._queue: deque[_Sent] = deque()
+        self._unanswered: OrderedDict[int, _Sent] = OrderedDict()
+        self._in_flight = 0
+        self._results: dict[int, tuple[Any, list[Any]]] = {}
+        # The socket, and what is known of the connection; ``_serving`` guards it.
+        self._serving = threading.Lock()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._wake = Wake()
+        self._socket: ClientSocket | None = None
+        self._greeted = False
+        self._drops = 0
+        self._torn = False
+        self._heard = self._spoke = time.monotonic()
+        self._ended = threading.Event()
+        atexit.register(self.close)
+        self._greet(timeout)
+        threading.Thread(target=self._keep, name="marid-link", daemon=True).start()
+
+    def _greet(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        try:
+            while not self._greeted:
+                with self._serving:
+                    self._serve(_SLICE)
+                if self._error is not None:
+                    raise self._error
+                if time.monotonic() > until:
+                    raise WorkerLostError(
+                        f"no worker answers at {self.address} within {timeout:g} s: is `marid worker` running there, "
+                        f"and is the address right? `marid doctor {self.address}` looks closer"
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def boot(self) -> bytes:
+        """Which life of the worker this is."""
+        assert self._boot is not None
+        return self._boot
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether both sides have proved their keys."""
+        return self._key is not None
+
+    @property
+    def applied(self) -> int:
+        """The newest request that is known to be applied."""
+        return self._applied
+
+    # --- requests ---
+
+    def send(self, requests: Sequence[Request]) -> int:
+        """Send requests in one message; the number of the first, those of the others follow. Waits only while more is
+        in flight than the worker allows. Segments must stay as they are until they are answered.
+
+        Raises ``RequestFailed`` when one sent before has failed, and ``LinkLost``.
+        """
+        data, segments = write_requests(requests)
+        nbytes = sum(memoryview(segment).nbytes for segment in segments)
+        limits = self.welcome["limits"]
+        while True:
+            with self._changed:
+                self._check()
+                full = len(self._unanswered) >= limits["messages"] or self._in_flight + nbytes > limits["in_flight"]
+                if not full or not self._unanswered:
+                    sent = _Sent(self._next, self._next + len(requests) - 1, data, segments, nbytes)
+                    self._next = sent.last + 1
+                    self._unanswered[sent.seq] = sent
+                    self._in_flight += nbytes
+                    self._queue.append(sent)
+                    break
+            self._pass_time(_SLICE)
+        self._pass_on()
+        return sent.seq
+
+    def wait(self, seq: int, timeout: float | None = None) -> Any:
+        """The answer to a request, once: a CPU tensor for ``Fetch``, plain data for others, None where there is none.
+
+        Raises ``RequestFailed`` when it or one before it has failed, ``LinkLost``, and ``TimeoutError``.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        if self._applied < seq:
+            self.traffic.round_trips += 1
+        while True:
+            with self._changed:
+                if self._applied >= seq:
+                    value, segments = self._results.pop(seq, (None, []))
+                    break
+                self._check()
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"no answer from {self.address} within {timeout:g} s")
+            self._pass_time(_SLICE)
+        return _tensor_from(value["tensor"], segments) if type(value) is dict and "tensor" in value else value
+
+    def poll(self) -> None:
+        """Take what has come, and raise what went wrong: ``RequestFailed``, ``LinkLost``."""
+        self._pass_time(0)
+        with self._changed:
+            self._check()
+
+    def resume(self) -> int:
+        """Go on after a failure: what was sent behind the request that failed was not applied, and numbers go on from
+        there. The number that the next request gets."""
+        with self._changed:
+            assert self._failure is not None
+            self._epoch += 1
+            self._next = self._failure["seq"] + 1
+            self._applied = self._failure["seq"]
+            self._failure = None
+            return self._next
+
+    def cancel(self) -> None:
+        """Ask the worker to stop what it was sent: it fails as ``Cancelled`` between two operations, or is done by
+        then."""
+        with self._changed:
+            self._cancel = self._next - 1
+        self._pass_on()
+
+    def close(self) -> None:
+        """Say good-bye; the worker frees what it holds. May be called again."""
+        atexit.unregister(self.close)
+        self._fail(LinkLost("the connection was closed"))
+        self._ended.set()
+        self._wake.wake()
+        with self._serving:
+            if self._context.closed:
+                return
+            if self._socket is not None:
+                self._socket.close(self._header({"kind": "bye"}) if self._greeted and not self._torn else None)
+            self._socket = None
+            self._context.term()
+            self._wake.close()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RequestFailed(self._failure)
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # --- serving the socket ---
+
+    def _pass_time(self, milliseconds: int) -> None:
+        """Serve the socket until something happens, but not longer than that; or let others serve it."""
+        if self._serving.locked():
+            self._wake.wake()
+            if milliseconds:
+                with self._changed:
+                    self._changed.wait(milliseconds / 1000)
+            return
+        with self._serving:
+            self._serve(milliseconds)
+
+    def _pass_on(self) -> None:
+        """Send what is to be sent, or have it sent by whoever serves the socket."""
+        if self._serving.locked():
+            self._wake.wake()
+            return
+        with self._serving:
+            self._serve(None)
+
+    def _keep(self) -> None:
+        while not self._ended.wait(_BUSY if self._unanswered or not self._greeted else _IDLE):
+            self._pass_time(0)
+
+    def _serve(self, milliseconds: int | None) -> None:
+        """Send what is to be sent and, unless that is None, take what has come or comes within that time."""
+        if self._error is not None:
+            return
+        try:
+            if self._socket is None or self._torn:
+                self._connect()
+            self._torn = True  # an interrupt in here may come between two parts of a message
+            self._flush()
+            if milliseconds is not None:
+                self._receive(milliseconds)
+                self._flush()
+            self._torn = False
+        except WireError as error:
+            self._fail(error)
+
+    def _connect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self.traffic.reconnects += 1
+        self._greeted = False
+        self._socket = ClientSocket(self._context, self.address, self._key, self._wake)
+        self._put({"kind": "hello", "torch": torch.__version__}, [])
+
+    def _receive(self, milliseconds: int) -> None:
+        assert self._socket is not None
+        for frames in self._socket.poll(milliseconds):
+            self._heard = time.monotonic()
+            self.traffic.messages_down += 1
+            self.traffic.bytes_down += sum(len(frame) for frame in frames)
+            self._take(decode(frames[0].buffer), [frame.buffer for frame in frames[1:]])
+        now = time.monotonic()
+        if self._boot is None and (self._socket.refused or self._drops >= _DROPS):
+            self._fail(_refused(self.address, self._key))
+        elif self._greeted and self._socket.broken:
+            self._heard = now
+            self._connect()
+        elif (self._socket.broken or self._socket.dropped) and now - self._spoke > _RETRY:
+            self._drops += self._socket.dropped
+            self._connect()  # what was said is lost, the greeting too
+        elif not self._greeted and self._boot is not None and now - self._heard > self._patience:
+            self._fail(LinkLost(f"the worker at {self.address} was out of reach for {self._patience:g} s"))
+        elif self._greeted and now - self._spoke > self.welcome["limits"]["lease"] / _HEARTBEATS:
+            self._put({"kind": "ping"}, [])
+
+    def _flush(self) -> None:
+        while self._greeted:
+            with self._changed:
+                cancel, self._cancel = self._cancel, 0
+                sent = self._queue.popleft() if self._queue else None
+                acked = next(iter(self._unanswered), self._next) - 1
+                epoch = self._epoch
+            if cancel:
+                self._put({"kind": "cancel", "through": cancel}, [])
+            if sent is None:
+                return
+            fields = {"kind": "work", "epoch": epoch, "seq": sent.seq, "acked": acked, "requests": sent.requests}
+            self._put(fields, sent.segments)
+
+    def _put(self, fields: dict[str, Any], segments: list[Any]) -> None:
+        assert self._socket is not None
+        self.traffic.bytes_up += self._socket.send(self._header(fields), segments)
+        self.traffic.messages_up += 1
+        self._spoke = time.monotonic()
+
+    def _header(self, fields: dict[str, Any]) -> bytes:
+        return encode({"v": VERSION, "session": self.session, "boot": self._boot, **fields})
+
+    # --- what the worker says ---
+
+    def _take(self, header: dict[str, Any], segments: list[Any]) -> None:
+        kind = header.get("kind")
+        if kind == "reply":
+            self._reply(header, segments)
+        elif kind == "welcome":
+            self._welcomed(header)
+        elif kind == "gone":
+            self._fail(LinkLost(f"the worker at {self.address} no longer has the session"))
+        elif kind == "refused":
+            self._fail(WireError(f"the worker at {self.address} refuses: {header.get('text')}"))
+
+    def _welcomed(self, header: dict[str, Any]) -> None:
+        if self._boot is None:
+            self._boot = header["boot"]
+            self.welcome = header
+        elif header.get("boot") != self._boot:
+            self._fail(LinkLost(f"the worker at {self.address} was started again"))
+            return
+        with self._changed:
+            queued = {id(sent) for sent in self._queue}
+            self.traffic.resent += sum(id(sent) not in queued for sent in self._unanswered.values())
+            self._queue = deque(self._unanswered.values())
+        self._greeted = True
+        self._drops = 0
+
+    def _reply(self, header: dict[str, Any], segments: list[Any]) -> None:
+        with self._changed:
+            if header.get("epoch") != self._epoch or self._failure is not None:
+                return
+            for seq, value in as_list(header.get("results", []), 1 << 14, "results"):
+                if seq > self._applied:
+                    self._results[seq] = (value, segments)
+            self.warnings += header.get("warnings", ())
+            self._applied = max(self._applied, as_int(header.get("applied"), 0, 1 << 53, "a request"))
+            while self._unanswered and next(iter(self._unanswered.values())).last <= self._applied:
+                self._in_flight -= self._unanswered.popitem(last=False)[1].nbytes
+            failure = header.get("error")
+            if failure is not None:
+                self._failure = failure
+                self._queue.clear()
+                self._unanswered.clear()
+                self._in_flight = 0
+            elif "expected" in header:
+                self._queue = deque(self._unanswered.values())
+            self._changed.notify_all()
+
+
+def _refused(address: str, key: ClientKey | None) -> AuthenticationError:
+    given = "with the key that was given" if key is not None else "without a key"
+    return AuthenticationError(
+        f"the worker at {address} refuses a connection {given}: the worker's owner makes keys with "
+        "`marid worker keygen NAME`, and you connect with key=<the file NAME.json>; a worker without keys takes none"
+    )
+
+
+def _tensor_from(described: Any, segments: list[Any]) -> torch.Tensor:
+    """The CPU tensor that a worker has sent. Raises ``WireError``."""
+    name, shape, stride, first, count = as_list(described, 5, "a tensor")
+    dtype = dtype_named(name)
+    shape, stride = sizes_from(shape, stride, dtype)
+    first = as_int(first, 0, len(segments), "a segment")
+    count = as_int(count, 0, len(segments) - first, "a number of segments")
+    return tensor_of(segments[first : first + count], packing_of(shape, stride, dtype), dtype, _CPU)

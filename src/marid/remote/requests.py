@@ -1,0 +1,465 @@
+"""The requests of a session: what a client may ask a worker to do, one step of work each.
+
+Each is written as a list that begins with its kind; bytes of tensors and of programs go into segments of the message,
+of which the list has the position. ``read_requests`` takes nothing for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from marid.errors import WireError
+from marid.graph.node import Spec
+from marid.remote.chunks import CHUNK_BYTES
+from marid.remote.packing import packing_of
+from marid.remote.programs import BODY_BYTES, DIGEST_BYTES
+from marid.remote.specs import sizes_from, spec_from, spec_to
+from marid.remote.switches import Switches, switches_from, switches_to
+from marid.remote.wire import (
+    SEGMENT_BYTES,
+    Buffer,
+    as_bytes,
+    as_int,
+    as_list,
+    as_text,
+    dtype_name,
+    dtype_named,
+    number_from,
+    number_to,
+)
+
+__all__ = [
+    "Again",
+    "Call",
+    "Chunk",
+    "Fetch",
+    "Free",
+    "Geometry",
+    "Have",
+    "Load",
+    "Program",
+    "Request",
+    "Run",
+    "Sizes",
+    "Stats",
+    "Switch",
+    "Upload",
+    "read_requests",
+    "write_requests",
+]
+
+HANDLES = 1 << 53
+"""Handles are below this."""
+_INPUTS = 1 << 14
+_CHUNKS = 1 << 14
+_ARGUMENTS = 1 << 12
+_STATE_BYTES = torch.Generator().get_state().numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A tensor with this handle: ``data`` are its packed elements (``packing.py``), in pieces of at most
+    ``SEGMENT_BYTES``; or ``digests`` name the chunks that they are, sent before (``Chunk``)."""
+
+    handle: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    data: tuple[Buffer, ...] = ()
+    digests: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a large tensor, named by the BLAKE3 of all of it, at most ``CHUNK_BYTES`` long."""
+
+    digest: bytes
+    data: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Have:
+    """Which of these chunks the worker lacks: the answer is a list of positions."""
+
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program, to be named by ``digest`` from now on."""
+
+    digest: bytes
+    body: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The specs of all slots of a program, to be named by ``digest``."""
+
+    program: bytes
+    digest: bytes
+    body: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The geometry ``digest`` of a program is as the geometry ``like``, but for the specs at these places: a size that
+    changes at each run."""
+
+    program: bytes
+    like: bytes
+    digest: bytes
+    changes: tuple[tuple[int, Spec], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a program with these inputs and numbers; what escapes from slot i becomes handle ``base + i``.
+
+    With ``until``, run only what is before that instruction, and keep what is in the slots ``keep``: what had failed,
+    once more.
+    """
+
+    program: bytes
+    geometry: bytes
+    inputs: tuple[int, ...]
+    params: tuple[Any, ...]
+    base: int
+    until: int | None = None
+    keep: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Run a program as it was run last in this session, but for the inputs and numbers at these places."""
+
+    program: bytes
+    geometry: bytes
+    inputs: tuple[tuple[int, int], ...]
+    params: tuple[tuple[int, Any], ...]
+    base: int
+
+    def run(self, inputs: tuple[int, ...], params: tuple[Any, ...]) -> Run:
+        """The run that is meant, given those of the last one. Raises ``WireError``."""
+        handles, numbers = list(inputs), list(params)
+        for changes, of in ((self.inputs, handles), (self.params, numbers)):
+            for place, value in changes:
+                if place >= len(of):
+                    raise WireError(f"a run has no place {place}")
+                of[place] = value
+        return Run(self.program, self.geometry, tuple(handles), tuple(numbers), self.base)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A tensor of the session, as an argument."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run one operator now. Arguments are ``Handle``, numbers, texts, dtypes and lists of them; ``state`` is that of
+    the CPU generator it draws from, or None. The n-th tensor it returns becomes handle ``base + n``."""
+
+    operator: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    state: bytes | None
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Send a tensor's elements, or those of a view of it: (offset in its memory, shape, stride), all in elements."""
+
+    handle: int
+    view: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget handles; those that are not there are no error."""
+
+    handles: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A tensor of a safetensors file that the worker can see becomes ``handle``; the answer is its spec."""
+
+    path: str
+    name: str
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What the worker holds and has done: the answer is a map."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """What kernels ask of their process is this from now on."""
+
+    switches: Switches
+
+
+Request = Switch | Sizes | Again | Upload | Chunk | Have | Program | Geometry | Run | Call | Fetch | Free | Load | Stats
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_requests(requests: Sequence[Request]) -> tuple[list[Any], list[Buffer]]:
+    """The requests as plain data, and the segments that go with them."""
+    segments: list[Buffer] = []
+    return [_write(request, segments) for request in requests], segments
+
+
+def _write(request: Request, segments: list[Buffer]) -> list[Any]:
+    first = len(segments)
+    if isinstance(request, Run):
+        params = [number_to(param) for param in request.params]
+        run = ["run", request.program, request.geometry, list(request.inputs), params, request.base]
+        return run if request.until is None else [*run, request.until, list(request.keep)]
+    if isinstance(request, Again):
+        inputs = [part for pair in request.inputs for part in pair]
+        params = [part for place, number in request.params for part in (place, number_to(number))]
+        return ["again", request.program, request.geometry, inputs, params, request.base]
+    if isinstance(request, Sizes):
+        changes = [[place, spec_to(spec)] for place, spec in request.changes]
+        return ["sizes", request.program, request.like, request.digest, changes]
+    if isinstance(request, Switch):
+        return ["switch", switches_to(request.switches)]
+    if isinstance(request, Free):
+        return ["free", list(request.handles)]
+    if isinstance(request, Fetch):
+        if request.view is None:
+            return ["fetch", request.handle]
+        offset, shape, stride = request.view
+        return ["fetch", request.handle, offset, list(shape), list(stride)]
+    if isinstance(request, Upload):
+        segments += request.data
+        geometry = [dtype_name(request.dtype), list(request.shape), list(request.stride)]
+        return ["upload", request.handle, *geometry, len(request.data), first, list(request.digests)]
+    if isinstance(request, Chunk):
+        segments.append(request.data)
+        return ["chunk", request.digest, first]
+    if isinstance(request, Have):
+        return ["have", list(request.digests)]
+    if isinstance(request, Program):
+        segments.append(request.body)
+        return ["program", request.digest, first]
+    if isinstance(request, Geometry):
+        segments.append(request.body)
+        return ["geometry", request.program, request.digest, first]
+    if isinstance(request, Call):
+        args = [_write_argument(arg) for arg in request.args]
+        kwargs = [[name, _write_argument(arg)] for name, arg in request.kwargs]
+        return ["call", request.operator, args, kwargs, request.state, request.base]
+    if isinstance(request, Load):
+        return ["load", request.path, request.name, request.handle]
+    return ["stats"]
+
+
+def _write_argument(arg: Any) -> Any:
+    if isinstance(arg, Handle):
+        return {"h": arg.number}
+    if isinstance(arg, (list, tuple)):
+        return [_write_argument(item) for item in arg]
+    if isinstance(arg, torch.dtype):
+        return {"t": dtype_name(arg)}
+    if isinstance(arg, torch.memory_format):
+        return {"m": str(arg).removeprefix("torch.")}
+    if arg is torch.strided:
+        return {"y": True}
+    return arg if arg is None or type(arg) in (bool, str) else number_to(arg)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_requests(data: Any, segments: Sequence[Buffer]) -> list[Request]:
+    """The requests of a message. Raises ``WireError`` when any of them is malformed."""
+    requests = [_read(one, segments) for one in as_list(data, 1 << 14, "requests")]
+    if not requests:
+        raise WireError("a message has no requests")
+    return requests
+
+
+def _read(data: Any, segments: Sequence[Buffer]) -> Request:
+    if type(data) is not list or not data or type(data[0]) is not str or data[0] not in _READERS:
+        raise WireError("a request is of no known kind")
+    reader, counts = _READERS[data[0]]
+    if len(data) - 1 not in counts:
+        raise WireError(f"a request {data[0]!r} has {len(data) - 1} fields")
+    return reader(data[1:], segments)
+
+
+def _segment(position: Any, segments: Sequence[Buffer], longest: int) -> Buffer:
+    segment = segments[as_int(position, 0, len(segments) - 1, "a segment")]
+    if memoryview(segment).nbytes > longest:
+        raise WireError(f"a segment has {memoryview(segment).nbytes} bytes, and may have {longest}")
+    return segment
+
+
+def _handle(value: Any) -> int:
+    return as_int(value, 0, HANDLES, "a handle")
+
+
+def _digest(value: Any) -> bytes:
+    return as_bytes(value, DIGEST_BYTES, "a digest")
+
+
+def _digests(value: Any) -> tuple[bytes, ...]:
+    return tuple([_digest(one) for one in as_list(value, _CHUNKS, "digests")])
+
+
+def _upload(data: list[Any], segments: Sequence[Buffer]) -> Upload:
+    dtype = dtype_named(data[1])
+    shape, stride = sizes_from(data[2], data[3], dtype)
+    count = as_int(data[4], 0, len(segments), "a number of segments")
+    first = as_int(data[5], 0, len(segments), "a segment")
+    digests = _digests(data[6])
+    pieces = tuple([_segment(first + i, segments, SEGMENT_BYTES) for i in range(count)])
+    nbytes = packing_of(shape, stride, dtype).nbytes
+    if digests:
+        if pieces or len(digests) != -(-nbytes // CHUNK_BYTES):
+            raise WireError("an upload has another number of chunks than its bytes take")
+    elif sum(memoryview(piece).nbytes for piece in pieces) != nbytes:
+        raise WireError("an upload has more or fewer bytes than its elements take")
+    return Upload(_handle(data[0]), dtype, shape, stride, pieces, digests)
+
+
+def _chunk(data: list[Any], segments: Sequence[Buffer]) -> Chunk:
+    return Chunk(_digest(data[0]), _segment(data[1], segments, CHUNK_BYTES))
+
+
+def _have(data: list[Any], _segments: Sequence[Buffer]) -> Have:
+    return Have(_digests(data[0]))
+
+
+def _program(data: list[Any], segments: Sequence[Buffer]) -> Program:
+    return Program(_digest(data[0]), _segment(data[1], segments, BODY_BYTES))
+
+
+def _geometry(data: list[Any], segments: Sequence[Buffer]) -> Geometry:
+    return Geometry(_digest(data[0]), _digest(data[1]), _segment(data[2], segments, BODY_BYTES))
+
+
+def _run(data: list[Any], _segments: Sequence[Buffer]) -> Run:
+    inputs = as_list(data[2], _INPUTS, "inputs")
+    for handle in inputs:
+        if type(handle) is not int:
+            raise WireError("an input is no handle")
+    params = tuple([number_from(param) for param in as_list(data[3], _INPUTS, "numbers")])
+    until = None if len(data) == 5 else as_int(data[5], 0, HANDLES, "an instruction")
+    keep = [as_int(slot, 0, HANDLES, "a slot") for slot in as_list(data[6], _INPUTS, "slots")] if len(data) == 7 else []
+    return Run(_digest(data[0]), _digest(data[1]), tuple(inputs), params, _handle(data[4]), until, tuple(keep))
+
+
+def _call(data: list[Any], _segments: Sequence[Buffer]) -> Call:
+    args = tuple([_read_argument(arg) for arg in as_list(data[1], 64, "arguments")])
+    kwargs = []
+    for pair in as_list(data[2], 64, "named arguments"):
+        if len(as_list(pair, 2, "a named argument")) != 2:
+            raise WireError("a named argument has a name and a value")
+        kwargs.append((as_text(pair[0], 64, "a name"), _read_argument(pair[1])))
+    state = None if data[3] is None else as_bytes(data[3], _STATE_BYTES, "the state of a generator")
+    return Call(as_text(data[0], 256, "an operator"), args, tuple(kwargs), state, _handle(data[4]))
+
+
+_MEMORY_FORMATS = {str(f).removeprefix("torch."): f for f in (torch.contiguous_format, torch.preserve_format)} | {
+    str(f).removeprefix("torch."): f for f in (torch.channels_last, torch.channels_last_3d)
+}
+
+
+def _read_argument(data: Any, depth: int = 0) -> Any:
+    if data is None or type(data) in (bool, str):
+        return data
+    if type(data) is list:
+        if depth > 1 or len(data) > _ARGUMENTS:
+            raise WireError("a list of arguments is too long, or nested")
+        return [_read_argument(item, depth + 1) for item in data]
+    if type(data) is dict and len(data) == 1:
+        ((tag, value),) = data.items()
+        if tag == "h":
+            return Handle(_handle(value))
+        if tag == "t":
+            return dtype_named(value)
+        if tag == "m" and type(value) is str and value in _MEMORY_FORMATS:
+            return _MEMORY_FORMATS[value]
+        if tag == "y":
+            return torch.strided
+    return number_from(data)
+
+
+def _again(data: list[Any], _segments: Sequence[Buffer]) -> Again:
+    inputs, params = as_list(data[2], 2 * _INPUTS, "inputs"), as_list(data[3], 2 * _INPUTS, "numbers")
+    if len(inputs) % 2 or len(params) % 2:
+        raise WireError("a change has a place and a value")
+    places = [as_int(place, 0, HANDLES, "a place") for place in (*inputs[::2], *params[::2])]
+    handles = [_handle(handle) for handle in inputs[1::2]]
+    numbers = [number_from(number) for number in params[1::2]]
+    count = len(handles)
+    changed = tuple(zip(places[:count], handles, strict=True)), tuple(zip(places[count:], numbers, strict=True))
+    return Again(_digest(data[0]), _digest(data[1]), *changed, _handle(data[4]))
+
+
+def _sizes(data: list[Any], _segments: Sequence[Buffer]) -> Sizes:
+    changes = []
+    for pair in as_list(data[3], _INPUTS, "changes"):
+        if len(as_list(pair, 2, "a change")) != 2:
+            raise WireError("a change has a place and a spec")
+        changes.append((as_int(pair[0], 0, HANDLES, "a place"), spec_from(pair[1])))
+    return Sizes(_digest(data[0]), _digest(data[1]), _digest(data[2]), tuple(changes))
+
+
+def _switch(data: list[Any], _segments: Sequence[Buffer]) -> Switch:
+    return Switch(switches_from(data[0]))
+
+
+def _fetch(data: list[Any], _segments: Sequence[Buffer]) -> Fetch:
+    if len(data) == 1:
+        return Fetch(_handle(data[0]))
+    shape, stride = sizes_from(data[2], data[3], torch.uint8)  # checked again when the dtype is known
+    return Fetch(_handle(data[0]), (as_int(data[1], 0, HANDLES, "an offset"), shape, stride))
+
+
+def _free(data: list[Any], _segments: Sequence[Buffer]) -> Free:
+    return Free(tuple([_handle(handle) for handle in as_list(data[0], _INPUTS, "handles")]))
+
+
+def _load(data: list[Any], _segments: Sequence[Buffer]) -> Load:
+    return Load(as_text(data[0], 4096, "a path"), as_text(data[1], 1024, "a name"), _handle(data[2]))
+
+
+def _stats(_data: list[Any], _segments: Sequence[Buffer]) -> Stats:
+    return Stats()
+
+
+_READERS = {
+    "upload": (_upload, {7}),
+    "chunk": (_chunk, {2}),
+    "have": (_have, {1}),
+    "program": (_program, {2}),
+    "geometry": (_geometry, {3}),
+    "run": (_run, {5, 7}),
+    "call": (_call, {5}),
+    "fetch": (_fetch, {1, 4}),
+    "free": (_free, {1}),
+    "load": (_load, {3}),
+    "stats": (_stats, {0}),
+    "switch": (_switch, {1}),
+    "sizes": (_sizes, {4}),
+    "again": (_again, {5}),
+}
+
+
+def spec_text(spec: Spec) -> str:
+    """A spec for people."""
+    return f"{spec.dtype}{list(spec.shape)}"

@@ -1,0 +1,211 @@
+"""The two ends of a connection: what ZeroMQ is asked for, and nothing of what messages mean.
+
+Each is used by one thread at a time. Sizes are limited before memory is taken; heartbeats find connections that are
+only half open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from marid.remote.keys import ClientKey, WorkerKeys
+from marid.remote.wire import HEADER_BYTES, SEGMENT_BYTES, SEGMENTS
+
+__all__ = ["ClientSocket", "ServerSocket", "Wake"]
+
+_ZAP = "inproc://zeromq.zap.01"
+_DENIED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_RETRY = 200  # milliseconds between attempts to connect
+_LINGER = 500  # milliseconds for the last message
+_BURST = 64  # messages taken at once
+
+
+class Wake:
+    """Lets one thread wake another one that polls."""
+
+    def __init__(self) -> None:
+        self._out, self._in = socket.socketpair()
+        self._out.setblocking(False)
+        self._in.setblocking(False)
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._out.fileno()
+
+    def wake(self) -> None:
+        """Have the poll end."""
+        with contextlib.suppress(BlockingIOError, OSError):  # awake already, or closed
+            self._in.send(b"\0")
+
+    def clear(self) -> None:
+        """The poll has ended."""
+        with contextlib.suppress(BlockingIOError):
+            self._out.recv(4096)
+
+    def close(self) -> None:
+        """No more of it."""
+        self._out.close()
+        self._in.close()
+
+
+def _common(one: zmq.Socket[bytes], interval: int) -> None:
+    one.maxmsgsize = max(HEADER_BYTES, SEGMENT_BYTES)
+    one.sndhwm = 0  # what waits to be sent is bounded by those who send
+    one.setsockopt(zmq.HEARTBEAT_IVL, interval)
+    one.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * interval)
+    one.setsockopt(zmq.IPV6, 1)
+
+
+class ClientSocket:
+    """A connection to ``address``, which ZeroMQ goes on trying to make. ``wake`` ends a ``poll`` too."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, key: ClientKey | None, wake: Wake) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        _common(self._socket, 2000)
+        self._socket.rcvhwm = 0
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RETRY)
+        if key is not None:
+            key.put_on(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        self._wake = wake
+        self._poller = zmq.Poller()
+        for one in (self._socket, wake.fileno()):
+            self._poller.register(one, zmq.POLLIN)
+        self.broken = False
+        """The connection has ended."""
+        self.refused = False
+        """The other side does not accept the key, or the lack of one."""
+        self.dropped = False
+        """The connection ended before that was decided: the other side may have another key, or the network broke."""
+        self._socket.connect(address)
+
+    def send(self, header: bytes, segments: list[Any]) -> int:
+        """Send a message, without waiting and without copying segments; its bytes."""
+        self._socket.send_multipart([header, *segments], copy=False)
+        return len(header) + sum(memoryview(segment).nbytes for segment in segments)
+
+    def poll(self, milliseconds: int) -> Iterator[list[Any]]:
+        """Wait for messages that long at most; those that have come."""
+        ready = dict(self._poller.poll(milliseconds))
+        if self._wake.fileno() in ready:
+            self._wake.clear()
+        if self._socket in ready:
+            yield from _received(self._socket)
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        """Note what became of the connection, when nothing has come; polling for it would cost each message."""
+        for event in _events(self._monitor):
+            self.broken = self.broken or event == zmq.EVENT_DISCONNECTED
+            self.dropped = self.dropped or event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            self.refused = self.refused or event in _DENIED
+
+    def close(self, farewell: bytes | None = None) -> None:
+        """End the connection, at once or after a last message."""
+        if farewell is not None:
+            self._socket.send(farewell)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0 if farewell is None else _LINGER)
+
+
+class ServerSocket:
+    """Where clients connect: bound to ``address``; with ``keys`` only those that these admit are let in."""
+
+    def __init__(self, address: str, keys: WorkerKeys | None) -> None:
+        self._keys = keys
+        self._context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._router = self._context.socket(zmq.ROUTER)
+        _common(self._router, 3000)
+        self._router.linger = 0
+        self._router.rcvhwm = _BURST
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, 10000)
+        self._monitor = self._router.get_monitor_socket(_REFUSED)
+        self._wake = Wake()
+        self._poller = zmq.Poller()
+        for one in (self._router, self._wake.fileno()):
+            self._poller.register(one, zmq.POLLIN)
+        if keys is not None:
+            self._router.zap_domain = b"marid"
+            keys.put_on(self._router)
+            self._zap.bind(_ZAP)
+            self._poller.register(self._zap, zmq.POLLIN)
+        self.refused = 0
+        """How many connections were refused."""
+        self._router.bind(address)
+        self.address: str = (
+            self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").replace("[::ffff:127.0.0.1]", "127.0.0.1")
+        )
+        if address.startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).chmod(0o600)
+
+    def poll(self, milliseconds: int) -> Iterator[tuple[bytes, bytes, list[Any]]]:
+        """Wait for messages that long at most; those that have come: the way back, whose it is, and its frames."""
+        ready = dict(self._poller.poll(milliseconds))
+        if self._wake.fileno() in ready:
+            self._wake.clear()
+        if self._zap in ready:
+            self._authenticate()
+        if self._router not in ready:
+            self.refused += len(list(_events(self._monitor)))
+            return
+        for frames in _received(self._router):
+            yield frames[0].bytes, self._owner(frames[0]), frames[1:]
+
+    def send(self, route: bytes, header: bytes, segments: list[Any]) -> None:
+        """Send a message without waiting; one that has no way to go is dropped."""
+        with contextlib.suppress(zmq.Again):
+            self._router.send_multipart([route, header, *segments], zmq.NOBLOCK, copy=False)
+
+    def wake(self) -> None:
+        """Have a ``poll`` end; from any thread."""
+        self._wake.wake()
+
+    def _owner(self, frame: Any) -> bytes:
+        if self._keys is None:
+            return b""
+        try:
+            return frame.get("User-Id").encode()
+        except zmq.ZMQError:
+            return b"?"  # of nobody: sessions are not shared by it
+
+    def _authenticate(self) -> None:
+        """Answer libzmq, which asks whether the client with some key is let in (ZeroMQ RFC 27)."""
+        assert self._keys is not None
+        frames = self._zap.recv_multipart()
+        admitted = len(frames) == 7 and frames[5] == b"CURVE" and self._keys.admits(frames[6])
+        user = frames[6].hex().encode() if admitted else b""
+        answer = (b"200", b"OK", user) if admitted else (b"400", b"no such key", b"")
+        self._zap.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *answer, b""])
+
+    def close(self) -> None:
+        """Let all clients go."""
+        self._router.disable_monitor()
+        for one in (self._monitor, self._router, self._zap):
+            one.close(0)
+        self._context.term()
+        self._wake.close()
+
+
+def _events(monitor: zmq.Socket[bytes]) -> Iterator[int]:
+    with contextlib.suppress(zmq.Again):
+        while True:
+            yield int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
+
+
+def _received(one: zmq.Socket[bytes]) -> Iterator[list[Any]]:
+    for _ in range(_BURST):
+        try:
+            frames: Any = one.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        yield frames if len(frames) <= SEGMENTS + 3 else frames[:1]  # nobody has use for the rest

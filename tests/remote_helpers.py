@@ -1,0 +1,92 @@
+"""What the tests of workers share: recorded work as requests, and a worker process to send them to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import marid
+from marid.frontend import handles
+from marid.frontend.materialize import pending_nodes
+from marid.graph.program import bind
+from marid.remote import requests as ask
+from marid.remote.keys import ClientKey
+from marid.remote.link import Link
+from marid.remote.local import LocalWorker, start_workers
+from marid.remote.packing import packing_of
+from marid.remote.programs import body_of, digest_of, geometry_of
+from marid.remote.tensors import segments_of
+
+__all__ = ["Recorded", "linked", "upload", "worker_process"]
+
+
+class Recorded:
+    """What is pending on the device for some tensors, as a worker is sent it. ``outputs`` are slots, by tensor."""
+
+    def __init__(self, *tensors: Any) -> None:
+        task = bind(handles.tape(0).cut([node for tensor in tensors for node in pending_nodes(tensor)]))
+        self.inputs: list[torch.Tensor] = task.inputs
+        self.params = tuple(task.params)
+        self.outputs = [task.slots[tensor._value] for tensor in tensors if tensor._value in task.slots]
+        self.program = task.build()
+        self.body = body_of(self.program)
+        self.geometry = geometry_of(task.specs)
+        self.digest = digest_of(self.body)
+        self.geometry_digest = digest_of(self.geometry)
+
+    def definitions(self) -> list[ask.Request]:
+        """The requests that make it known."""
+        return [
+            ask.Program(self.digest, self.body),
+            ask.Geometry(self.digest, self.geometry_digest, self.geometry),
+        ]
+
+    def uploads(self, first: int) -> list[ask.Request]:
+        """The requests for its inputs, as handles from ``first`` on."""
+        return [upload(first + index, tensor) for index, tensor in enumerate(self.inputs)]
+
+    def run(self, inputs: tuple[int, ...], base: int, params: tuple[Any, ...] | None = None) -> ask.Run:
+        """The request to run it."""
+        return ask.Run(self.digest, self.geometry_digest, inputs, self.params if params is None else params, base)
+
+    def results(self, link: Link, first: int, base: int) -> list[torch.Tensor]:
+        """The values of the tensors after one run on a worker that knows nothing of it."""
+        inputs = tuple(range(first, first + len(self.inputs)))
+        setup = [*self.definitions(), *self.uploads(first), self.run(inputs, base)]
+        seq = link.send([*setup, *[ask.Fetch(base + slot) for slot in self.outputs]])
+        return [link.wait(seq + len(setup) + index) for index in range(len(self.outputs))]
+
+
+def upload(handle: int, tensor: torch.Tensor) -> ask.Upload:
+    """The request that gives a worker a tensor."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
+    return ask.Upload(
+        handle, tensor.dtype, tuple(tensor.shape), tensor.stride(), tuple(segments_of(packing.pack(tensor)))
+    )
+
+
+@contextlib.contextmanager
+def worker_process(*options: str, transport: str = "tcp") -> Iterator[LocalWorker]:
+    """A worker process, ended afterwards."""
+    (worker,) = start_workers(1, transport=transport, options=options)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+@contextlib.contextmanager
+def linked(worker: LocalWorker, key: ClientKey | None = None, **options: Any) -> Iterator[Link]:
+    """A session, ended afterwards."""
+    link = Link(worker.address, key, **options)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+assert marid.errors is not None  # importing it gives PyTorch the device

@@ -1,0 +1,405 @@
+"""What a worker is sent by somebody who means it no good: refused and counted, and the worker goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from marid.remote import requests as ask
+from marid.remote import wire
+from marid.remote.chunks import ChunkStore
+from marid.remote.link import Link
+from marid.remote.local import LocalWorker
+from marid.remote.machine import Machine
+from marid.remote.session import Message, Session
+from tests.helpers import DEVICE
+from tests.remote_helpers import Recorded, linked, upload, worker_process
+
+Frames = list[bytes]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[LocalWorker]:
+    with worker_process("--memory-limit", "256m") as one:
+        yield one
+
+
+class Attacker:
+    """Somebody with a socket of their own."""
+
+    def __init__(self, worker: LocalWorker) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(worker.address)
+        self.session = os.urandom(16)
+        self.epoch, self.seq = 0, 1
+        self.send([wire.encode({"v": wire.VERSION, "kind": "hello", "session": self.session, "boot": None})])
+        self.boot = self.answer()["boot"]
+
+    def send(self, frames: Frames) -> None:
+        self.socket.send_multipart(frames)
+
+    def answer(self, milliseconds: int = 10_000) -> dict[str, Any]:
+        assert self.socket.poll(milliseconds), "no answer"
+        return wire.decode(self.socket.recv_multipart()[0])
+
+    def drain(self) -> None:
+        """Take what has come, and go on where the worker expects it."""
+        while self.socket.poll(0):
+            answer = wire.decode(self.socket.recv_multipart()[0])
+            if answer["kind"] == "reply":
+                failed = answer.get("error")
+                self.epoch = answer["epoch"] + (failed is not None)
+                self.seq = (answer["applied"] if failed is None else failed["seq"]) + 1
+
+    def work(self, requests: list[Any], segments: list[Any] | None = None, **fields: Any) -> Frames:
+        header = {"v": wire.VERSION, "kind": "work", "session": self.session, "boot": self.boot}
+        header |= {"epoch": self.epoch, "seq": self.seq, "acked": self.seq - 1, "requests": requests, **fields}
+        return [wire.encode(header), *[bytes(segment) for segment in segments or []]]
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+@pytest.fixture
+def attacker(worker: LocalWorker) -> Iterator[Attacker]:
+    one = Attacker(worker)
+    yield one
+    one.close()
+
+
+def _resident(worker: LocalWorker) -> int:
+    """Bytes of memory of the worker's process."""
+    with open(f"/proc/{worker.process.pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _is_well(worker: LocalWorker) -> dict[str, Any]:
+    """The worker does what it should for somebody else; what it has counted."""
+    with linked(worker) as link:
+        link.send([upload(1, torch.arange(3.0))])
+        assert link.wait(link.send([ask.Fetch(1)])).tolist() == [0.0, 1.0, 2.0]
+        return link.wait(link.send([ask.Stats()]))
+
+
+def _valid(attacker: Attacker) -> list[Frames]:
+    """Messages as a client would send them."""
+    x = torch.arange(12.0).view(3, 4).to(DEVICE)
+    y = torch.cat([x, x * 2.5]).sum(dim=0).clamp(min=1)
+    recorded = Recorded(y)
+    sent: list[list[ask.Request]] = [
+        [*recorded.definitions(), *recorded.uploads(1), recorded.run((1,), 100), ask.Fetch(100 + recorded.outputs[0])],
+        [ask.Call("aten.topk.default", (ask.Handle(1), 2), (), None, 200), ask.Free((1, 2, 3))],
+        [ask.Chunk(b"\0" * 32, b"abc"), ask.Have((b"\0" * 32,)), ask.Stats(), ask.Load("/nothing", "w", 9)],
+    ]
+    messages = [attacker.work(*ask.write_requests(requests)) for requests in sent]
+    base = {"v": wire.VERSION, "session": attacker.session, "boot": attacker.boot}
+    others = [{"kind": "ping"}, {"kind": "cancel", "through": 0}, {"kind": "hello"}]
+    return messages + [[wire.encode({**base, **fields})] for fields in others]
+
+
+def _damaged(frames: Frames, choose: random.Random) -> Frames:
+    """The message with something wrong."""
+    damaged = [bytearray(frame) for frame in frames]
+    kind = choose.randrange(7)
+    victim = choose.choice(damaged)
+    if kind == 0 and victim:
+        for _ in range(choose.randint(1, 4)):
+            victim[choose.randrange(len(victim))] ^= 1 << choose.randrange(8)
+    elif kind == 1:
+        del victim[choose.randint(0, len(victim)) :]
+    elif kind == 2:
+        at = choose.randint(0, len(victim))
+        victim[at:at] = choose.randbytes(choose.randint(1, 40))
+    elif kind == 3:
+        victim[:] = choose.randbytes(choose.randint(0, 300))
+    elif kind == 4:
+        damaged.insert(choose.randint(0, len(damaged)), bytearray(choose.randbytes(choose.randint(0, 50))))
+    elif kind == 5 and len(damaged) > 1:
+        damaged.pop(choose.randrange(len(damaged)))
+    elif victim:
+        victim[choose.randrange(len(victim))] = choose.choice([0xC1, 0xDD, 0xDF, 0xC6, 0xC9, 0xD9, 0x90, 0x80, 0xFF])
+    return [bytes(frame) for frame in damaged]
+
+
+def _attack(worker: LocalWorker, count: int, seed: int) -> None:
+    choose = random.Random(seed)
+    attacker = Attacker(worker)
+    try:
+        before = _is_well(worker)
+        for number in range(count):
+            if number % 20 == 0:
+                attacker.drain()
+                valid = _valid(attacker)
+            attacker.send(_damaged(choose.choice(valid), choose))
+            if number % 500 == 499:
+                attacker.send([wire.encode({"v": wire.VERSION, "kind": "hello", "session": attacker.session})])
+                attacker.answer()
+        after = _is_well(worker)
+        refused = sum(after["refused"].values()) - sum(before["refused"].values())
+        assert refused > count // 10
+    finally:
+        attacker.close()
+
+
+def test_damaged_messages_do_no_harm(worker: LocalWorker) -> None:
+    _attack(worker, 1000, 1)  # what a first run takes anyway
+    before = _resident(worker)
+    _attack(worker, 3000, 2)
+    assert _resident(worker) - before < 64 << 20
+
+
+@pytest.mark.conformance
+def test_a_hundred_thousand_damaged_messages_do_no_harm() -> None:
+    with worker_process("--memory-limit", "256m") as worker:
+        _attack(worker, 2000, 3)
+        before = _resident(worker)
+        for seed in range(10, 20):
+            _attack(worker, 10_000, seed)
+        assert _resident(worker) - before < 64 << 20
+
+
+def _fuzz_session(count: int, seed: int) -> None:
+    """Valid headers around damaged requests, applied in this process: every answer is an answer."""
+    choose = random.Random(seed)
+    machine = Machine(torch.device("cpu"), 64 << 20)
+    x = torch.arange(12.0).view(3, 4).to(DEVICE)
+    a, b = torch.split(torch.cat([x, x * 2.5]).relu(), 3)
+    y = (a @ b.t()).to(torch.float64) + torch.rand(3, 3, device=DEVICE)
+    recorded = Recorded(a, y)
+    good = [
+        *recorded.definitions(),
+        *recorded.uploads(1),
+        recorded.run((1,), 100),
+        ask.Fetch(1, (0, (2,), (3,))),
+        ask.Call("aten.add.Tensor", (ask.Handle(1), 2.0), (("alpha", 1),), None, 300),
+        ask.Free((100, 101, 102, 103, 104, 105, 106, 107, 108, 300)),
+    ]
+    data, segments = ask.write_requests(good)
+    session = Session(b"\0" * 16, b"", machine, ChunkStore(1 << 20), 1 << 20)
+    failed = 0
+    for number in range(count):
+        if number % 200 == 0:
+            session.tensors.clear()
+        damaged = [_mutated(one, choose) if choose.random() < 0.3 else one for one in data]
+        pieces = [_damaged([bytes(one)], choose)[0] if choose.random() < 0.1 else one for one in segments]
+        packed = wire.unpack_plain(wire.pack_plain(damaged), 1 << 14)
+        epoch = session.epoch + (session.failure is not None)
+        seq = session.applied + 1 if session.failure is None else session.failure["seq"] + 1
+        answer = session.answer(Message(epoch, seq, seq - 1, packed, pieces, 100))
+        wire.encode({"v": 1, **answer.fields})
+        failed += session.failure is not None
+        assert len(session.tensors) < 10_000
+    assert failed > count // 4
+
+
+def _mutated(value: Any, choose: random.Random) -> Any:
+    """Plain data with something else somewhere in it."""
+    if isinstance(value, list) and value and choose.random() < 0.85:
+        at = choose.randrange(len(value))
+        return [*value[:at], _mutated(value[at], choose), *value[at + 1 :]]
+    if isinstance(value, int) and choose.random() < 0.5:
+        return value + choose.choice([-1, 1, 7, -1000, 1 << 31, 1 << 62])
+    if isinstance(value, str) and value and choose.random() < 0.5:
+        return choose.choice(["aten.cat.default", "aten.mm.default", "aten.as_strided.default", "int64", "p", "g", "x"])
+    odd = [
+        None,
+        True,
+        -1,
+        0,
+        1 << 63,
+        0.5,
+        float("nan"),
+        "",
+        b"",
+        b"\0" * 32,
+        [],
+        [[]],
+        {},
+        {"h": 1},
+        {"c": [1.0, 2.0]},
+    ]
+    return choose.choice(odd)
+
+
+def test_damaged_requests_do_no_harm() -> None:
+    _fuzz_session(3000, 1)
+
+
+@pytest.mark.conformance
+def test_a_hundred_thousand_damaged_requests_do_no_harm() -> None:
+    for seed in range(10):
+        _fuzz_session(10_000, seed)
+
+
+# --- messages that are well made -------------------------------------------------------------------------------------
+
+
+def test_another_version_is_refused(worker: LocalWorker, attacker: Attacker) -> None:
+    attacker.send([wire.pack_plain({"v": 2, "kind": "hello", "session": b"\0" * 16, "boot": None})])
+    answer = attacker.answer()
+    assert answer["kind"] == "refused"
+    assert "version 2" in answer["text"]
+    assert _is_well(worker)["refused"]["malformed"] >= 1
+
+
+def test_a_message_that_comes_again_is_not_done_again(attacker: Attacker) -> None:
+    x = torch.zeros(2)
+    attacker.send(attacker.work(*ask.write_requests([upload(1, x)])))
+    attacker.answer()
+    add = ask.Call("aten.add_.Tensor", (ask.Handle(1), 1.0), (), None, 10)
+    message = attacker.work(*ask.write_requests([add, ask.Fetch(1)]), seq=2)
+    for _ in range(5):
+        attacker.send(message)
+        answer = attacker.answer()
+        assert answer["applied"] == 3
+        assert [seq for seq, _ in answer["results"]] == [2, 3]
+    total = ask.Call("aten.sum.default", (ask.Handle(1),), (), None, 20)
+    number = ask.Call("aten._local_scalar_dense.default", (ask.Handle(20),), (), None, 30)
+    attacker.send(attacker.work(*ask.write_requests([total]), seq=4))
+    attacker.answer()
+    attacker.send(attacker.work(*ask.write_requests([number]), seq=5))
+    assert attacker.answer()["results"][0][1]["returned"] == 2.0
+
+
+def test_requests_that_are_too_early_are_refused(attacker: Attacker) -> None:
+    attacker.send(attacker.work(*ask.write_requests([upload(1, torch.ones(1))]), seq=7))
+    answer = attacker.answer()
+    assert answer["expected"] == 1
+    assert answer["applied"] == 0
+
+
+def test_another_epoch_is_refused(attacker: Attacker) -> None:
+    attacker.send(attacker.work(*ask.write_requests([upload(1, torch.ones(1))]), epoch=5))
+    assert attacker.answer()["applied"] == 0
+
+
+def test_a_session_that_is_not_there(attacker: Attacker) -> None:
+    for fields in ({"session": b"\1" * 16}, {"boot": b"\0" * 8}):
+        attacker.send(attacker.work(*ask.write_requests([upload(1, torch.ones(1))]), **fields))
+        assert attacker.answer()["kind"] == "gone"
+
+
+def test_too_much_in_flight_is_refused() -> None:
+    """A client that does not wait: what it sends beyond the limit is dropped and counted."""
+    with worker_process() as worker:
+        attacker = Attacker(worker)
+        x = torch.zeros(2000, 2000)
+        attacker.send(attacker.work(*ask.write_requests([upload(1, x[:1000])])))
+        attacker.answer()
+        product = ask.Call("aten.mm.default", (ask.Handle(1), ask.Handle(1)), (), None, 10)
+        attacker.send(attacker.work(*ask.write_requests([upload(2, x), product]), seq=2))
+        for number in range(3000):
+            attacker.send(attacker.work(*ask.write_requests([ask.Stats()]), seq=4 + number))
+        kinds = set()
+        with contextlib.suppress(AssertionError):
+            while True:
+                kinds.add(attacker.answer(2000)["kind"])
+        attacker.close()
+        assert kinds <= {"reply", "refused"}
+        assert _resident(worker) < 2 << 30
+        _is_well(worker)
+
+
+def test_many_sessions_are_refused() -> None:
+    with worker_process() as worker:
+        context = zmq.Context()
+        one = context.socket(zmq.DEALER)
+        one.linger = 0
+        one.connect(worker.address)
+        kinds = []
+        for _ in range(300):
+            one.send(wire.encode({"v": wire.VERSION, "kind": "hello", "session": os.urandom(16), "boot": None}))
+            assert one.poll(10_000)
+            kinds.append(wire.decode(one.recv())["kind"])
+        assert kinds == ["welcome"] * 256 + ["refused"] * 44
+        one.close()
+        context.term()
+
+
+def test_large_results_that_nobody_takes_are_refused(worker: LocalWorker) -> None:
+    """Numbers that claim huge tensors, in programs and calls."""
+    with linked(worker) as link:
+        for request in (
+            ask.Call("aten.zeros.default", ([1 << 45],), (), None, 10),
+            ask.Call("aten.empty.memory_format", ([1 << 62, 1 << 62],), (), None, 10),
+            ask.Call("aten.full.default", ([-5], 1.0), (), None, 10),
+            ask.Call("aten.arange.default", (1e15,), (), None, 10),
+        ):
+            with pytest.raises(Exception, match=r".+"):
+                link.wait(link.send([request]))
+            link.resume()
+    _is_well(worker)
+
+
+# --- below messages --------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_are_no_zeromq(worker: LocalWorker) -> None:
+    host, port = worker.address.removeprefix("tcp://").split(":")
+    choose = random.Random(5)
+    before = _resident(worker)
+    for number in range(200):
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 5) as raw:
+            raw.sendall(choose.randbytes(choose.randint(1, 2000)) if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
+    time.sleep(0.2)
+    _is_well(worker)
+    assert _resident(worker) - before < 64 << 20
+
+
+def test_a_frame_that_claims_a_terabyte(worker: LocalWorker) -> None:
+    """A proper handshake (ZMTP 3, no security), then a frame with such a length."""
+    host, port = worker.address.removeprefix("tcp://").split(":")
+    before = _resident(worker)
+    with socket.create_connection((host, int(port)), 5) as raw:
+        raw.sendall(b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32)
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        raw.settimeout(5)
+        assert raw.recv(1000)
+        raw.sendall(b"\x02" + (1 << 40).to_bytes(8, "big") + b"x" * 1000)
+        with contextlib.suppress(OSError):
+            while raw.recv(1000):  # until the worker hangs up
+                pass
+    assert _resident(worker) - before < 16 << 20
+    _is_well(worker)
+
+
+def test_a_header_that_is_too_long(worker: LocalWorker, attacker: Attacker) -> None:
+    attacker.send([b"\0" * (wire.HEADER_BYTES + 1)])
+    assert attacker.answer()["kind"] == "refused"
+    _is_well(worker)
+
+
+def test_too_many_segments(worker: LocalWorker, attacker: Attacker) -> None:
+    attacker.send([wire.encode({"v": 1, "kind": "ping"}), *[b""] * (wire.SEGMENTS + 5)])
+    assert attacker.answer()["kind"] == "refused"
+    _is_well(worker)
+
+
+def test_another_owner_cannot_use_a_session(tmp_path: Any) -> None:
+    from marid.remote.keys import ClientKey, make_client
+
+    keys = [ClientKey.read(make_client(tmp_path, name)) for name in ("ann", "bob")]
+    with worker_process("--keys", str(tmp_path)) as worker, linked(worker, keys[0]) as ann:
+        ann.wait(ann.send([upload(1, torch.ones(2))]))
+        with linked(worker, keys[1]) as bob:
+            bob.wait(bob.send([upload(1, torch.zeros(2))]))
+            bob.session = ann.session
+            with pytest.raises(Exception, match="somebody else"):
+                bob.wait(bob.send([ask.Fetch(1)]))
+        assert ann.wait(ann.send([ask.Fetch(1)])).tolist() == [1.0, 1.0]
+
+
+assert Link is not None

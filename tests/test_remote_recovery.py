@@ -1,0 +1,242 @@
+"""A worker that is killed costs time, never a result: what lives on it is done again on another one, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import marid
+from marid.errors import MaterializationError, WorkerLostError
+from marid.frontend.engines import engine_of
+from marid.remote import connect as connecting
+from marid.remote.checkpoint import take_checkpoint
+from marid.remote.engine import RemoteEngine
+from marid.remote.work import RunWork
+from marid.report.traffic import traffic
+
+DEVICE = "remote_accelerator:7"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _worker() -> Iterator[None]:
+    marid.connect(workers=1, first=7)
+    yield
+    connecting.disconnect(7, force=True)
+
+
+def engine() -> RemoteEngine:
+    found = engine_of(7)
+    assert isinstance(found, RemoteEngine)
+    return found
+
+
+def kill() -> None:
+    """End the worker in the middle of whatever it does."""
+    connection: Any = connecting.connection_of(7)
+    os.kill(connection.worker.process.pid, signal.SIGKILL)
+
+
+def train(device: str, steps: int, at: Callable[[int], None] = lambda step: None) -> list[torch.Tensor]:
+    """Losses and final parameters of a small model with dropout and AdamW; ``at`` is told each step before its read."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32),
+        torch.nn.BatchNorm1d(32),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(32, 4),
+    ).to(device)
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.Generator().manual_seed(3)
+    losses = []
+    for step in range(steps):
+        x, y = torch.randn(8, 16, generator=data).to(device), torch.randn(8, 4, generator=data).to(device)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        at(step)
+        losses.append(loss.detach().cpu())
+    return [*losses, *[p.detach().cpu() for p in model.parameters()], *[b.cpu() for b in model.buffers()]]
+
+
+def decode(device: str, tokens: int, at: Callable[[int], None] = lambda step: None) -> list[torch.Tensor]:
+    """Greedy decoding with a cache that is written in place, and one that grows."""
+    torch.manual_seed(0)
+    embed, mix, head = torch.randn(50, 16).to(device), torch.randn(16, 16).to(device), torch.randn(16, 50).to(device)
+    cache, grown = torch.zeros(tokens, 16, device=device), torch.zeros(0, 16, device=device)
+    token, out = torch.tensor(1, device=device), []
+    for step in range(tokens):
+        x = embed[token] @ mix
+        cache[step] = x
+        grown = torch.cat([grown, x[None]])
+        weights = torch.softmax(cache[: step + 1] @ x, 0)
+        token = ((weights @ grown + x) @ head).argmax()
+        at(step)
+        out.append(token.cpu())
+    return [*out, cache.cpu(), grown.cpu()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def killing(points: set[int]) -> Callable[[int], None]:
+    return lambda step: kill() if step in points else None
+
+
+def test_training_goes_on_after_the_worker_was_killed() -> None:
+    before = traffic.recoveries
+    assert same(train(DEVICE, 12, killing({0, 6, 11})), train("cpu", 12))
+    assert traffic.recoveries == before + 3
+
+
+def test_decoding_goes_on_after_the_worker_was_killed() -> None:
+    assert same(decode(DEVICE, 10, killing({2, 9})), decode("cpu", 10))
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("work", [train, decode])
+def test_killed_at_many_points(work: Callable[..., list[torch.Tensor]]) -> None:
+    """200 points in all, also in the middle of a step."""
+    rng = random.Random(0)
+    expected = work("cpu", 25)
+    for _ in range(20):
+        points = set(rng.sample(range(25), 5))
+        assert same(work(DEVICE, 25, killing(points)), expected), points
+
+
+def test_only_what_is_needed_is_done_again() -> None:
+    """What is dead is not; a second life of the worker holds no more than the first did."""
+    gc.collect()
+    kept = torch.arange(4.0, device=DEVICE) * 2
+    kept.cpu()
+    for _ in range(20):
+        (torch.randn(100, device=DEVICE) * 3).sum().item()
+    replays = traffic.replays
+    kill()
+    assert kept.sum().item() == 12.0
+    assert traffic.replays - replays == 1  # arange and its double are one program
+    assert engine().worker_stats()["tensors"] <= 3
+
+
+def test_a_write_is_not_doubled() -> None:
+    """The worker may have done what it did not answer any more; it is done once all the same."""
+    x = torch.zeros(3, device=DEVICE)
+    view = x[1:]
+    for round in range(4):
+        x.add_(1)
+        view.mul_(2)
+        if round == 2:
+            kill()
+        x.sum().item()
+    expected = torch.zeros(3)
+    for _ in range(4):
+        expected.add_(1)
+        expected[1:].mul_(2)
+    assert torch.equal(x.cpu(), expected)
+
+
+def test_what_had_run_of_a_failed_program_is_done_again() -> None:
+    x = torch.zeros(3, device=DEVICE)
+    x.add_(1)
+    bad = x[torch.tensor([7], device=DEVICE)]
+    x.mul_(5)
+    with pytest.raises(MaterializationError, match="out of bounds"):
+        bad.cpu()
+    kill()
+    assert x.tolist() == [5.0, 5.0, 5.0]
+
+
+def test_checkpoints_bound_what_is_done_again() -> None:
+    """After a checkpoint, a lost worker gets the state as it was then, views included, and the steps since."""
+    expected = train("cpu", 8)
+
+    def at(step: int) -> None:
+        if step == 4:
+            take_checkpoint(engine().delivery)
+        if step == 6:
+            kill()
+
+    replays = traffic.replays
+    assert same(train(DEVICE, 8, at), expected)
+    assert traffic.checkpoints
+    assert traffic.replays - replays < 40
+
+
+def test_views_and_dtypes_survive_a_checkpoint() -> None:
+    base = torch.arange(12.0, device=DEVICE).reshape(3, 4) * 1
+    column, flipped, bits = base[:, 1], base.t(), base.view(torch.int32)
+    z = torch.complex(base, base + 1)
+    conj = z.conj()
+    marid.materialize(column, flipped, bits, conj)
+    take_checkpoint(engine().delivery)
+    kill()
+    column.add_(100)
+    expected = torch.arange(12.0).reshape(3, 4) * 1
+    z = torch.complex(expected, expected + 1)
+    expected[:, 1].add_(100)
+    assert torch.equal(flipped.cpu(), expected.t())
+    assert flipped.cpu().stride() == expected.t().stride()
+    assert torch.equal(bits.cpu(), expected.view(torch.int32))
+    assert torch.equal(conj.cpu(), z.conj())
+
+
+def test_a_journal_that_costs_too_much_takes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    from marid.remote import checkpoint, journal
+
+    monkeypatch.setattr(journal, "_MOST", 10)
+    monkeypatch.setattr(checkpoint, "_EVERY", 0.0)
+    before = traffic.checkpoints
+    assert same(train(DEVICE, 12, killing({10})), train("cpu", 12))
+    assert traffic.checkpoints > before
+    assert sum(isinstance(step, RunWork) for step in engine().delivery.journal.steps) <= 4
+
+
+def test_uploads_come_back_from_files() -> None:
+    """A large upload is kept on disk, not in memory, and is sent again from there."""
+    large = torch.randn(600_000)
+    x = large.to(DEVICE)
+    assert x.sum().item() == large.sum().item()
+    kill()
+    assert torch.equal(x.cpu(), large)
+
+
+def test_what_cannot_be_recovered_names_tensor_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from marid.remote.contents import Content
+
+    lost, fine = torch.randn(600_000).to(DEVICE), torch.ones(2, device=DEVICE)
+    marid.materialize(lost, fine)
+
+    def gone(self: Content) -> list[Any]:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Content, "pieces", gone)
+    kill()
+    assert fine.tolist() == [1.0, 1.0]
+    with pytest.raises(WorkerLostError, match=r"float32 tensor of shape \[600000\].*\n.*test_remote_recovery.py:\d+"):
+        lost.sum().item()
+
+
+def test_a_worker_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says so where the value is read; the value is there once a worker is."""
+    x = torch.ones(3, device=DEVICE) * 3
+    connection: Any = connecting.connection_of(7)
+
+    def none(reason: str) -> Any:
+        raise WorkerLostError(f"no worker: {reason}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(connection, "reopen", none)
+        kill()
+        with pytest.raises(WorkerLostError, match="no worker"):
+            x.cpu()
+    assert x.tolist() == [3.0, 3.0, 3.0]
