@@ -273,7 +273,8 @@ def test_fresh_processes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert 0.02 <= mine["median step"] <= mine["slowest step but the first"] < mine["to step 1"]
     elif kind == "passes":
         mine = {row.metric: row.median for row in good if row.peer == "slow"}
-        assert mine["all passes"] >= 12 * 0.02 and mine["all passes"] > mine["last pass"] >= 0.02  # it sleeps 20 ms
+        assert mine["last pass"] >= 0.02  # it sleeps so long
+        assert mine["all passes"] >= 12 * 0.02
     else:
         mine = {row.metric: row.median for row in good if row.peer == "slow"}
         assert mine["peak of the process"] > mine["above the imports"] >= 0

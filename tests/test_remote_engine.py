@@ -48,7 +48,7 @@ def test_a_step_is_one_message_there_and_one_back() -> None:
     with marid.budget(round_trips=0):
         y = (x @ x + torch.ones(8, device="cpu").to(FIRST)).relu()
         z = y.sum()
-    traffic = engine().delivery.link.traffic
+    traffic = engine().delivery.link.counts
     before = traffic.messages_up, traffic.messages_down
     z.item()
     assert (traffic.messages_up - before[0], traffic.messages_down - before[1]) == (1, 1)
@@ -56,7 +56,7 @@ def test_a_step_is_one_message_there_and_one_back() -> None:
 
 def test_what_repeats_is_not_sent_again() -> None:
     """A step that is known takes a digest, handles and numbers."""
-    w, traffic = torch.randn(16, 16, device=FIRST), engine().delivery.link.traffic
+    w, traffic = torch.randn(16, 16, device=FIRST), engine().delivery.link.counts
     sizes = []
     for _ in range(5):
         before = traffic.bytes_up
@@ -68,17 +68,17 @@ def test_what_repeats_is_not_sent_again() -> None:
 def test_nothing_is_sent_when_nothing_is_read() -> None:
     x = torch.ones(4, device=FIRST)
     x.sum().item()
-    before = engine().delivery.link.traffic.messages_up
+    before = engine().delivery.link.counts.messages_up
     for _ in range(50):
         x = x * 1.5
-    assert engine().delivery.link.traffic.messages_up == before
+    assert engine().delivery.link.counts.messages_up == before
 
 
 def test_reading_a_piece_moves_that_piece() -> None:
     """Of a tensor of 8 MB, by index, by slice, by an element of a tuple."""
     big = torch.arange(2_000_000.0, device=FIRST)
     marid.materialize(big)
-    traffic = engine().delivery.link.traffic
+    traffic = engine().delivery.link.counts
     before = traffic.bytes_down
     assert big[123456].item() == 123456.0
     assert big[1000:1010].tolist() == [float(i) for i in range(1000, 1010)]
@@ -98,9 +98,9 @@ def test_reading_several_values_is_one_round_trip() -> None:
 def test_equal_content_is_uploaded_once() -> None:
     data = torch.randn(600_000)
     data.to(FIRST).sum().item()
-    before = engine().delivery.link.traffic.bytes_up
+    before = engine().delivery.link.counts.bytes_up
     assert data.clone().to(FIRST).sum().item() == data.sum().item()
-    assert engine().delivery.link.traffic.bytes_up - before < 0.01 * data.numel() * 4
+    assert engine().delivery.link.counts.bytes_up - before < 0.01 * data.numel() * 4
 
 
 def test_dropped_tensors_are_freed() -> None:
@@ -251,7 +251,7 @@ def test_numbers_are_sent_again_when_they_are_not_the_same() -> None:
 def test_sizes_that_change_at_each_run() -> None:
     """A cache that grows: results are right, and a step stays small."""
     grown, expected, sizes = torch.zeros(0, 8, device=FIRST), torch.zeros(0, 8), []
-    traffic = engine().delivery.link.traffic
+    traffic = engine().delivery.link.counts
     for step in range(12):
         before = traffic.bytes_up
         grown = torch.cat([grown, torch.full((1, 8), float(step), device=FIRST)])

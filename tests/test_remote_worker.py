@@ -121,9 +121,9 @@ def test_what_is_uploaded_is_fetched(link: Link, make: Any, view: Any) -> None:
 def test_a_slice_moves_its_own_bytes(link: Link) -> None:
     link.send([upload(1, torch.arange(500_000.0))])
     link.wait(link.send([ask.Stats()]))
-    before = link.traffic.bytes_down
+    before = link.counts.bytes_down
     assert _fetch(link, 1, (1000, (1000,), (400,)))[3].item() == 2200.0
-    assert link.traffic.bytes_down - before < 4000 + 500
+    assert link.counts.bytes_down - before < 4000 + 500
 
 
 def test_a_view_beyond_the_memory_is_refused(link: Link) -> None:
@@ -269,9 +269,9 @@ def test_large_tensors_are_sent_once(worker: LocalWorker) -> None:
     tensor = torch.randn(5 * CHUNK_BYTES // 8 + 3)
     with linked(worker) as one, linked(worker) as another:
         assert _send_chunked(one, 1, tensor) == 3
-        before = another.traffic.bytes_up
+        before = another.counts.bytes_up
         assert _send_chunked(another, 1, tensor) == 0
-        assert another.traffic.bytes_up - before < 1000
+        assert another.counts.bytes_up - before < 1000
         assert torch.equal(_fetch(one, 1), tensor)
         assert torch.equal(_fetch(another, 1), tensor)
         one.wait(one.send([ask.Call("aten.add_.Tensor", (ask.Handle(1), 1.0), (), None, 9)]))

@@ -35,6 +35,7 @@ from marid.graph.node import (
     Value,
     fail,
     failures,
+    placed,
     root_of,
     values_in,
 )
@@ -191,10 +192,10 @@ class InProcessEngine:
     def call(
         self, op: Operation, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], state: torch.Tensor | None
     ) -> Called:
-        named = {name: _placed(arg) for name, arg in kwargs}
+        named = {name: placed(arg, _concrete_of) for name, arg in kwargs}
         tensors = [value.concrete for value in values_in((*args, *[arg for _, arg in kwargs]))]
         with concretely():
-            return operators.perform(op.func, [_placed(arg) for arg in args], named, tensors, state)
+            return operators.perform(op.func, [placed(arg, _concrete_of) for arg in args], named, tensors, state)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():
@@ -360,13 +361,10 @@ class InProcessEngine:
                     continue  # kept by the operation that failed, for whoever reads it
 
 
-def _placed(arg: Any) -> Any:
-    """The argument with buffers in place of values."""
-    if isinstance(arg, (Node, Output)):
-        return arg.concrete
-    return [_placed(item) for item in arg] if type(arg) is tuple else arg
-
-
 def _count(task: Task) -> None:
     counters.ops_executed += len(task.nodes)
     counters.epoch += 1
+
+
+def _concrete_of(value: Value) -> Any:
+    return value.concrete

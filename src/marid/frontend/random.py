@@ -145,7 +145,7 @@ def _uniform(generator: Generator, of: Spec, *_: Any) -> Draw:
 
 
 def _normal(generator: Generator, of: Spec, *_: Any) -> Draw:
-    return _filled_normal(generator, of) if _is_contiguous(of) else _pairs(generator, _parts(of))
+    return _filled_normal(generator, of) if of.is_contiguous else _pairs(generator, _parts(of))
 
 
 def _fresh_normal(generator: Generator, of: Spec, *_: Any) -> Draw:
@@ -249,16 +249,6 @@ _TAKES: dict[str, Takes] = {
     "aten::bernoulli": _bernoulli,
     "aten::multinomial": _multinomial,
 }
-
-
-def _is_contiguous(of: Spec) -> bool:
-    step = 1
-    for size, stride in zip(reversed(of.shape), reversed(of.stride), strict=True):
-        if size != 1:
-            if stride != step:
-                return False
-            step *= size
-    return True
 
 
 # --- operations whose use is only known afterwards -----------------------------------------------------------------

@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -32,6 +32,7 @@ __all__ = [
     "finish",
     "input_values",
     "last_write",
+    "placed",
     "root_of",
     "values_in",
 ]
@@ -266,6 +267,13 @@ def input_values(node: Node) -> Iterator[Value]:
         yield from values_in(node.args)
         for _, arg in node.kwargs or ():
             yield from values_in((arg,))
+
+
+def placed(arg: Any, place: Callable[[Value], Any]) -> Any:
+    """An argument with what ``place`` says in place of its values."""
+    if isinstance(arg, (Node, Output)):
+        return place(arg)
+    return [placed(item, place) for item in arg] if type(arg) is tuple else arg
 
 
 def values_in(args: tuple[Any, ...]) -> Iterator[Value]:

@@ -7,13 +7,14 @@ import atexit
 import logging
 import time
 from collections import deque
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 from marid.errors import MaterializationError, UnsupportedOperationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
 from marid.remote.failures import error_named, lost_error, stopped
 from marid.remote.journal import Journal
-from marid.remote.link import Link, LinkLost, RequestFailed
+from marid.remote.link import Link, LinkLost, RequestFailed, SocketCounts
 from marid.remote.memory import Memory
 from marid.remote.messages import Message, messages_of
 from marid.remote.requests import write_requests
@@ -62,7 +63,7 @@ class Delivery:
         self._asked: deque[tuple[int, Work]] = deque()  # sent and not answered, by sequence number
         self._answers: dict[int, Any] = {}
         self._since = 0.0  # when something was sent to a worker that had nothing to do
-        self._counted = (0, 0, 0, 0)
+        self._counted = SocketCounts()
         self.holding = False
         """Whether nothing may be freed now."""
         self.closed = False
@@ -192,11 +193,9 @@ class Delivery:
 
     def count(self, round_trips: int = 0) -> None:
         """Add to the statistics what went over the socket since the last time."""
-        of = self.link.traffic
-        now = of.bytes_up, of.bytes_down, of.messages_up, of.messages_down
-        up, down, sent, got = (new - old for new, old in zip(now, self._counted, strict=True))
-        self._counted = now
-        traffic.add(round_trips=round_trips, bytes_up=up, bytes_down=down, messages_up=sent, messages_down=got)
+        before, self._counted = self._counted, replace(self.link.counts)
+        more = {one.name: getattr(self._counted, one.name) - getattr(before, one.name) for one in fields(before)}
+        traffic.add(round_trips=round_trips, **more)
 
     def close(self) -> None:
         """Say good-bye to the worker, for good."""
@@ -273,7 +272,7 @@ class Delivery:
         self.link.close()
         for _ in range(_ATTEMPTS):
             self.link = _ours(self._connection.reopen(reason))
-            self._sent, self._counted = Sent(), (0, 0, 0, 0)
+            self._sent, self._counted = Sent(), SocketCounts()
             try:
                 count = self._again(reason)
             except LinkLost as lost:

@@ -20,7 +20,7 @@ from marid.engine.protocol import Called, Geometry, GiveBack, Need, Returned
 from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
 from marid.errors import LazyTensorError
-from marid.graph.node import Draw, Node, Operation, Output, Value, fail, failure_of, input_values, values_in
+from marid.graph.node import Draw, Node, Operation, Value, fail, failure_of, input_values, placed, values_in
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
@@ -201,11 +201,11 @@ class RemoteEngine:
             foreign = [arg for arg in (*args, *[arg for _, arg in kwargs]) if isinstance(arg, torch.layout)]
             if any(layout is not torch.strided for layout in foreign):
                 return Called(Returned(None, None, str(foreign[0])), [buffer.geometry for buffer in buffers], None)
-            named = tuple([(name, _placed(arg)) for name, arg in kwargs])
+            named = tuple([(name, placed(arg, _handle_of)) for name, arg in kwargs])
             given = None if state is None else bytes(state.tolist())
             step = CallWork(
                 operator_name(op.func),
-                tuple([_placed(arg) for arg in args]),
+                tuple([placed(arg, _handle_of) for arg in args]),
                 named,
                 given,
                 self.remote.take(_RESULTS),
@@ -361,8 +361,5 @@ class _Returns:
         return Returned(self._memory.made(handle, geometry, block, None), geometry, None, None, base)
 
 
-def _placed(arg: Any) -> Any:
-    """The argument with handles in place of values."""
-    if isinstance(arg, (Node, Output)):
-        return Handle(arg.concrete.handle)
-    return [_placed(item) for item in arg] if type(arg) is tuple else arg
+def _handle_of(value: Value) -> Handle:
+    return Handle(value.concrete.handle)

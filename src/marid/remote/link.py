@@ -29,7 +29,7 @@ from marid.remote.specs import sizes_from
 from marid.remote.tensors import tensor_of
 from marid.remote.wire import VERSION, as_int, as_list, decode, dtype_named, encode
 
-__all__ = ["Link", "LinkLost", "RequestFailed", "Traffic"]
+__all__ = ["Link", "LinkLost", "RequestFailed", "SocketCounts"]
 
 _CPU = torch.device("cpu")
 _HEARTBEATS = 10  # in a lease, when there is nothing else to say
@@ -57,14 +57,13 @@ class RequestFailed(Exception):
 
 
 @dataclass
-class Traffic:
-    """What went over the socket: bytes of headers and segments, messages, and how often somebody waited."""
+class SocketCounts:
+    """What went over the socket: bytes of headers and segments, messages, and what was done again."""
 
     bytes_up: int = 0
     bytes_down: int = 0
     messages_up: int = 0
     messages_down: int = 0
-    round_trips: int = 0
     reconnects: int = 0
     resent: int = 0
 
@@ -92,7 +91,7 @@ class Link:
     ) -> None:
         self.address = address
         self.session = os.urandom(16)
-        self.traffic = Traffic()
+        self.counts = SocketCounts()
         self.welcome: dict[str, Any] = {}
         """What the worker has said of itself: ``device``, ``torch``, ``pid``, ``limits``."""
         self.warnings: list[str] = []
@@ -191,8 +190,6 @@ class Link:
         Raises ``RequestFailed`` when it or one before it has failed, ``LinkLost``, and ``TimeoutError``.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        if self._applied < seq:
-            self.traffic.round_trips += 1
         while True:
             with self._changed:
                 if self._applied >= seq:
@@ -298,7 +295,7 @@ class Link:
     def _connect(self) -> None:
         if self._socket is not None:
             self._socket.close()
-            self.traffic.reconnects += 1
+            self.counts.reconnects += 1
         self._greeted = False
         self._socket = ClientSocket(self._context, self.address, self._key, self._wake)
         self._put({"kind": "hello", "torch": torch.__version__}, [])
@@ -307,8 +304,8 @@ class Link:
         assert self._socket is not None
         for frames in self._socket.poll(milliseconds):
             self._heard = time.monotonic()
-            self.traffic.messages_down += 1
-            self.traffic.bytes_down += sum(len(frame) for frame in frames)
+            self.counts.messages_down += 1
+            self.counts.bytes_down += sum(len(frame) for frame in frames)
             self._take(decode(frames[0].buffer), [frame.buffer for frame in frames[1:]])
         now = time.monotonic()
         if self._boot is None and (self._socket.refused or self._drops >= _DROPS):
@@ -340,8 +337,8 @@ class Link:
 
     def _put(self, fields: dict[str, Any], segments: list[Any]) -> None:
         assert self._socket is not None
-        self.traffic.bytes_up += self._socket.send(self._header(fields), segments)
-        self.traffic.messages_up += 1
+        self.counts.bytes_up += self._socket.send(self._header(fields), segments)
+        self.counts.messages_up += 1
         self._spoke = time.monotonic()
 
     def _header(self, fields: dict[str, Any]) -> bytes:
@@ -369,7 +366,7 @@ class Link:
             return
         with self._changed:
             queued = {id(sent) for sent in self._queue}
-            self.traffic.resent += sum(id(sent) not in queued for sent in self._unanswered.values())
+            self.counts.resent += sum(id(sent) not in queued for sent in self._unanswered.values())
             self._queue = deque(self._unanswered.values())
         self._greeted = True
         self._drops = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from marid.errors import BudgetError
@@ -28,31 +28,41 @@ class Moved:
     down: int
 
 
-@dataclass(frozen=True)
-class RemoteStats:
-    """Counters of remote devices since import or ``marid.reset_stats()``.
+@dataclass(kw_only=True)
+class Counts:
+    """Counters of remote devices.
 
     ``round_trips`` times somebody waited for a worker; ``bytes_up`` and ``bytes_down`` at the sockets, in
-    ``messages_up`` and ``messages_down``; ``moved`` the bytes of tensors by line and role, most first; ``deduplicated``
-    bytes that were not sent because the worker had them; ``reconnects`` of a broken connection, ``recoveries`` of a
-    lost worker with the ``replays`` of steps and ``recovery_seconds`` that they took; ``checkpoints`` and the
-    ``checkpoint_bytes`` they brought; ``workers`` what each says of itself, by device.
+    ``messages_up`` and ``messages_down``; ``deduplicated`` bytes that were not sent because the worker had them;
+    ``reconnects`` of a broken connection and messages ``resent`` after one; ``recoveries`` of a lost worker with the
+    ``replays`` of steps and ``recovery_seconds`` that they took; ``checkpoints`` and the ``checkpoint_bytes`` that they
+    brought.
     """
 
-    round_trips: int
-    bytes_up: int
-    bytes_down: int
-    messages_up: int
-    messages_down: int
+    round_trips: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    messages_up: int = 0
+    messages_down: int = 0
+    deduplicated: int = 0
+    reconnects: int = 0
+    resent: int = 0
+    recoveries: int = 0
+    replays: int = 0
+    recovery_seconds: float = 0.0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+
+
+@dataclass(kw_only=True)
+class RemoteStats(Counts):
+    """``Counts`` since import or ``marid.reset_stats()``, and what can be told of them.
+
+    ``moved`` are the bytes of tensors by line and role, most first; ``workers`` what each says of itself, by device.
+    """
+
     moved: list[Moved]
-    deduplicated: int
-    reconnects: int
-    recoveries: int
-    replays: int
-    recovery_seconds: float
-    checkpoints: int
-    checkpoint_bytes: int
-    workers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    workers: dict[int, dict[str, Any]]
 
 
 @dataclass
@@ -62,22 +72,10 @@ class _Budget:
     bytes_down: int | None
 
 
-@dataclass
-class Traffic:
+@dataclass(kw_only=True)
+class Traffic(Counts):
     """The live numbers behind ``RemoteStats``."""
 
-    round_trips: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    messages_up: int = 0
-    messages_down: int = 0
-    deduplicated: int = 0
-    reconnects: int = 0
-    recoveries: int = 0
-    replays: int = 0
-    recovery_seconds: float = 0.0
-    checkpoints: int = 0
-    checkpoint_bytes: int = 0
     lines: dict[tuple[Any, str], list[int]] = field(default_factory=dict)
     budgets: list[_Budget] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -114,22 +112,8 @@ class Traffic:
                 entry[1] += down
             moved = [Moved(source, role, up, down) for (source, role), (up, down) in merged.items()]
             moved.sort(key=lambda one: -(one.up + one.down))
-            return RemoteStats(
-                round_trips=self.round_trips,
-                bytes_up=self.bytes_up,
-                bytes_down=self.bytes_down,
-                messages_up=self.messages_up,
-                messages_down=self.messages_down,
-                moved=moved,
-                deduplicated=self.deduplicated,
-                reconnects=self.reconnects,
-                recoveries=self.recoveries,
-                replays=self.replays,
-                recovery_seconds=self.recovery_seconds,
-                checkpoints=self.checkpoints,
-                checkpoint_bytes=self.checkpoint_bytes,
-                workers=workers,
-            )
+            own = {one.name: getattr(self, one.name) for one in fields(Counts)}
+            return RemoteStats(**own, moved=moved, workers=workers)
 
     def reset(self) -> None:
         """Start again from zero; budgets of running blocks go on with what they have left."""

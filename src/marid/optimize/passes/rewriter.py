@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from marid.graph import operators
 from marid.graph.node import Operation, Spec
-from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+from marid.graph.program import Constant, ListOf, Param, Program, Slot
 
 if TYPE_CHECKING:
     from marid.optimize.passes.storages import Storages
@@ -38,7 +39,7 @@ __all__ = [
     "overloads",
     "pure",
     "slot_of",
-    "written_arguments",
+    "written_by",
 ]
 
 _operations: dict[Any, Operation] = {}
@@ -286,11 +287,7 @@ def operation_of(func: Any) -> Operation:
         raise TypeError(f"{func} is not an operator overload such as torch.ops.aten.mul.Tensor")
     found = _operations.get(func)
     if found is None:
-        schema = func._schema
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        unmarked = schema.name == "aten::_unsafe_view"
-        found = _operations[func] = Operation(func, writes, (views or unmarked) and not writes)
+        found = _operations[func] = operators.operation_of(func)
     return found
 
 
@@ -302,19 +299,13 @@ def pure(node: fx.Node) -> bool:
     return not any(is_draw(arg) for arg in (*node.args, *node.kwargs.values()))
 
 
-def written_arguments(instruction: Instruction | fx.Node, op: Operation) -> list[Any]:
-    """The arguments that an operation writes; all of them where its schema does not say which."""
-    schema = op.func._schema
-    named = dict(instruction.kwargs)
+def written_by(node: fx.Node, op: Operation) -> list[Any]:
+    """The arguments of a call that the operation writes; all of them where nobody knows which."""
     given = [
-        instruction.args[i] if i < len(instruction.args) else named.get(formal.name)
-        for i, formal in enumerate(schema.arguments)
+        node.args[i] if i < len(node.args) else node.kwargs.get(formal.name)
+        for i, formal in enumerate(op.func._schema.arguments)
     ]
-    written = [
-        arg
-        for arg, formal in zip(given, schema.arguments, strict=True)
-        if formal.alias_info is not None and formal.alias_info.is_write
-    ]
+    written = [arg for arg, writes in zip(given, operators.written_arguments(op.func), strict=True) if writes]
     return [arg for arg in written or given if arg is not None and not isinstance(arg, Constant)]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from marid.graph.node import Spec
-from marid.optimize.passes.rewriter import Rewriter, op_of, slot_of, written_arguments
+from marid.optimize.passes.rewriter import Rewriter, op_of, slot_of, written_by
 
 __all__ = ["Storages"]
 
@@ -125,7 +125,7 @@ class Storages:
                 self.last[root] = max(self.last.get(root, 0), index)
         op = op_of(node)
         if op.mutates:
-            for source in _nodes(written_arguments(node, op)):
+            for source in _nodes(written_by(node, op)):
                 writes = self.writes.setdefault(self.of(source), [])
                 if not writes or writes[-1] != index:
                     writes.append(index)
