@@ -328,6 +328,18 @@ def test_nobody_waits_for_a_worker(compiling: Path, script: Callable[[str], None
 
 
 @needs_library
+def test_a_worker_gives_way_to_the_script(compiling: Path) -> None:
+    """Its niceness counts only within the session: Linux gives each session an equal share (sched_autogroup)."""
+    a = lazy(64)
+    assert _run_until(lambda: marid.materialize(_chain(a)), lambda: marid.stats().programs_compiled >= 1)
+    process = workers.compiler.process
+    assert process is not None
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    assert os.getsid(process.pid) == os.getsid(0)
+    assert os.getpgid(process.pid) == process.pid  # Ctrl-C does not reach it
+
+
+@needs_library
 def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """The real worker: it must notice by itself."""
     text = """

@@ -101,7 +101,7 @@ class Compiler:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the script
+            process_group=0,  # Ctrl-C is for the script; in a session of its own, autogroups would make nice do nothing
             bufsize=0,
         )
         assert self.process.stdin is not None
