@@ -37,7 +37,7 @@ needs_library = pytest.mark.skipif(marid.native.library is None, reason="there i
 @pytest.fixture
 def compiling(tmp_path: Path) -> Iterator[Path]:
     """Everything that runs three times is compiled; the cache is a folder of the test."""
-    names = ("compile", "compile_after", "compile_ms", "cache_dir", "cache_bytes")
+    names = ("compile", "compile_after", "compile_ms", "compile_niceness", "cache_dir", "cache_bytes")
     before = {name: getattr(marid.settings, name) for name in names}
     marid.settings.compile, marid.settings.compile_after, marid.settings.compile_ms = True, 2, 0
     marid.settings.cache_dir = tmp_path
@@ -330,11 +330,12 @@ def test_nobody_waits_for_a_worker(compiling: Path, script: Callable[[str], None
 @needs_library
 def test_a_worker_gives_way_to_the_script(compiling: Path) -> None:
     """Its niceness counts only within the session: Linux gives each session an equal share (sched_autogroup)."""
+    marid.settings.compile_niceness = 7
     a = lazy(64)
-    assert _run_until(lambda: marid.materialize(_chain(a)), lambda: marid.stats().programs_compiled >= 1)
+    assert _run_until(lambda: marid.materialize(_chain(a)), lambda: marid.stats().programs_compiled >= 1, 180)
     process = workers.compiler.process
     assert process is not None
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == marid.settings.compile_niceness == 7
     assert os.getsid(process.pid) == os.getsid(0)
     assert os.getpgid(process.pid) == process.pid  # Ctrl-C does not reach it
 

@@ -67,6 +67,8 @@ class Settings:
     """A program that has run fewer times is not compiled."""
     compile_ms: int = 1000
     """Nor is one whose runs took fewer milliseconds in all."""
+    compile_niceness: int = 19
+    """How far that process gives way to others, 0 to 19."""
     cache_bytes: int = 512 << 20
     """How many bytes of compiled code are kept on disk; the least recently used goes first."""
     worker_patience: int = 30

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 
-def _prepare() -> None:
+def _prepare(niceness: int) -> None:
     """Be of no hindrance, and import from the package without what importing it does: no device is needed here."""
     with contextlib.suppress(OSError):
-        os.nice(19)
+        os.nice(niceness)
     package = types.ModuleType("marid")
     package.__path__ = [str(Path(__file__).resolve().parents[2])]
     sys.modules["marid"] = package
@@ -94,9 +94,9 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until there is nothing more to do."""
-    parent, idle, scratch = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    parent, idle, scratch, niceness = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     threading.Thread(target=_watch, args=(parent, scratch), daemon=True).start()
-    _prepare()
+    _prepare(niceness)
     # Answers go to a descriptor of their own: what compilers print must not be among them.
     answers = os.dup(1)
     os.dup2(2, 1)

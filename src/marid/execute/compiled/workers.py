@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from marid.report.stats import counters
+from marid.settings import settings
 
 __all__ = ["Compiler", "Job", "compiler"]
 
@@ -96,7 +97,15 @@ class Compiler:
         environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "MARID_COMPILE": "0"}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), str(os.getpid()), str(_IDLE), self._scratch],
+            [
+                sys.executable,
+                "-P",
+                str(_WORKER),
+                str(os.getpid()),
+                str(_IDLE),
+                self._scratch,
+                str(settings.compile_niceness),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
