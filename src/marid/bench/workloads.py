@@ -29,8 +29,8 @@ class Workload:
     from their start to a number of steps), ``"passes"`` (fresh processes, all calls together and the last) or
     ``"memory"`` (fresh processes, the largest resident memory).
 
-    ``unit`` is what a figure is multiplied by ``scale`` to be in. ``calls`` a turn, after ``warmup`` calls; for fresh
-    processes, the calls of each. Outputs of peers in ``unchecked`` compute something else on purpose.
+    ``unit`` is what a figure is multiplied by ``scale`` to be in. ``calls`` a turn, after ``warmup`` calls, twice; for
+    fresh processes, the calls of each. Outputs of peers in ``unchecked`` compute something else on purpose.
     """
 
     name: str
@@ -139,6 +139,7 @@ WORKLOADS = (
         unit="ms a step",
         scale=1e3,
         calls=8,
+        warmup=24,
         rounds=12,
         tolerance=_TRAINING,
         quick=_TINY_GPT,
@@ -152,7 +153,7 @@ WORKLOADS = (
         unit="ms a step",
         scale=1e3,
         calls=2,
-        warmup=2,
+        warmup=3,
         rounds=8,
         tolerance=Tolerance(tight=0.01, loose=0.1, strict=2),
         quick={**_TINY_GPT, "steps": 3},
