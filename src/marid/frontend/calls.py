@@ -2,7 +2,7 @@
 
 A key has a spec for each tensor and everything else that can decide the metadata of a result: whole numbers, texts and
 types as they are, floating-point numbers only by their kind (``bucket``) where they cannot decide a shape.
-``native/record.cpp`` does what ``take`` does, for calls as they come from PyTorch.
+``native/call.cpp`` does what ``take`` does, for calls as they come from PyTorch.
 """
 
 from __future__ import annotations

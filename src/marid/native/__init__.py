@@ -2,9 +2,10 @@
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled. The same file is a
-Python module: ``kernels.cpp`` and ``record.cpp`` record the usual operations, ``cut.cpp`` chooses what runs and finds
-its program, ``runs.cpp`` begins runs and hands out their results, ``concretely.cpp`` sets the state of dispatch. Where
-Python's headers are not installed those are left out, and Python does it all.
+Python module: ``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``derive.cpp`` tells what
+they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands out
+their results, ``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are left
+out, and Python does it all.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
@@ -39,7 +40,7 @@ logger = logging.getLogger("marid")
 _MODULE = "marid_native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
 _HAS_MODULE = (_PYTHON / "Python.h").exists()
-_OF_MODULE = ("concretely.cpp", "cut.cpp", "derive.cpp", "kernels.cpp", "record.cpp", "runs.cpp")
+_OF_MODULE = ("call.cpp", "concretely.cpp", "cut.cpp", "derive.cpp", "kernels.cpp", "record.cpp", "runs.cpp")
 _SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.name not in _OF_MODULE]
 
 

@@ -1,0 +1,54 @@
+// A call as it is read (call.cpp) and recorded (record.cpp).
+#pragma once
+#include "python.h"
+#include "record.h"
+
+#include <c10/util/SmallVector.h>
+
+namespace marid {
+
+// Nodes and outputs are Python objects with __slots__, read and written where the slots lie.
+extern Slots node, output;
+enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, kOverwrites, kOuts, kConcrete };
+enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
+
+extern PyTypeObject* handle_type;  // what own tensors are
+extern PyObject* value_name;  // of the attribute with their value
+
+inline bool is_value(PyObject* object) { return Py_TYPE(object) == node.type || Py_TYPE(object) == output.type; }
+inline PyObject* spec_of(PyObject* value) {
+  return Py_TYPE(value) == node.type ? node.at(value, kSpec) : output.at(value, kOutputSpec);
+}
+inline PyObject* root_of(PyObject* value) {
+  PyObject* root = Py_TYPE(value) == node.type ? node.at(value, kRoot) : output.at(value, kOutputRoot);
+  return root == Py_None ? value : root;
+}
+
+enum class Outcome { kError, kUnusual, kDone };
+
+struct Call {
+  bool exact, exact_lists;  // whether floating-point numbers are part of the key, alone and in lists
+  Ref key, args, kwargs;
+  // In order of appearance, and what they stand for; kept by the stack and by the arguments that are recorded.
+  c10::SmallVector<c10::TensorImpl*, 8> impls;
+  c10::SmallVector<Ref, 8> tensors;
+  c10::SmallVector<PyObject*, 8> values;
+};
+
+// A tuple that no reference cycle can go through. Nodes refer only to what is older, so neither they nor what they hold
+// need Python's collector, which would else walk all of them again and again, and then everything else in the process.
+Ref untracked_tuple(size_t size);
+
+// The key and the value of one argument; both are new references, and may be null where the outcome is not kDone.
+Outcome read_argument(const c10::IValue& arg, bool exact, Call& call, PyObject** key, PyObject** stored);
+
+// A call as Python would be given it: without what is as the schema has it anyway.
+Outcome read_call(const Operator& op, const c10::IValue* given_args, Call& call);
+
+// Recorder.key_of: where an argument is written, which of them share memory is part of the key.
+Ref full_key(const Call& call);
+
+// `bucket` of frontend/calls.py says in which range a number lies.
+void prepare_reading(PyObject* bucket);
+
+}  // namespace marid
