@@ -89,6 +89,12 @@ def _calls() -> list[Callable[[], torch.Tensor]]:
         lambda: x.max(0)[1],
         lambda: (torch._foreach_add_([x, y], 1), x)[1],
         lambda: torch._foreach_mul([x, y], [1.0, 2.0])[1],
+        lambda: torch.ones_like(x),
+        lambda: torch.ones_like(x, memory_format=torch.preserve_format),
+        lambda: torch.full_like(x, 2.5, dtype=torch.float64),
+        lambda: torch.zeros_like(x, device=x.device, pin_memory=False, layout=torch.strided),
+        lambda: x.new_zeros(3, 4),
+        lambda: x.new_full((2,), 7, dtype=torch.int32),
     ]
 
 
@@ -131,6 +137,18 @@ def test_usual_calls_do_not_reach_python(monkeypatch: pytest.MonkeyPatch) -> Non
         for call in calls:
             call()
     assert set(seen) == {"aten._to_copy.default", "aten.index.Tensor"}  # a handler of its own; what may be masks
+
+
+@needs_module
+def test_where_a_factory_puts_its_result_is_followed() -> None:
+    x = torch.ones(2, 3, device=DEVICE)
+    for _ in range(3):
+        assert torch.zeros_like(x).device == x.device
+        assert torch.zeros_like(x, device="cpu").device.type == "cpu"
+        assert torch.zeros_like(x, device=f"{DEVICE}:1").device == torch.device(DEVICE, 1)
+        assert torch.zeros_like(x, device="meta").is_meta
+        with pytest.raises(RuntimeError, match="sparse"):
+            torch.zeros_like(x, layout=torch.sparse_coo)
 
 
 @needs_module

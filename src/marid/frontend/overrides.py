@@ -77,7 +77,7 @@ def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
 # that are not contiguous. Above autograd ``native/kernels.cpp`` has the same rule for what nobody differentiates.
 
 
-@special(aten.linear.default)
+@special(aten.linear.default, by_key=True)
 def _linear(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     input, *others = (t for t in (*args, *kwargs.values()) if t is not None)
     is_simple = input.dim() == 2 or input.is_contiguous()

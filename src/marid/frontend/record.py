@@ -45,23 +45,25 @@ _MASK_INDEXED = {"aten::index", "aten::_unsafe_index"}
 # Operators that raise, depending on data, where the values do not fit what a mask chooses.
 _MASK_WRITTEN = {"aten::index_put", "aten::index_put_", "aten::_unsafe_index_put", "aten::_index_put_impl_"}
 
-# Operators whose handlers go by what is in the key of a call.
-_HANDLED_BY_KEY = {torch.ops.aten.linear.default}
 # Operators that do nothing, but return another tensor.
 _SAME_VALUE = {torch.ops.aten.detach.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
 
 Handler = Callable[["Recorder", tuple[Any, ...], dict[str, Any]], Any]
 _handlers: dict[Any, Handler] = {}
+_handled_by_key: set[Any] = set()
 
 
-def special(*funcs: Any) -> Callable[[Handler], Handler]:
-    """Decorator: ``handler(recorder, args, kwargs)`` takes over these operators."""
+def special(*funcs: Any, by_key: bool = False) -> Callable[[Handler], Handler]:
+    """Decorator: ``handler(recorder, args, kwargs)`` takes over these operators. ``by_key``: what it does depends on
+    the key of the call alone, so once it has recorded one, those with the same key go around it."""
 
     def register(handler: Handler) -> Handler:
         for func in funcs:
             if func in _handlers:
                 raise ValueError(f"{func} has a handler already")
             _handlers[func] = handler
+        if by_key:
+            _handled_by_key.update(funcs)
         return handler
 
     return register
@@ -124,7 +126,7 @@ class Recorder:
         # Numbers in lists may be factors of sizes, but not where there is one for each tensor.
         self.exact_lists = self.exact_floats or not name.startswith("aten::_foreach_")
         self.deriver = None if self.random else deriver_of(self)
-        by_key = self.handler is None or func in _HANDLED_BY_KEY
+        by_key = self.handler is None or func in _handled_by_key
         self.plain = not self.random and not self.dynamic and name not in _MASK_WRITTEN and by_key
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

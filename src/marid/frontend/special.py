@@ -313,7 +313,7 @@ for _name in (
 ).split():
     for _overload in getattr(aten, _name).overloads():
         if "out" not in _overload:
-            special(getattr(getattr(aten, _name), _overload))(_like_elsewhere)
+            special(getattr(getattr(aten, _name), _overload), by_key=True)(_like_elsewhere)
 
 # --- random numbers --------------------------------------------------------------------------------------------------
 

@@ -160,6 +160,16 @@ Ref first_occurrences(const c10::SmallVector<Object*, 8>& objects) {
   return all;
 }
 
+// Where `zeros_like` and its kin are told to put their result what Python's half of PyTorch always says: to where the
+// first tensor is.
+bool is_usual(const c10::IValue* given_args, size_t index, const Operator& op) {
+  const c10::IValue &arg = given_args[index], &like = given_args[0];
+  if (op.formals[index].kind != Formal::kNotRecorded) return false;
+  if (arg.isDevice()) return like.isTensor() && like.toTensor().defined() && arg.toDevice() == like.toTensor().device();
+  if (arg.isBool()) return !arg.toBool();  // memory that is not pinned
+  return arg.isInt() && arg.toLayout() == at::kStrided;
+}
+
 }  // namespace
 
 Outcome read_call(const Operator& op, const c10::IValue* given_args, Call& call) {
@@ -167,7 +177,7 @@ Outcome read_call(const Operator& op, const c10::IValue* given_args, Call& call)
   while (positional > 0 && is_default(given_args[positional - 1], op.formals[positional - 1])) positional--;
   c10::SmallVector<size_t, 4> named;
   for (size_t i = op.positional; i < op.formals.size(); i++) {
-    if (!is_default(given_args[i], op.formals[i])) named.push_back(i);
+    if (!is_default(given_args[i], op.formals[i]) && !is_usual(given_args, i, op)) named.push_back(i);
   }
   call.key = untracked_tuple(positional + 2 * named.size());
   call.args = untracked_tuple(positional);
