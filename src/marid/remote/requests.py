@@ -15,6 +15,7 @@ import torch
 from marid.errors import WireError
 from marid.graph.node import Spec
 from marid.remote.chunks import CHUNK_BYTES
+from marid.remote.copies import TICKET_BYTES
 from marid.remote.packing import packing_of
 from marid.remote.programs import BODY_BYTES, DIGEST_BYTES
 from marid.remote.specs import sizes_from, spec_from, spec_to
@@ -41,12 +42,14 @@ __all__ = [
     "Geometry",
     "Have",
     "Load",
+    "Pack",
     "Program",
     "Request",
     "Run",
     "Sizes",
     "Stats",
     "Switch",
+    "Take",
     "Upload",
     "read_requests",
     "write_requests",
@@ -198,6 +201,25 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Pack:
+    """The bytes of the tensor ``source``, packed, in memory of the host, become ``handle``: what others may collect."""
+
+    handle: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What another worker has packed, and is offered under this ticket, becomes a tensor of this geometry here."""
+
+    handle: int
+    ticket: bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """What the worker holds and has done: the answer is a map."""
 
@@ -209,7 +231,24 @@ class Switch:
     switches: Switches
 
 
-Request = Switch | Sizes | Again | Upload | Chunk | Have | Program | Geometry | Run | Call | Fetch | Free | Load | Stats
+Request = (
+    Switch
+    | Sizes
+    | Again
+    | Upload
+    | Chunk
+    | Have
+    | Program
+    | Geometry
+    | Run
+    | Call
+    | Fetch
+    | Free
+    | Load
+    | Pack
+    | Take
+    | Stats
+)
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
@@ -263,6 +302,11 @@ def _write(request: Request, segments: list[Buffer]) -> list[Any]:
         return ["call", request.operator, args, kwargs, request.state, request.base]
     if isinstance(request, Load):
         return ["load", request.path, request.name, request.handle]
+    if isinstance(request, Pack):
+        return ["pack", request.handle, request.source]
+    if isinstance(request, Take):
+        geometry = [dtype_name(request.dtype), list(request.shape), list(request.stride)]
+        return ["take", request.handle, request.ticket, *geometry]
     return ["stats"]
 
 
@@ -438,6 +482,16 @@ def _load(data: list[Any], _segments: Sequence[Buffer]) -> Load:
     return Load(as_text(data[0], 4096, "a path"), as_text(data[1], 1024, "a name"), _handle(data[2]))
 
 
+def _pack(data: list[Any], _segments: Sequence[Buffer]) -> Pack:
+    return Pack(_handle(data[0]), _handle(data[1]))
+
+
+def _take(data: list[Any], _segments: Sequence[Buffer]) -> Take:
+    dtype = dtype_named(data[2])
+    ticket = as_bytes(data[1], TICKET_BYTES, "a ticket")
+    return Take(_handle(data[0]), ticket, dtype, *sizes_from(data[3], data[4], dtype))
+
+
 def _stats(_data: list[Any], _segments: Sequence[Buffer]) -> Stats:
     return Stats()
 
@@ -453,6 +507,8 @@ _READERS = {
     "fetch": (_fetch, {1, 4}),
     "free": (_free, {1}),
     "load": (_load, {3}),
+    "pack": (_pack, {2}),
+    "take": (_take, {5}),
     "stats": (_stats, {0}),
     "switch": (_switch, {1}),
     "sizes": (_sizes, {4}),
