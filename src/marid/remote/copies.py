@@ -184,7 +184,7 @@ class Collectors:
         self.received = 0
         """Bytes that were collected from others."""
         self._pair = public, secret
-        self._changed = changed
+        self.changed = changed
         self._context: zmq.Context[Any] = zmq.Context()
         self._lock = threading.Lock()
         self._threads: dict[Place, _Collector] = {}
@@ -256,7 +256,7 @@ class Collectors:
                 for ticket in ended:
                     of.arrivals.pop(ticket, None)
             if ended:
-                self._changed()
+                self.changed()
         link.close()
         of.wake.close()
 
@@ -296,12 +296,22 @@ class Copies:
     def tell(self, header: dict[str, Any]) -> None:
         """The client says where a tensor is; on the thread of the sockets. Raises ``WireError``."""
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
+        if header.get("address", "") is None:
+            self._withdraw(ticket)
+            return
         where = Place.read(header), as_int(header.get("patience"), 1, 3600, "a number of seconds")
         with self._lock:
             self._places[ticket] = where
             while len(self._places) > _TICKETS:
                 self._places.popitem(last=False)
             self._begin(ticket)
+
+    def _withdraw(self, ticket: bytes) -> None:
+        arrival = self.arrivals.get(ticket)
+        if arrival is not None:
+            arrival.error = arrival.error or Unreachable("nobody has it any more")
+            self._collectors.forget(arrival)
+            self._collectors.changed()
 
     def expect(self, ticket: bytes, nbytes: int) -> Arrival:
         """Have it come, as soon as it is known from where."""

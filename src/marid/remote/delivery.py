@@ -263,10 +263,15 @@ class Delivery:
 
     # --- a worker that was lost ---
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether what the worker held is gone, or not all there again."""
+        return self._recovering or self.link.is_lost or self._connection.is_gone()
+
     def revive(self) -> None:
         """Take another worker if this one is known to be lost; say again what may not have been heard. To be called
         while others wait for it, also by what waits for it inside of a recovery of this one."""
-        if not self._recovering and not self.closed and (self.link.is_lost or self._connection.is_gone()):
+        if not self._recovering and not self.closed and self.is_lost:
             self._recover("a copy from it was waited for")
         for step in self._in_flight():
             step.say_again()
@@ -376,6 +381,21 @@ class Delivery:
         self.journal.remove([step])
         for block in (*step.makes, *step.writes):
             block.error = lost_error(reason, block)
+        for waiting in list(self._outbox):
+            if not set(step.handles).isdisjoint(waiting.inputs):
+                self._take_out(waiting, lost_error(reason, step.makes[0]))
+
+    def _take_out(self, step: Work, error: Exception) -> None:
+        """What a step that was not done needs is lost: whoever asks for what it is to make gets ``error``."""
+        if isinstance(step, CallWork) or step.refused():
+            return  # it fails on the worker
+        self._outbox.remove(step)
+        self.journal.remove([step])
+        if isinstance(step, ReplayWork):
+            step.spoil(error)
+        elif not isinstance(step, RunWork):
+            for block in step.makes:
+                block.error = error
 
 
 def _ours(link: Link) -> Link:

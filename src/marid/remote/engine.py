@@ -33,10 +33,10 @@ from marid.remote.link import Link
 from marid.remote.memory import Memory
 from marid.remote.operators import operator_name
 from marid.remote.packing import packing_of
-from marid.remote.requests import Handle, Stats
+from marid.remote.requests import Handle, Request, Stats
 from marid.remote.roles import note_roles, role_of
 from marid.remote.specs import spec_from
-from marid.remote.transfers import PackWork, TakeWork
+from marid.remote.transfers import PackWork, ReduceWork, TakeWork
 from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RunWork, UploadWork, Work
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
@@ -319,7 +319,47 @@ class RemoteEngine:
             step = PackWork(buffer, packed, current_site())
             self.delivery.do(step)
             self._await(step)
+            if packed.block.error is not None:
+                raise packed.block.error
             return packed
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether what the worker held is gone, or not all there again."""
+        return self.delivery.is_lost
+
+    def reduce(self, group: bytes, operation: str, buffer: RemoteBuffer) -> ReduceWork:
+        """Have a tensor reduced with those of the other members of a group; ``finish`` waits for it."""
+        with self.lock:
+            self.delivery.settle()
+            if buffer.block.error is not None:
+                raise buffer.block.error
+            geometry = buffer.geometry._replace(offset=0)
+            made = self.remote.made(self.remote.take(1), geometry, Block(geometry, current_site()), None)
+            step = ReduceWork(group, operation, buffer, made, current_site())
+            self.delivery.do(step)
+            self.delivery.flush()
+            return step
+
+    def flush(self) -> None:
+        """Send all that there is to do. Raises as ``run``."""
+        with self.lock:
+            self.delivery.settle()
+            self.delivery.flush()
+
+    def finish(self, step: Work) -> None:
+        """Wait for a step. Raises as ``wait``, and what the step raised."""
+        with self.lock:
+            self._await(step)
+
+    def ask(self, request: Request) -> AskWork:
+        """Ask the worker, without waiting."""
+        with self.lock:
+            self.delivery.settle()
+            step = AskWork(request)
+            self.delivery.do(step)
+            self.delivery.flush()
+            return step
 
     @property
     def link(self) -> Link:

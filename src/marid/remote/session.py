@@ -23,6 +23,7 @@ from marid.execute.interrupted import Interrupted
 from marid.remote import requests as ask
 from marid.remote.chunks import ChunkStore
 from marid.remote.copies import Copies
+from marid.remote.groups import Groups
 from marid.remote.machine import Machine, TooLarge, Warned, bytes_of
 from marid.remote.operators import operator_named
 from marid.remote.packing import packing_of
@@ -30,6 +31,7 @@ from marid.remote.programs import digest_of
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
 from marid.remote.tensors import read_tensor, segments_of, tensor_of
+from marid.remote.waits import Waits
 from marid.remote.wire import SEGMENT_BYTES, SEGMENTS, dtype_name
 
 __all__ = ["Answer", "Cancelled", "Message", "Session"]
@@ -37,14 +39,6 @@ __all__ = ["Answer", "Cancelled", "Message", "Session"]
 _TEXT = 8192  # characters of an error that are sent
 _WARNINGS = 16
 _LAST = 64  # programs of which the last run is remembered
-
-
-class Waits(Exception):
-    """A request has to wait for something that others do: it is asked again when ``is_over``."""
-
-    def __init__(self, is_over: Callable[[], bool]) -> None:
-        super().__init__()
-        self.is_over = is_over
 
 
 class Cancelled(BaseException):
@@ -111,6 +105,8 @@ class Session:
         """What the worker counts."""
         self.copies: Copies | None = None
         """What other workers send."""
+        self.groups: Groups | None = None
+        """The process groups that it is a member of."""
         self._running = 0
         self._begun: tuple[list[list[Any]], list[Any], list[str]] | None = None
         """What a message that has to wait has done by now: results, segments, warnings."""
@@ -291,6 +287,9 @@ class Session:
             return self._pack(request)
         if isinstance(request, ask.Take):
             return self._take(request)
+        if isinstance(request, (ask.Meet, ask.Join, ask.Reduce, ask.Leave)):
+            assert self.groups is not None
+            return self.groups.do(request, self)
         return self.stats()
 
     def _run(self, request: ask.Run) -> None:
@@ -409,6 +408,17 @@ class Session:
             raise arrival.error
         elements = arrival.data.view(request.dtype).to(self._machine.device)
         self._keep(request.handle, packing.unpack(elements))
+
+    def reduced(self, request: ask.Reduce) -> torch.Tensor:
+        """The tensor that is to be reduced in place: a copy of what the request names."""
+        source = self._tensor(request.source)
+        self._make_room(source.numel() * source.itemsize)
+        with concretely():
+            return source.clone(memory_format=torch.contiguous_format)
+
+    def keep(self, handle: int, tensor: torch.Tensor) -> None:
+        """A tensor was made for that handle."""
+        self._keep(handle, tensor)
 
     def _load(self, request: ask.Load) -> list[Any]:
         def room(nbytes: int) -> None:

@@ -17,11 +17,11 @@ from marid.engine.protocol import Geometry
 from marid.remote.buffers import RemoteBuffer
 from marid.remote.copies import TICKET_BYTES
 from marid.remote.link import Link
-from marid.remote.requests import Pack, Request, Take
+from marid.remote.requests import Pack, Reduce, Request, Take
 from marid.remote.work import End, Sent, Work
 from marid.report.traffic import traffic
 
-__all__ = ["PackWork", "TakeWork"]
+__all__ = ["PackWork", "ReduceWork", "TakeWork"]
 
 _FIRST = 5  # seconds that two workers have to reach each other for the first time
 _PATIENCE = 30  # seconds, once they have
@@ -76,6 +76,8 @@ class TakeWork(Work):
         self._failures = 0
 
     def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
+        if self.answered and self.packed.block.error is not None:
+            raise OSError("the workers that had it were lost together")
         self._tell()
         of = self._geometry
         return [Take(self.handles[0], self._ticket, of.dtype, of.shape, of.stride)]
@@ -87,6 +89,9 @@ class TakeWork(Work):
                 self._ticket = os.urandom(TICKET_BYTES)
             self._told = links
         self._told_at = time.monotonic()
+        if self.packed.block.error is not None:  # nobody has it any more
+            target.tell({"kind": "source", "ticket": self._ticket, "address": None})
+            return
         source.tell(
             {"kind": "offer", "ticket": self._ticket, "handle": self.packed.handle, "peer": target.welcome["peer"]}
         )
@@ -105,7 +110,8 @@ class TakeWork(Work):
         traffic.add(copies=1, copied_bytes=self.packed.nbytes)
 
     def retry(self, failure: dict[str, Any]) -> bool:
-        if failure.get("type") == "Unreachable" and not self._is_first and self._failures < _ATTEMPTS:
+        lost = self.packed.block.error is not None
+        if failure.get("type") == "Unreachable" and not lost and not self._is_first and self._failures < _ATTEMPTS:
             self._failures += 1
             self._told = None
             self._ends[0].revive()
@@ -116,3 +122,48 @@ class TakeWork(Work):
     def commit(self) -> None:
         """From now on it is taken for granted that the two reach each other."""
         self._is_first = False
+
+
+class ReduceWork(Work):
+    """A tensor is reduced with those of the other members of a group; whoever asks for that waits for all of them.
+
+    A member that is lost cannot do it again alone. So ``copy`` is had in its place then: what another member has kept
+    of the same result. Without one, and when that one is lost too, the result is lost.
+    """
+
+    def __init__(self, group: bytes, operation: str, source: RemoteBuffer, buffer: RemoteBuffer, site: Any) -> None:
+        self.inputs = (source.handle,)
+        self.reads = (source.block,)
+        self.handles = (buffer.handle,)
+        self.makes = (buffer.block,)
+        self.site = site
+        self.failure: dict[str, Any] | None = None
+        self.result = buffer
+        self._request = Reduce(group, operation, buffer.handle, source.handle)
+        self._copy: TakeWork | None = None
+        self._kept: Any = source, buffer
+
+    def had_from(self, copy: TakeWork) -> None:
+        """It was done, and can be had again as this copy."""
+        self._copy = copy
+        self.inputs, self.reads = (), ()
+        self.sources, self.held = copy.sources, copy.held
+        self._kept = None
+
+    def requests(self, sent: Sent) -> list[Request]:
+        if not self.answered:
+            return [self._request]
+        if self._copy is None or any(source.is_lost for source in self._copy.sources):
+            raise OSError("the workers that had it were lost together")
+        return self._copy.requests(sent)
+
+    def say_again(self) -> None:
+        if self._copy is not None:
+            self._copy.say_again()
+
+    def retry(self, failure: dict[str, Any]) -> bool:
+        self.failure = failure
+        return False if self._copy is None else self._copy.retry(failure)
+
+    def refused(self) -> bool:
+        return False  # whoever reduces asks again

@@ -60,6 +60,11 @@ class End(Protocol):
         """The session on it, now."""
         ...
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether what it held is gone, or not all there again."""
+        ...
+
     def revive(self) -> None:
         """See to it that it does what it can: take another worker if this one is lost, and say again what may not have
         been heard. Does nothing while another thread is at it."""

@@ -24,6 +24,7 @@ from marid.errors import AuthenticationError, WireError
 from marid.execute.flat import may_be_stopped
 from marid.remote.chunks import ChunkStore
 from marid.remote.copies import Collectors, Copies, Offers
+from marid.remote.groups import Groups
 from marid.remote.keys import WorkerKeys
 from marid.remote.machine import Machine
 from marid.remote.session import Cancelled, Message, Session
@@ -159,8 +160,10 @@ class Worker:
             session.inbox_bytes -= message.nbytes
         if message.requests is None:
             assert session.copies is not None
+            assert session.groups is not None
             session.tensors.clear()
             session.copies.clear()
+            session.groups.clear()
             if not self._sessions:
                 self.machine.trim()
             return
@@ -297,6 +300,7 @@ class Worker:
             session.others = lambda: sum(one.nbytes() for one in list(self._sessions.values()) if one is not own)
             session.worker_stats = self.stats
             session.copies = Copies(self._collectors)
+            session.groups = Groups(self.machine.device, self._socket.wake)
             self._sessions[number] = session
         session.route, session.seen = route, time.monotonic()
         limits = {"in_flight": self.limits.in_flight // 2, "messages": self.limits.messages // 2}
