@@ -7,6 +7,7 @@ only half open.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,9 +148,8 @@ class ServerSocket:
         self.admits_peer: Callable[[bytes], bool] = lambda _key: False
         """Whether another worker with that public key (32 bytes) is let in, to collect what it is offered."""
         self._router.bind(address)
-        self.address: str = (
-            self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").replace("[::ffff:127.0.0.1]", "127.0.0.1")
-        )
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address: str = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)
         if address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).chmod(0o600)
 
