@@ -24,7 +24,7 @@ LAYERS = [
     {"remote"},
     {"frontend"},
     {"replay"},
-    {"api", "runner", "as_cuda", "report", "remote.connect"},
+    {"api", "runner", "as_cuda", "report", "remote.connect", "remote.parallel"},
     {"", "bench", "cli"},
     {"__main__"},
 ]

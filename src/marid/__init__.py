@@ -46,6 +46,20 @@ def disconnect(*indices: int) -> None:
     disconnect(*indices)
 
 
+def process_group(devices: Any, *, timeout: int = 60) -> Any:
+    """Devices that are workers, and reduce together; see ``marid.remote.parallel``."""
+    from marid.remote.parallel import process_group
+
+    return process_group(devices, timeout=timeout)
+
+
+def all_reduce(tensors: Any, op: str = "sum", *, group: Any) -> Any:
+    """What tensors on the members of a process group are together, on each; see ``marid.remote.parallel``."""
+    from marid.remote.parallel import all_reduce
+
+    return all_reduce(tensors, op, group=group)
+
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -58,6 +72,7 @@ __all__ = [
     "SemanticMetadata",
     "Settings",
     "Stats",
+    "all_reduce",
     "budget",
     "capture",
     "compile",
@@ -72,6 +87,7 @@ __all__ = [
     "materialize",
     "no_sync",
     "phase",
+    "process_group",
     "register_pass",
     "reset_stats",
     "settings",

@@ -79,6 +79,8 @@ class Settings:
     often enough, unless that would take more than a tenth of the time."""
     journal_bytes: int = 4 << 30
     """How many bytes of uploaded tensors are kept (in files) for a worker that is lost."""
+    copies_bytes: int = 1 << 30
+    """How many bytes workers keep of tensors that were copied from one to another, for a worker that is lost."""
     native: bool = True
     """Build and use the C++ half when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))

@@ -15,7 +15,7 @@ import torch
 from marid.engine import operators
 from marid.engine.failed import explain, salvage
 from marid.engine.flight import Flight, Positioned
-from marid.engine.protocol import Called, GiveBack, Need
+from marid.engine.protocol import Called, Engine, GiveBack, Need
 from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
 from marid.errors import MaterializationError
@@ -203,6 +203,9 @@ class InProcessEngine:
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def take(self, source: Engine, buffer: Any) -> None:  # noqa: ARG002
+        return None  # the host is where its buffers are
 
     def read(self, buffer: torch.Tensor, whole: bool = False) -> torch.Tensor:  # noqa: ARG002
         return buffer

@@ -116,6 +116,12 @@ class Engine(Protocol):
         """The same, of a CPU tensor that nobody else has, or will write: it need not be copied."""
         ...
 
+    def take(self, source: Engine, buffer: Buffer) -> Buffer | None:
+        """A buffer with the value that ``buffer`` of another engine has now, from which it comes without the host; None
+        where that cannot be. The elements lie as in ``buffer``, from the beginning of new memory. Raises as ``run``,
+        for either engine."""
+        ...
+
     def read(self, buffer: Buffer, whole: bool = False) -> torch.Tensor:
         """A CPU tensor with the values and strides of ``buffer``, to be read at once and not to be kept or written: it
         may be the buffer itself. With ``whole`` its storage has all of the memory that the buffer lies in, and buffers

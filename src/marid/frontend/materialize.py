@@ -39,6 +39,7 @@ __all__ = [
     "run_anyway",
     "run_everything",
     "run_pending",
+    "taken",
     "wait_anyway",
     "wait_for",
 ]
@@ -199,6 +200,23 @@ def download(tensor: Any, reason: str) -> torch.Tensor:
     """The same as a snapshot, of which the caller is the owner."""
     materialize((tensor,), reason, "value")
     return engine_of(tensor._value.spec.device).download(tensor._value.concrete)
+
+
+def taken(tensor: Any, index: int, reason: str) -> Any | None:
+    """A buffer of device ``index`` with the value of a tensor of another device, after running what that needs; None
+    where engines do not exchange values but by way of the host."""
+    source, target = engine_of(tensor._value.spec.device), engine_of(index)
+    while True:
+        materialize((tensor,), reason, "buffer")
+        started = time.perf_counter()
+        try:
+            buffer = target.take(source, tensor._value.concrete)
+        except MaterializationError:
+            fail_dependents()
+            continue  # it is raised if the tensor needs what failed
+        if buffer is not None:
+            counters.count_sync(capture_site(getframe()), reason, time.perf_counter() - started)
+        return buffer
 
 
 def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:

@@ -12,7 +12,7 @@ from marid.frontend import handles
 from marid.frontend.eager import run_eagerly, run_now, unsupported
 from marid.frontend.engines import engine_of
 from marid.frontend.handles import check_index
-from marid.frontend.materialize import download, read
+from marid.frontend.materialize import download, read, taken
 from marid.frontend.memory import storage_behind
 from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, recorder_of, retarget, special
@@ -75,6 +75,11 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     index = tensor._value.spec.device if device is None else _index(device)
     if index == tensor._value.spec.device:
         return recorder.record(args, rest)
+    if engine_of(index) is not engine_of(tensor._value.spec.device):
+        as_asked = tensor if _is_plain(tensor, rest) else recorder.record((tensor,), rest)  # where it is
+        moved = _taken(as_asked, index, f".to('{handles.DEVICE_TYPE}:{index}')")
+        if moved is not None:
+            return moved
     with concretely():
         copied = aten._to_copy.default(read(tensor, f".to('{handles.DEVICE_TYPE}:{index}')"), **rest)
     return _handle_for(copied, index)
@@ -91,7 +96,8 @@ def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
         return target
     index = target._value.spec.device
     if handles.is_lazy(source) and source._value.spec.device != index:
-        source = _handle_for(download(source, "copy_ to another device"), index)
+        moved = _taken(source, index, "copy_ to another device")
+        source = _handle_for(download(source, "copy_ to another device"), index) if moved is None else moved
     elif not handles.is_lazy(source):
         if source.device.type != "cpu":
             raise RuntimeError(f"copy_ from {source.device} to {handles.DEVICE_TYPE} is not possible; use .cpu() first")
@@ -137,6 +143,26 @@ def _handle_for(owned: torch.Tensor, index: int) -> Any:
     """A lazy tensor with the value of a CPU tensor that nobody else has."""
     spec = handles.spec_of(owned, index)
     return handles.wrap(handles.source(engine_of(index).adopt(owned), spec), spec)
+
+
+def _is_plain(tensor: Any, asked: dict[str, Any]) -> bool:
+    """Whether ``_to_copy`` with these arguments leaves elements and their order as they are."""
+    dtype, memory_format = asked.get("dtype"), asked.get("memory_format")
+    spec = tensor._value.spec
+    plain = spec.is_contiguous and not spec.conj and not spec.neg
+    return plain and dtype in (None, spec.dtype) and memory_format in (None, torch.preserve_format)
+
+
+def _taken(tensor: Any, index: int, reason: str) -> Any | None:
+    """A lazy tensor with the value of one of another device, where that can come without the host."""
+    if tensor._value.spec.conj or tensor._value.spec.neg:
+        return None
+    buffer = taken(tensor, index, reason)
+    if buffer is None:
+        return None
+    of = tensor._value.spec
+    spec = handles.spec(of.shape, of.stride, 0, of.dtype, index)
+    return handles.wrap(handles.source(buffer, spec), spec)
 
 
 def _meta(tensor: Any) -> torch.Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marid.errors import LazyTensorError, WorkerLostError
 from marid.frontend import handles
 from marid.frontend.engines import assign, engine_of, local_engine
+from marid.remote.cluster import workers_on_ray
 from marid.remote.engine import RemoteEngine
 from marid.remote.keys import ClientKey
 from marid.remote.link import Link
@@ -81,20 +82,32 @@ _connected: dict[int, tuple[RemoteEngine, Any]] = {}
 
 
 def connect(
-    *addresses: str, key: str | os.PathLike[str] | None = None, workers: int = 0, device: str = "cpu", first: int = 0
+    *addresses: str,
+    key: str | os.PathLike[str] | None = None,
+    workers: int = 0,
+    device: str = "cpu",
+    resources: Mapping[str, float] | None = None,
+    first: int = 0,
 ) -> None:
     """Let workers be the devices ``remote_accelerator:0``, ``:1`` and so on (from index ``first`` on).
 
     ``connect("tcp://host:7070", key="~/.config/marid/client.key")`` reaches workers that run elsewhere, in the order in
     which they are named; ``connect(workers=2)`` starts as many processes on this machine, which end with this one, each
-    with ``device`` ("cpu", "cuda:0").
+    with ``device`` ("cpu", "cuda:0"). ``connect("ray://host:10001", workers=4, resources={"GPU": 1})`` has a Ray
+    cluster place as many, each with these resources (a GPU where the cluster has as many, else a CPU); "ray:auto" is
+    the cluster of this machine, or a new one for as long as it is needed.
 
     Raises ``LazyTensorError`` when tensors live on one of these devices already, ``WorkerLostError`` when nobody
     answers, and ``AuthenticationError`` when a worker does not accept the key.
     """
-    count = len(addresses) + workers
-    if bool(addresses) == bool(workers) or workers < 0:
+    on_ray = len(addresses) == 1 and addresses[0].startswith("ray:")
+    count = workers if on_ray else len(addresses) + workers
+    if on_ray and (workers < 1 or key is not None):
+        raise ValueError("connect() to a Ray cluster takes how many workers there are to be (workers=2), and no key")
+    if (bool(addresses) == bool(workers) and not on_ray) or workers < 0:
         raise ValueError("connect() takes addresses of workers, or how many to start (workers=2): one of the two")
+    if resources is not None and not on_ray:
+        raise ValueError("connect() takes resources for workers on a Ray cluster only")
     if first < 0 or first + count > handles.device_count:
         raise ValueError(
             f"{count} worker(s) from {handles.DEVICE_TYPE}:{first} on need {first + count} device indices, and there "
@@ -104,7 +117,9 @@ def connect(
     _refuse_living(indices, "connect")
     credentials = None if key is None else ClientKey.read(key)
     connections: list[Any]
-    if addresses:
+    if on_ray:
+        connections = [*workers_on_ray(addresses[0], workers, resources)]
+    elif addresses:
         connections = [_Address(address, credentials) for address in addresses]
     else:
         connections = [_Local(worker, device) for worker in start_workers(workers, device)]

@@ -67,6 +67,9 @@ class Delivery:
         self.holding = False
         """Whether nothing may be freed now."""
         self.closed = False
+        self._recovering = False
+        self._replayed: deque[tuple[int, Work]] = deque()
+        """What was sent to the successor of a lost worker, and not answered yet."""
 
     def do(self, step: Work) -> None:
         """Have a step done with the next message."""
@@ -153,6 +156,7 @@ class Delivery:
             except TimeoutError:
                 if self._connection.is_gone():
                     self._recover("its process has ended")
+                self._see_to_sources()
             except LinkLost as lost:
                 self._recover(str(lost))
             except RequestFailed:
@@ -213,7 +217,7 @@ class Delivery:
         self._outbox = []
         self.link.resume()
         self._sent = Sent(switches=None)  # definitions behind the failure were refused too
-        if "missing" in failure or not following:
+        if not following or following[0].retry(failure):
             self._outbox = following
             return
         failed, *following = following
@@ -259,8 +263,39 @@ class Delivery:
 
     # --- a worker that was lost ---
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether what the worker held is gone, or not all there again."""
+        return self._recovering or self.link.is_lost or self._connection.is_gone()
+
+    def revive(self) -> None:
+        """Take another worker if this one is known to be lost; say again what may not have been heard. To be called
+        while others wait for it, also by what waits for it inside of a recovery of this one."""
+        if not self._recovering and not self.closed and self.is_lost:
+            self._recover("a copy from it was waited for")
+        for step in self._in_flight():
+            step.say_again()
+
+    def _in_flight(self) -> list[Work]:
+        return [step for seq, step in (*self._replayed, *self._asked) if seq > self.link.applied]
+
+    def _see_to_sources(self) -> None:
+        """Something is waited for: have other workers do what they can for it."""
+        for source in {id(end): end for step in self._in_flight() for end in step.sources}.values():
+            source.revive()
+        for step in self._in_flight():
+            step.say_again()
+
     def _recover(self, reason: str) -> None:
         """Take another worker, and let it have all that is still needed."""
+        self._recovering = True
+        try:
+            self._replace(reason)
+        finally:
+            self._recovering = False
+            self._replayed.clear()
+
+    def _replace(self, reason: str) -> None:
         started = time.monotonic()
         self._outbox = self.steps()  # stays so if no worker is to be had
         self._asked.clear()
@@ -296,7 +331,8 @@ class Delivery:
         blocks = [block for block, _ in self.memory.alive.values() if block.error is None]
         blocks += [block for step in waiting for block in (*step.reads, *step.writes)]
         needed = self.journal.needed(handles, blocks, done)
-        left, sent = deque(needed), deque[tuple[int, Work]]()
+        left, sent = deque(needed), self._replayed
+        sent.clear()
         while left or sent:
             try:
                 while left:
@@ -307,7 +343,7 @@ class Delivery:
                     sent.append((self._send_again(step), step))
                     left.popleft()
                 if sent:
-                    self._wait_again(sent[-1][0])
+                    self._wait_again(sent)
                 sent.clear()
             except OSError as error:  # a file with what was uploaded
                 self._lose(left.popleft(), f"{reason}, and what was kept of it cannot be read: {error}")
@@ -317,7 +353,7 @@ class Delivery:
                 behind = [step for last, step in sent if last >= failed.seq]
                 left.extendleft(reversed(behind))
                 sent.clear()
-                if "missing" not in failed.failure:
+                if not left[0].retry(failed.failure):
                     self._lose(left.popleft(), f"{reason}, and doing it again failed: {failed}")
         made = {handle for step in needed for handle in step.handles}
         extra = sorted(made - handles)
@@ -330,20 +366,36 @@ class Delivery:
             last = self.link.send(message.requests) + len(message.requests) - 1
         return last
 
-    def _wait_again(self, seq: int) -> None:
+    def _wait_again(self, sent: deque[tuple[int, Work]]) -> None:
         while True:
             try:
-                self.link.wait(seq, _PATIENCE)
+                self.link.wait(sent[-1][0], _PATIENCE)
                 return
             except TimeoutError:
                 if self._connection.is_gone():
                     raise LinkLost("its process has ended") from None
+                self._see_to_sources()
 
     def _lose(self, step: Work, reason: str) -> None:
         """Let whoever reads what a step made or wrote know that it is lost."""
         self.journal.remove([step])
         for block in (*step.makes, *step.writes):
             block.error = lost_error(reason, block)
+        for waiting in list(self._outbox):
+            if not set(step.handles).isdisjoint(waiting.inputs):
+                self._take_out(waiting, lost_error(reason, step.makes[0]))
+
+    def _take_out(self, step: Work, error: Exception) -> None:
+        """What a step that was not done needs is lost: whoever asks for what it is to make gets ``error``."""
+        if isinstance(step, CallWork) or step.refused():
+            return  # it fails on the worker
+        self._outbox.remove(step)
+        self.journal.remove([step])
+        if isinstance(step, ReplayWork):
+            step.spoil(error)
+        elif not isinstance(step, RunWork):
+            for block in step.makes:
+                block.error = error
 
 
 def _ours(link: Link) -> Link:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from marid.engine.inprocess import concretely
-from marid.engine.protocol import Called, Geometry, GiveBack, Need, Returned
+from marid.engine.protocol import Called, Engine, Geometry, GiveBack, Need, Returned
 from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
-from marid.errors import LazyTensorError
+from marid.errors import LazyTensorError, MaterializationError
 from marid.graph.node import Draw, Node, Operation, Value, fail, failure_of, input_values, placed, values_in
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
@@ -29,11 +29,14 @@ from marid.remote.checkpoint import keep_short
 from marid.remote.contents import content_of
 from marid.remote.delivery import Connection, Delivery
 from marid.remote.known import Programs, Sized
+from marid.remote.link import Link
 from marid.remote.memory import Memory
 from marid.remote.operators import operator_name
-from marid.remote.requests import Handle, Stats
+from marid.remote.packing import packing_of
+from marid.remote.requests import Handle, Request, Stats
 from marid.remote.roles import note_roles, role_of
 from marid.remote.specs import spec_from
+from marid.remote.transfers import PackWork, ReduceWork, TakeWork
 from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RunWork, UploadWork, Work
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
@@ -58,6 +61,9 @@ class RemoteEngine:
         self._programs = Programs()
         self._twisters = Twisters()
         self._unsent = 0  # bytes of uploads
+        self._reached: weakref.WeakKeyDictionary[RemoteEngine, tuple[tuple[Link, Link], bool]]
+        self._reached = weakref.WeakKeyDictionary()
+        """The workers that were to be reached from this one for a copy, by the sessions on both: whether they were."""
         self._last_stats: dict[str, Any] = {}
 
     # --- what is recorded ---
@@ -256,6 +262,117 @@ class RemoteEngine:
                 self._unsent = 0
                 self.delivery.flush()
             return buffer
+
+    def take(self, source: Engine, buffer: RemoteBuffer) -> RemoteBuffer | None:
+        if not isinstance(source, RemoteEngine) or buffer.geometry.conj or buffer.geometry.neg or not buffer.nbytes:
+            return None
+        links = source.link, self.link
+        known = self._reached.get(source)
+        if known is not None and known[0] == links and not known[1]:
+            traffic.add(relayed=1)
+            return None
+        packed = source.pack(buffer)
+        with self.lock:
+            self.delivery.settle()
+            geometry = buffer.geometry._replace(offset=0)
+            taken = self.remote.made(self.remote.take(1), geometry, Block(geometry, current_site()), None)
+            is_first = known is None or known[0] != links
+            step = TakeWork(source, self, packed, taken, current_site(), is_first)
+            self.delivery.do(step)
+            if not is_first:
+                self.delivery.flush()
+                return taken
+            reached = self._reach(step)
+            self._reached[source] = (source.link, self.link), reached
+            if not reached:
+                traffic.add(relayed=1)
+            return taken if reached else None
+
+    def _reach(self, step: TakeWork) -> bool:
+        """Wait for the first copy from another worker; whether this one reaches it. Raises, when that is known, what
+        has gone wrong before."""
+        raised: MaterializationError | None = None
+        try:
+            while not step.answered and step.error is None:
+                try:
+                    self._await(step)
+                except MaterializationError as error:
+                    raised = raised or error
+                except RuntimeError:
+                    if step.error is None or step.error.get("type") != "Unreachable":
+                        raise
+        finally:
+            step.commit()
+        if raised is not None:
+            raise raised
+        return step.answered
+
+    def pack(self, buffer: RemoteBuffer) -> RemoteBuffer:
+        """A snapshot of a tensor, as bytes that other workers may be let collect; waits until there is one."""
+        with self.lock:
+            self.delivery.settle()
+            if buffer.block.error is not None:
+                raise buffer.block.error
+            of = buffer.geometry
+            flat = Geometry((packing_of(of.shape, of.stride, of.dtype).nbytes,), (1,), 0, torch.uint8)
+            packed = self.remote.made(self.remote.take(1), flat, Block(flat, current_site()), None)
+            step = PackWork(buffer, packed, current_site())
+            self.delivery.do(step)
+            self._await(step)
+            if packed.block.error is not None:
+                raise packed.block.error
+            return packed
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether what the worker held is gone, or not all there again."""
+        return self.delivery.is_lost
+
+    def reduce(self, group: bytes, operation: str, buffer: RemoteBuffer) -> ReduceWork:
+        """Have a tensor reduced with those of the other members of a group; ``finish`` waits for it."""
+        with self.lock:
+            self.delivery.settle()
+            if buffer.block.error is not None:
+                raise buffer.block.error
+            geometry = buffer.geometry._replace(offset=0)
+            made = self.remote.made(self.remote.take(1), geometry, Block(geometry, current_site()), None)
+            step = ReduceWork(group, operation, buffer, made, current_site())
+            self.delivery.do(step)
+            self.delivery.flush()
+            return step
+
+    def flush(self) -> None:
+        """Send all that there is to do. Raises as ``run``."""
+        with self.lock:
+            self.delivery.settle()
+            self.delivery.flush()
+
+    def finish(self, step: Work) -> None:
+        """Wait for a step. Raises as ``wait``, and what the step raised."""
+        with self.lock:
+            self._await(step)
+
+    def ask(self, request: Request) -> AskWork:
+        """Ask the worker, without waiting."""
+        with self.lock:
+            self.delivery.settle()
+            step = AskWork(request)
+            self.delivery.do(step)
+            self.delivery.flush()
+            return step
+
+    @property
+    def link(self) -> Link:
+        """The session, now."""
+        return self.delivery.link
+
+    def revive(self) -> None:
+        """See to it that the worker does what it can, unless another thread is at it."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self.delivery.revive()
+            finally:
+                self.lock.release()
 
     def memory(self, buffer: RemoteBuffer) -> tuple[int, int] | None:
         return buffer.block.identity, buffer.block.nbytes

@@ -25,7 +25,7 @@ _KINDS: Mapping[str, type[Exception]] = {
         *(ZeroDivisionError, OverflowError, ArithmeticError, AssertionError, MemoryError),
         *(torch.OutOfMemoryError, torch._C._LinAlgError),
     )
-} | {"TooLarge": MemoryLimitError}
+} | {"TooLarge": MemoryLimitError, "CollectiveFailed": WorkerLostError}
 
 
 def error_named(kind: Any, text: Any) -> Exception:

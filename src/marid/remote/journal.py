@@ -89,6 +89,8 @@ class Journal:
         ``settings.replay_seconds``; or too much is kept for it."""
         if len(self.steps) > _MOST or self.nbytes > settings.journal_bytes:
             return True
+        if sum(step.held for step in self.steps) > settings.copies_bytes:
+            return True
         return self.seconds > max(settings.replay_seconds, _WORTH * checkpoint_seconds)
 
     def checkpoint(self, replaced: Iterable[CheckpointWork], kept: Iterable[Work]) -> None:

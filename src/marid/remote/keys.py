@@ -19,7 +19,7 @@ from zmq.utils import z85
 
 from marid.errors import AuthenticationError
 
-__all__ = ["ClientKey", "WorkerKeys", "make_client", "make_worker"]
+__all__ = ["ClientKey", "WorkerKeys", "make_client", "make_worker", "public_key_of"]
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
@@ -77,6 +77,11 @@ def make_worker(directory: str | os.PathLike[str]) -> Path:
         public, secret = zmq.curve_keypair()
         _write(path, {"public": public.decode(), "secret": secret.decode()})
     return path
+
+
+def public_key_of(file: Path) -> bytes:
+    """The public key (Z85) of the pair in a file. Raises ``AuthenticationError``."""
+    return _key(_read(file), "public", file)
 
 
 def make_client(directory: str | os.PathLike[str], name: str) -> Path:

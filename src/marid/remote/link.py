@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import zmq
+from zmq.utils import z85
 
 from marid.errors import AuthenticationError, WireError, WorkerLostError
 from marid.remote.keys import ClientKey
@@ -107,6 +108,7 @@ class Link:
         self._failure: dict[str, Any] | None = None
         self._error: Exception | None = None
         self._cancel = 0
+        self._notes: deque[dict[str, Any]] = deque()
         self._queue: deque[_Sent] = deque()
         self._unanswered: OrderedDict[int, _Sent] = OrderedDict()
         self._in_flight = 0
@@ -152,6 +154,17 @@ class Link:
     def is_encrypted(self) -> bool:
         """Whether both sides have proved their keys."""
         return self._key is not None
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where other workers find this one, and the key that it will prove to them."""
+        key = None if self._key is None else z85.decode(self._key.worker)
+        return {"address": self.address, "key": key, "of": self.boot}
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the session is known to be gone."""
+        return self._error is not None
 
     @property
     def applied(self) -> int:
@@ -223,6 +236,14 @@ class Link:
         then."""
         with self._changed:
             self._cancel = self._next - 1
+        self._pass_on()
+
+    def tell(self, fields: dict[str, Any]) -> None:
+        """Say something that is no request, at once: it is not answered, and lost when the connection breaks. Does
+        nothing when the session is gone."""
+        with self._changed:
+            if self._error is None:
+                self._notes.append(fields)
         self._pass_on()
 
     def close(self) -> None:
@@ -325,11 +346,14 @@ class Link:
         while self._greeted:
             with self._changed:
                 cancel, self._cancel = self._cancel, 0
+                notes = [self._notes.popleft() for _ in range(len(self._notes))]
                 sent = self._queue.popleft() if self._queue else None
                 acked = next(iter(self._unanswered), self._next) - 1
                 epoch = self._epoch
             if cancel:
                 self._put({"kind": "cancel", "through": cancel}, [])
+            for note in notes:
+                self._put(note, [])
             if sent is None:
                 return
             fields = {"kind": "work", "epoch": epoch, "seq": sent.seq, "acked": acked, "requests": sent.requests}

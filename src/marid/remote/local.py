@@ -57,18 +57,20 @@ def start_workers(
     transport: str = "ipc",
     *,
     options: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    threads: int | None = None,
     timeout: float = 120.0,
 ) -> list[LocalWorker]:
     """Start worker processes, all at once, each with an address of its own; wait until they serve.
 
-    ``transport`` is "ipc" (sockets in a directory that only this user can enter) or "tcp" (a free port of 127.0.0.1,
-    which every user of this machine can reach). ``options`` are more arguments of ``marid worker``. Raises
-    ``WorkerLostError`` when one does not start.
+    ``transport`` is "ipc" (sockets in a directory that only this user can enter) or "tcp" (a free port of ``host``;
+    every user of this machine can reach 127.0.0.1). ``options`` are more arguments of ``marid worker``. Each has as
+    many ``threads`` as this process, if not given. Raises ``WorkerLostError`` when one does not start.
     """
     started: list[LocalWorker] = []
     try:
         for _ in range(count):
-            started.append(_start(device, transport, options))  # noqa: PERF401  (what was started is stopped on errors)
+            started.append(_start(device, transport, options, host, threads or torch.get_num_threads()))  # noqa: PERF401  (what was started is stopped on errors)
         for worker in started:
             worker.address = _address(worker, time.monotonic() + timeout)
     except BaseException:
@@ -78,12 +80,12 @@ def start_workers(
     return started
 
 
-def _start(device: str, transport: str, options: tuple[str, ...]) -> LocalWorker:
+def _start(device: str, transport: str, options: tuple[str, ...], host: str, threads: int) -> LocalWorker:
     folder = tempfile.mkdtemp(prefix="marid-worker-") if transport == "ipc" else None
-    bind = f"ipc://{folder}/socket" if folder is not None else "127.0.0.1:0"
+    bind = f"ipc://{folder}/socket" if folder is not None else f"{host}:0"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_KEPT_OUT)}
     # Kernels split sums by threads: with as many as this process has, results are its own bit for bit.
-    environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(torch.get_num_threads())
+    environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and Path(path).exists())
     command = [sys.executable, "-P", "-m", "marid", "worker", "--bind", bind, "--device", device, "--until-eof"]
     process = subprocess.Popen(

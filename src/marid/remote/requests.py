@@ -15,6 +15,8 @@ import torch
 from marid.errors import WireError
 from marid.graph.node import Spec
 from marid.remote.chunks import CHUNK_BYTES
+from marid.remote.collectives import OPERATIONS, host_of
+from marid.remote.copies import TICKET_BYTES
 from marid.remote.packing import packing_of
 from marid.remote.programs import BODY_BYTES, DIGEST_BYTES
 from marid.remote.specs import sizes_from, spec_from, spec_to
@@ -41,12 +43,14 @@ __all__ = [
     "Geometry",
     "Have",
     "Load",
+    "Pack",
     "Program",
     "Request",
     "Run",
     "Sizes",
     "Stats",
     "Switch",
+    "Take",
     "Upload",
     "read_requests",
     "write_requests",
@@ -54,6 +58,7 @@ __all__ = [
 
 HANDLES = 1 << 53
 """Handles are below this."""
+GROUP_BYTES = 16
 _INPUTS = 1 << 14
 _CHUNKS = 1 << 14
 _ARGUMENTS = 1 << 12
@@ -198,6 +203,64 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Pack:
+    """The bytes of the tensor ``source``, packed, in memory of the host, become ``handle``: what others may collect."""
+
+    handle: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What another worker has packed, and is offered under this ticket, becomes a tensor of this geometry here."""
+
+    handle: int
+    ticket: bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Let the members of a group meet here, at ``host``: the answer is the port."""
+
+    group: bytes
+    host: str
+    timeout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Form a group with others, who meet at ``host`` and ``port``, and reach this member at ``own``; waits for them."""
+
+    group: bytes
+    rank: int
+    size: int
+    host: str
+    port: int
+    own: str
+    timeout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """``handle`` becomes what ``source`` and those of the other members of a group are together; waits for them."""
+
+    group: bytes
+    operation: str
+    handle: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A group is not needed any more."""
+
+    group: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """What the worker holds and has done: the answer is a map."""
 
@@ -209,7 +272,28 @@ class Switch:
     switches: Switches
 
 
-Request = Switch | Sizes | Again | Upload | Chunk | Have | Program | Geometry | Run | Call | Fetch | Free | Load | Stats
+Request = (
+    Switch
+    | Sizes
+    | Again
+    | Upload
+    | Chunk
+    | Have
+    | Program
+    | Geometry
+    | Run
+    | Call
+    | Fetch
+    | Free
+    | Load
+    | Pack
+    | Take
+    | Meet
+    | Join
+    | Reduce
+    | Leave
+    | Stats
+)
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
@@ -263,6 +347,20 @@ def _write(request: Request, segments: list[Buffer]) -> list[Any]:
         return ["call", request.operator, args, kwargs, request.state, request.base]
     if isinstance(request, Load):
         return ["load", request.path, request.name, request.handle]
+    if isinstance(request, Pack):
+        return ["pack", request.handle, request.source]
+    if isinstance(request, Take):
+        geometry = [dtype_name(request.dtype), list(request.shape), list(request.stride)]
+        return ["take", request.handle, request.ticket, *geometry]
+    if isinstance(request, Meet):
+        return ["meet", request.group, request.host, request.timeout]
+    if isinstance(request, Join):
+        where = [request.host, request.port, request.own, request.timeout]
+        return ["join", request.group, request.rank, request.size, *where]
+    if isinstance(request, Reduce):
+        return ["reduce", request.group, request.operation, request.handle, request.source]
+    if isinstance(request, Leave):
+        return ["leave", request.group]
     return ["stats"]
 
 
@@ -438,6 +536,43 @@ def _load(data: list[Any], _segments: Sequence[Buffer]) -> Load:
     return Load(as_text(data[0], 4096, "a path"), as_text(data[1], 1024, "a name"), _handle(data[2]))
 
 
+def _pack(data: list[Any], _segments: Sequence[Buffer]) -> Pack:
+    return Pack(_handle(data[0]), _handle(data[1]))
+
+
+def _take(data: list[Any], _segments: Sequence[Buffer]) -> Take:
+    dtype = dtype_named(data[2])
+    ticket = as_bytes(data[1], TICKET_BYTES, "a ticket")
+    return Take(_handle(data[0]), ticket, dtype, *sizes_from(data[3], data[4], dtype))
+
+
+def _group(value: Any) -> bytes:
+    return as_bytes(value, GROUP_BYTES, "a group")
+
+
+def _meet(data: list[Any], _segments: Sequence[Buffer]) -> Meet:
+    return Meet(_group(data[0]), host_of(as_text(data[1], 253, "a host")), as_int(data[2], 1, 3600, "a timeout"))
+
+
+def _join(data: list[Any], _segments: Sequence[Buffer]) -> Join:
+    size = as_int(data[2], 1, 4096, "a number of members")
+    rank = as_int(data[1], 0, size - 1, "a rank")
+    host, own = (host_of(as_text(text, 253, "a host")) for text in (data[3], data[5]))
+    port = as_int(data[4], 1, 65535, "a port")
+    return Join(_group(data[0]), rank, size, host, port, own, as_int(data[6], 1, 3600, "a timeout"))
+
+
+def _reduce(data: list[Any], _segments: Sequence[Buffer]) -> Reduce:
+    operation = as_text(data[1], 16, "an operation")
+    if operation not in OPERATIONS:
+        raise WireError("a way to reduce is none")
+    return Reduce(_group(data[0]), operation, _handle(data[2]), _handle(data[3]))
+
+
+def _leave(data: list[Any], _segments: Sequence[Buffer]) -> Leave:
+    return Leave(_group(data[0]))
+
+
 def _stats(_data: list[Any], _segments: Sequence[Buffer]) -> Stats:
     return Stats()
 
@@ -453,6 +588,12 @@ _READERS = {
     "fetch": (_fetch, {1, 4}),
     "free": (_free, {1}),
     "load": (_load, {3}),
+    "pack": (_pack, {2}),
+    "take": (_take, {5}),
+    "meet": (_meet, {3}),
+    "join": (_join, {7}),
+    "reduce": (_reduce, {4}),
+    "leave": (_leave, {1}),
     "stats": (_stats, {0}),
     "switch": (_switch, {1}),
     "sizes": (_sizes, {4}),

@@ -22,6 +22,8 @@ from marid.errors import WireError
 from marid.execute.interrupted import Interrupted
 from marid.remote import requests as ask
 from marid.remote.chunks import ChunkStore
+from marid.remote.copies import Copies
+from marid.remote.groups import Groups
 from marid.remote.machine import Machine, TooLarge, Warned, bytes_of
 from marid.remote.operators import operator_named
 from marid.remote.packing import packing_of
@@ -29,6 +31,7 @@ from marid.remote.programs import digest_of
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
 from marid.remote.tensors import read_tensor, segments_of, tensor_of
+from marid.remote.waits import Waits
 from marid.remote.wire import SEGMENT_BYTES, SEGMENTS, dtype_name
 
 __all__ = ["Answer", "Cancelled", "Message", "Session"]
@@ -100,17 +103,31 @@ class Session:
         """Bytes that other sessions hold."""
         self.worker_stats: Callable[[], dict[str, Any]] = dict
         """What the worker counts."""
+        self.copies: Copies | None = None
+        """What other workers send."""
+        self.groups: Groups | None = None
+        """The process groups that it is a member of."""
         self._running = 0
+        self._begun: tuple[list[list[Any]], list[Any], list[str]] | None = None
+        """What a message that has to wait has done by now: results, segments, warnings."""
+        self.waiting: Waits | None = None
+        """What it waits for."""
 
     @property
     def is_cancelled(self) -> bool:
         """Whether what runs now is to be stopped."""
         return 0 < self._running <= self.cancelled_through
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether what it waits for is over, or not wanted any more."""
+        return self.waiting is None or self.applied < self.cancelled_through or self.waiting.is_over()
+
     # --- exactly once ---
 
-    def answer(self, message: Message) -> Answer:
-        """Apply what is new in a message; what to send back."""
+    def answer(self, message: Message) -> Answer | None:
+        """Apply what is new in a message; what to send back. None when it has to wait (``waiting``): to be called again
+        with the same message, before any other, once it ``may_go_on``."""
         self._forget(message.acked)
         if message.epoch == self.epoch + 1 and self.failure is not None:
             self.applied, self.epoch, self.failure = self.failure["seq"], message.epoch, None
@@ -133,10 +150,9 @@ class Session:
             return self._plain({"error": self.failure}, self.applied)
         return self._apply(message, requests)
 
-    def _apply(self, message: Message, requests: list[ask.Request]) -> Answer:
-        results: list[list[Any]] = []
-        segments: list[Any] = []
-        warned: list[str] = []
+    def _apply(self, message: Message, requests: list[ask.Request]) -> Answer | None:
+        results, segments, warned = self._begun or ([], [], [])
+        self._begun = self.waiting = None
         apply(self.switches)  # another session may have others
         for seq, request in enumerate(requests, message.seq):
             if seq <= self.applied:
@@ -150,6 +166,9 @@ class Session:
                 with Warned() as warnings:
                     value = self._one(request, segments)
                 warned += warnings.texts
+            except Waits as waits:
+                self._begun, self.waiting = (results, segments, warned), waits
+                return None
             except (Exception, Cancelled) as error:  # an operator may raise anything; it goes to the client
                 self._halt(seq, error, request)
                 break
@@ -264,6 +283,13 @@ class Session:
         if isinstance(request, ask.Switch):
             self.switches = request.switches
             return apply(request.switches)
+        if isinstance(request, ask.Pack):
+            return self._pack(request)
+        if isinstance(request, ask.Take):
+            return self._take(request)
+        if isinstance(request, (ask.Meet, ask.Join, ask.Reduce, ask.Leave)):
+            assert self.groups is not None
+            return self.groups.do(request, self)
         return self.stats()
 
     def _run(self, request: ask.Run) -> None:
@@ -359,6 +385,41 @@ class Session:
             return {"c": [item.real, item.imag]}
         raise Refused(f"an operator returned a {type(item).__name__}, which cannot be sent")
 
+    def _pack(self, request: ask.Pack) -> None:
+        tensor = self._tensor(request.source)
+        with concretely():
+            tensor = tensor.resolve_conj().resolve_neg()
+            packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
+            self._make_room(packing.nbytes)
+            data = packing.pack(tensor).cpu().view(torch.uint8)
+        self._keep(request.handle, data)
+
+    def _take(self, request: ask.Take) -> None:
+        assert self.copies is not None
+        packing = packing_of(request.shape, request.stride, request.dtype)
+        arrival = self.copies.arrivals.get(request.ticket)
+        if arrival is None:
+            self._make_room(packing.span * request.dtype.itemsize)
+            arrival = self.copies.expect(request.ticket, packing.nbytes)
+        if not arrival.has_ended:
+            raise Waits(lambda: arrival.has_ended)
+        self.copies.forget(request.ticket)
+        if arrival.error is not None:
+            raise arrival.error
+        elements = arrival.data.view(request.dtype).to(self._machine.device)
+        self._keep(request.handle, packing.unpack(elements))
+
+    def reduced(self, request: ask.Reduce) -> torch.Tensor:
+        """The tensor that is to be reduced in place: a copy of what the request names."""
+        source = self._tensor(request.source)
+        self._make_room(source.numel() * source.itemsize)
+        with concretely():
+            return source.clone(memory_format=torch.contiguous_format)
+
+    def keep(self, handle: int, tensor: torch.Tensor) -> None:
+        """A tensor was made for that handle."""
+        self._keep(handle, tensor)
+
     def _load(self, request: ask.Load) -> list[Any]:
         def room(nbytes: int) -> None:
             self._make_room(nbytes)
@@ -385,7 +446,8 @@ class Session:
 
     def nbytes(self) -> int:
         """Bytes of the memory that its tensors lie in."""
-        return bytes_of(self.tensors.values())
+        coming = [] if self.copies is None else [one.data for one in list(self.copies.arrivals.values())]
+        return bytes_of([*self.tensors.values(), *coming])
 
     def stats(self) -> dict[str, Any]:
         """What it holds, and what the worker has done."""

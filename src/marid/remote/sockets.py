@@ -7,8 +7,9 @@ only half open.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ import zmq
 from marid.remote.keys import ClientKey, WorkerKeys
 from marid.remote.wire import HEADER_BYTES, SEGMENT_BYTES, SEGMENTS
 
-__all__ = ["ClientSocket", "ServerSocket", "Wake"]
+__all__ = ["PEER", "ClientSocket", "ServerSocket", "Wake"]
+
+PEER = b"peer:"
+"""Owners with names that begin so are other workers, which may only collect what they are offered."""
 
 _ZAP = "inproc://zeromq.zap.01"
 _DENIED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -141,10 +145,11 @@ class ServerSocket:
             self._poller.register(self._zap, zmq.POLLIN)
         self.refused = 0
         """How many connections were refused."""
+        self.admits_peer: Callable[[bytes], bool] = lambda _key: False
+        """Whether another worker with that public key (32 bytes) is let in, to collect what it is offered."""
         self._router.bind(address)
-        self.address: str = (
-            self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").replace("[::ffff:127.0.0.1]", "127.0.0.1")
-        )
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address: str = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)
         if address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).chmod(0o600)
 
@@ -182,8 +187,12 @@ class ServerSocket:
         """Answer libzmq, which asks whether the client with some key is let in (ZeroMQ RFC 27)."""
         assert self._keys is not None
         frames = self._zap.recv_multipart()
-        admitted = len(frames) == 7 and frames[5] == b"CURVE" and self._keys.admits(frames[6])
-        user = frames[6].hex().encode() if admitted else b""
+        proved = frames[6] if len(frames) == 7 and frames[5] == b"CURVE" else None
+        admitted, user = False, b""
+        if proved is not None and self._keys.admits(proved):
+            admitted, user = True, proved.hex().encode()
+        elif proved is not None and self.admits_peer(proved):
+            admitted, user = True, PEER + proved.hex().encode()
         answer = (b"200", b"OK", user) if admitted else (b"400", b"no such key", b"")
         self._zap.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *answer, b""])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from marid.graph.program import Task
 from marid.remote.buffers import Block, RemoteBuffer
 from marid.remote.contents import Content
 from marid.remote.known import Sized
+from marid.remote.link import Link
 from marid.remote.programs import changes_between
 from marid.remote.requests import (
     Again,
@@ -39,6 +40,7 @@ from marid.report.traffic import traffic
 __all__ = [
     "AskWork",
     "CallWork",
+    "End",
     "FetchWork",
     "FreeWork",
     "ReplayWork",
@@ -48,6 +50,25 @@ __all__ = [
     "Work",
     "upload_requests",
 ]
+
+
+class End(Protocol):
+    """A worker that copies come from or go to, as a client has it."""
+
+    @property
+    def link(self) -> Link:
+        """The session on it, now."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether what it held is gone, or not all there again."""
+        ...
+
+    def revive(self) -> None:
+        """See to it that it does what it can: take another worker if this one is lost, and say again what may not have
+        been heard. Does nothing while another thread is at it."""
+        ...
 
 
 @dataclass
@@ -67,8 +88,9 @@ class Work:
     """One step.
 
     ``reads``, ``writes`` and ``makes`` are blocks: those it takes as they are, those it changes, and new ones;
-    ``inputs`` and ``handles`` the handles it needs and makes; ``contents`` what the client keeps for it. ``seconds`` is
-    about what it took. ``site`` is the user's line it is for. ``answered`` once it was done.
+    ``inputs`` and ``handles`` the handles it needs and makes; ``contents`` what the client keeps for it, ``held`` the
+    bytes that another worker keeps for it. ``seconds`` is about what it took.
+    ``site`` is the user's line it is for. ``answered`` once it was done.
     """
 
     reads: tuple[Block, ...] = ()
@@ -77,9 +99,12 @@ class Work:
     inputs: tuple[int, ...] = ()
     handles: tuple[int, ...] = ()
     contents: tuple[Content, ...] = ()
+    held = 0
     seconds = 0.0
     site: Any = None
     answered = False
+    sources: tuple[End, ...] = ()
+    """Other workers that it needs something of."""
     lasting = True
     """Whether it has to be done again on a worker that has lost everything."""
 
@@ -94,6 +119,13 @@ class Work:
     def refused(self) -> bool:
         """Something before it has failed: whether it is to be sent again as it is."""
         return True
+
+    def retry(self, failure: dict[str, Any]) -> bool:
+        """It has failed: whether it is to be sent again all the same."""
+        return "missing" in failure
+
+    def say_again(self) -> None:
+        """It is waited for: say again beside it what may not have been heard."""
 
 
 class FreeWork(Work):

@@ -23,10 +23,12 @@ import torch
 from marid.errors import AuthenticationError, WireError
 from marid.execute.flat import may_be_stopped
 from marid.remote.chunks import ChunkStore
+from marid.remote.copies import Collectors, Copies, Offers
+from marid.remote.groups import Groups
 from marid.remote.keys import WorkerKeys
 from marid.remote.machine import Machine
 from marid.remote.session import Cancelled, Message, Session
-from marid.remote.sockets import ServerSocket
+from marid.remote.sockets import PEER, ServerSocket
 from marid.remote.wire import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
 
 __all__ = ["Limits", "Worker", "endpoint"]
@@ -104,10 +106,16 @@ class Worker:
             )
         self._socket = ServerSocket(address, None if keys is None else WorkerKeys(keys))
         self.address = self._socket.address
+        self._has_keys = keys is not None
+        self._offers = Offers()
+        self._socket.admits_peer = self._offers.admits
+        self._collectors = Collectors(self._socket.wake)
         self._using = threading.Lock()
         """Of the socket and of what messages change: sessions, inboxes, who is next."""
         self._sessions: dict[bytes, Session] = {}
         self._turns: deque[Session] = deque()
+        self._waiting: list[Session] = []
+        """Those of which the next message has begun, and waits for others."""
         self._current: Session | None = None
         self._stopping = False
         self._looked = 0.0
@@ -124,6 +132,8 @@ class Worker:
         sys.setswitchinterval(1e-3)
         try:
             while not self._stopping:
+                if self._waiting:
+                    self._go_on()
                 if not self._turns:
                     with self._using:
                         self._take(_IDLE)
@@ -135,6 +145,7 @@ class Worker:
             sys.setswitchinterval(interval)
             watching.join()
             signal.signal(signal.SIGUSR1, before)
+            self._collectors.close()
             self._socket.close()
 
     def stop(self) -> None:
@@ -148,7 +159,11 @@ class Worker:
             message = session.inbox.popleft()
             session.inbox_bytes -= message.nbytes
         if message.requests is None:
+            assert session.copies is not None
+            assert session.groups is not None
             session.tensors.clear()
+            session.copies.clear()
+            session.groups.clear()
             if not self._sessions:
                 self.machine.trim()
             return
@@ -157,6 +172,12 @@ class Worker:
             answer = session.answer(message)
         finally:
             self._current = None
+        if answer is None:
+            with self._using:
+                session.inbox.appendleft(message)
+                session.inbox_bytes += message.nbytes
+                self._waiting.append(session)
+            return
         del message
         try:
             header = self._header(answer.fields)
@@ -170,6 +191,13 @@ class Worker:
                 self._take(0)
             else:
                 session.scheduled = False
+
+    def _go_on(self) -> None:
+        """Have those that need not wait any longer take turns again."""
+        with self._using:
+            waiting, self._waiting = self._waiting, []
+            for session in waiting:
+                (self._turns if session.may_go_on else self._waiting).append(session)
 
     def _watch(self, main: int, until: Callable[[], bool] | None) -> None:
         """What the main thread has no time for while something runs."""
@@ -216,6 +244,12 @@ class Worker:
 
     def _handle(self, route: bytes, owner: bytes, header: dict[str, Any], frames: list[Any]) -> None:
         kind = header.get("kind")
+        if kind in ("collect", "collected"):
+            self._collect(route, owner, header)
+            return
+        if owner.startswith(PEER):
+            self._refuse(route, "owner", "another worker may only collect what it is offered")
+            return
         number = as_bytes(header.get("session"), 16, "a session")
         session = self._sessions.get(number)
         if session is not None and session.owner != owner:
@@ -233,10 +267,23 @@ class Worker:
             elif kind == "cancel":
                 through = as_int(header.get("through"), 0, _SEQ, "a request")
                 session.cancelled_through = max(session.cancelled_through, through)
+            elif kind == "offer":
+                self._offers.offer(session, header)
+            elif kind == "source":
+                assert session.copies is not None
+                session.copies.tell(header)
             elif kind == "bye":
                 self._end(session)
             else:
                 raise WireError("a message is of no known kind")
+
+    def _collect(self, route: bytes, owner: bytes, header: dict[str, Any]) -> None:
+        if header.get("boot") != self.boot:
+            return  # whoever asks means another worker, or another life of this one
+        proved = owner.removeprefix(PEER).decode() if self._has_keys else None
+        answer = self._offers.answer(header, proved)
+        if answer is not None:
+            self._send(route, *answer)
 
     def _welcome(
         self, route: bytes, owner: bytes, number: bytes, session: Session | None, header: dict[str, Any]
@@ -252,11 +299,14 @@ class Worker:
             own = session
             session.others = lambda: sum(one.nbytes() for one in list(self._sessions.values()) if one is not own)
             session.worker_stats = self.stats
+            session.copies = Copies(self._collectors)
+            session.groups = Groups(self.machine.device, self._socket.wake)
             self._sessions[number] = session
         session.route, session.seen = route, time.monotonic()
         limits = {"in_flight": self.limits.in_flight // 2, "messages": self.limits.messages // 2}
         limits |= {"lease": self.limits.lease, "memory": self.limits.memory}
         facts = {"device": str(self.machine.device), "torch": torch.__version__, "pid": os.getpid()}
+        facts |= {"peer": self._collectors.key}
         state = {"applied": session.applied, "epoch": session.epoch}
         self._send(route, {"kind": "welcome", "session": number, "limits": limits, **facts, **state}, [])
 
@@ -281,6 +331,7 @@ class Worker:
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.number, None) is not None:
             session.cancelled_through = _SEQ
+            self._offers.forget(session)
             self._schedule(session, Message(0, 0, 0, None, [], 0))
 
     def _refuse(self, route: bytes, reason: str, text: str) -> None:
@@ -296,4 +347,5 @@ class Worker:
     def stats(self) -> dict[str, Any]:
         """What was refused, and how many sessions there are."""
         refused = {**self.refusals.counts, "connection": self._socket.refused, "request": self.machine.refused}
-        return {"sessions": len(self._sessions), "refused": refused}
+        copied = {"collected_bytes": self._collectors.received, "offered_bytes": self._offers.collected}
+        return {"sessions": len(self._sessions), "refused": refused, **copied}

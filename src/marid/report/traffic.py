@@ -36,7 +36,8 @@ class Counts:
     ``messages_up`` and ``messages_down``; ``deduplicated`` bytes that were not sent because the worker had them;
     ``reconnects`` of a broken connection and messages ``resent`` after one; ``recoveries`` of a lost worker with the
     ``replays`` of steps and ``recovery_seconds`` that they took; ``checkpoints`` and the ``checkpoint_bytes`` that they
-    brought.
+    brought; ``copies`` from worker to worker and the ``copied_bytes`` of these, and copies that were ``relayed`` by
+    this process because the workers do not reach each other.
     """
 
     round_trips: int = 0
@@ -52,6 +53,9 @@ class Counts:
     recovery_seconds: float = 0.0
     checkpoints: int = 0
     checkpoint_bytes: int = 0
+    copies: int = 0
+    copied_bytes: int = 0
+    relayed: int = 0
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,127 @@
+"""Process groups of ``torch.distributed`` inside of workers: the sums of tensors that lie on several of them.
+
+A group has a thread, on which it is formed and reduces, so that the worker goes on with other sessions. Everything in
+it ends after its timeout, and as soon as a member's connection breaks; a group that has failed is of no more use.
+Tensors travel as ``torch.distributed`` sends them: neither encrypted nor authenticated.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from marid.errors import WireError
+
+__all__ = ["OPERATIONS", "CollectiveFailed", "Group", "Job", "Store", "host_of"]
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+"""How tensors may be reduced; for a mean, the sum is divided."""
+_HOST = re.compile(r"[\w.:-]{1,253}", re.ASCII)
+
+
+class CollectiveFailed(Exception):
+    """A group was not formed, or did not come to an end with what it was to reduce."""
+
+
+def host_of(text: str) -> str:
+    """A host by name or address. Raises ``WireError``."""
+    if not _HOST.fullmatch(text):
+        raise WireError("a host is none")
+    return text
+
+
+class Store:
+    """Where the members of a group meet, on the worker of the first one."""
+
+    def __init__(self, host: str, timeout: float) -> None:
+        try:
+            self.store = TCPStore(host, 0, None, True, timedelta(seconds=timeout), False)
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveFailed(f"no store on {host}: {error}") from error
+        self.port = self.store.port
+
+
+class Job:
+    """Something that a group does on its thread. ``error`` is why it failed."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+        self.is_over = False
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Do it; on the thread of the group."""
+        try:
+            self._do()
+        except (RuntimeError, ValueError) as error:
+            self.error = CollectiveFailed(str(error))
+        self.is_over = True
+
+
+class Group:
+    """One member of a process group: ``rank`` of ``size``. ``changed`` is called when a job is over."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: float, changed: Callable[[], None]) -> None:
+        self._rank, self._size, self._device, self._timeout = rank, size, device, timedelta(seconds=timeout)
+        self._group: Any = None
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._changed = changed
+        threading.Thread(target=self._serve, name="marid-group", daemon=True).start()
+
+    def join(self, store: Store | None, host: str, port: int, own: str) -> Job:
+        """Form it: meet at ``host``, be reached at ``own``."""
+
+        def form() -> None:
+            met = store.store if store is not None else TCPStore(host, port, None, False, self._timeout, False)
+            if self._device.type == "cuda":
+                options: Any = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                torch.cuda.set_device(self._device)
+                self._group = dist.ProcessGroupNCCL(met, self._rank, self._size, options)
+                return
+            options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
+            options._timeout = self._timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+            self._group = dist.ProcessGroupGloo(met, self._rank, self._size, options)
+
+        return self._do(form)
+
+    def reduce(self, tensor: torch.Tensor, operation: str) -> Job:
+        """Reduce a tensor of this worker, in place, with those of the other members."""
+
+        def reduce() -> None:
+            if self._group is None:
+                raise RuntimeError("the group was not formed")
+            options = dist.AllreduceOptions()
+            options.reduceOp = OPERATIONS[operation]
+            options.timeout = self._timeout
+            self._group.allreduce([tensor], options).wait()
+            if operation == "mean":
+                tensor.div_(self._size)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+
+        return self._do(reduce)
+
+    def close(self) -> None:
+        """It is not needed any more; what it still does comes to its end, or its timeout."""
+        self._jobs.put(None)
+
+    def _do(self, do: Callable[[], None]) -> Job:
+        job = Job(do)
+        self._jobs.put(job)
+        return job
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+            self._changed()
+        self._group = None
