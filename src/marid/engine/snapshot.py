@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from marid.engine.pages import in_large_pages
+
 __all__ = ["snapshot"]
 
 
@@ -14,9 +16,9 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     tensor = tensor.resolve_conj().resolve_neg()
     if torch._C._TensorBase.is_contiguous(tensor):
-        return tensor.clone()
+        return in_large_pages(torch.empty_like(tensor)).copy_(tensor)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() == 0 or span == tensor.numel():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        return in_large_pages(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)).copy_(tensor)
     block = tensor.as_strided((span,), (1,)).clone()
     return block.as_strided(tensor.shape, tensor.stride(), 0)
