@@ -14,9 +14,16 @@ import torch
 import marid
 from marid.engine.pages import in_large_pages
 from marid.engine.snapshot import snapshot
+from marid.remote import requests as ask
 from marid.remote import spool as spooling
+from marid.remote.connect import connection_of, disconnect
 from marid.remote.contents import Content, content_of
+from marid.remote.local import LocalWorker
+from marid.remote.offers import HaveWork
 from marid.remote.spool import Spool
+from marid.remote.work import Sent
+from marid.report.traffic import RemoteStats
+from tests.remote_helpers import worker_process
 
 MB = 1 << 20
 
@@ -129,3 +136,135 @@ def test_snapshots_of_large_tensors_keep_strides() -> None:
         assert copied.stride() == one.stride()
         assert torch.equal(copied, one)
         assert copied.untyped_storage().data_ptr() != one.untyped_storage().data_ptr()
+
+
+# --- what is not sent again ------------------------------------------------------------------------------------------
+
+DEVICE = "remote_accelerator:6"
+
+
+@contextlib.contextmanager
+def connected(worker: LocalWorker) -> Iterator[None]:
+    """A session of this process, which nothing of another one is known of."""
+    marid.connect(worker.address, first=6)
+    try:
+        yield
+    finally:
+        disconnect(6, force=True)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[LocalWorker]:
+    with worker_process(transport="ipc") as one:
+        yield one
+
+
+def weights(seed: int, count: int = 12, size: int = 5 * MB) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-100, 100, (size // 4,), dtype=torch.int32, generator=generator) for _ in range(count)]
+
+
+def uploaded(tensors: list[torch.Tensor]) -> RemoteStats:
+    """Upload them, compare what arrives, and give what that moved; of what came back only sums."""
+    marid.reset_stats()
+    there = [tensor.to(DEVICE) for tensor in tensors]
+    sums = [tensor.sum() for tensor in there]
+    marid.materialize(*sums)
+    assert [one.item() for one in sums] == [tensor.sum().item() for tensor in tensors]
+    found = marid.stats().remote
+    assert found is not None
+    assert all(torch.equal(one.cpu(), tensor) for one, tensor in zip(there[::5], tensors[::5], strict=True))
+    return found
+
+
+def test_weights_are_sent_once_to_a_worker(worker: LocalWorker) -> None:
+    tensors = weights(1)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    with connected(worker):
+        first = uploaded(tensors)
+        assert nbytes < first.bytes_up < 1.01 * nbytes
+        again = uploaded(tensors)
+        assert again.bytes_up < 0.01 * nbytes
+        assert again.deduplicated == nbytes
+    with connected(worker):  # a session that has sent nothing itself
+        other = uploaded(tensors)
+        assert other.bytes_up < 0.01 * nbytes
+        assert other.deduplicated == nbytes
+
+
+def test_only_what_is_new_is_sent(worker: LocalWorker) -> None:
+    tensors = weights(2)
+    with connected(worker):
+        uploaded(tensors)
+    tensors[3][7] += 1  # in the first chunk of two
+    tensors[8] = weights(3, 1)[0]
+    with connected(worker):
+        found = uploaded(tensors)
+    assert 9 * MB < found.bytes_up < 10 * MB
+
+
+def test_one_question_for_many_tensors(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    written = HaveWork.requests
+
+    def requests(self: HaveWork, sent: Sent) -> list[ask.Request]:
+        asked.append(len(self.digests))
+        return written(self, sent)
+
+    monkeypatch.setattr(HaveWork, "requests", requests)
+    with connected(worker):
+        uploaded(weights(4, 12, 2 * MB))
+    assert asked == [12]
+
+
+def test_questions_that_save_nothing_are_not_asked_again(worker: LocalWorker) -> None:
+    """A loop that uploads a new batch at each step waits once a step."""
+    with connected(worker):
+        for step in range(8):
+            marid.reset_stats()
+            (batch,) = weights(100 + step, 1, 2 * MB)
+            assert batch.to(DEVICE).sum().item() == batch.sum().item()
+        found = marid.stats().remote
+    assert found is not None
+    assert found.round_trips == 1
+    assert found.messages_up <= 2
+
+
+def test_a_worker_that_forgets_chunks_is_sent_them_again() -> None:
+    """It answers that it has them, and has no room for them any more when they are needed."""
+    with worker_process("--chunk-memory", "24MiB") as small:
+        tensors = weights(5, 8, 7 * MB)
+        for _ in range(2):
+            with connected(small):
+                uploaded(tensors)
+                uploaded(tensors)
+
+
+def test_the_worker_is_lost_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    marid.connect(workers=1, first=6)
+    try:
+        tensors = weights(6, 16)
+        written = HaveWork.requests
+        killed: list[int] = []
+
+        def requests(self: HaveWork, sent: Sent) -> list[ask.Request]:
+            if len(killed) < 2:
+                process = connection_of(6).worker.process
+                killed.append(process.pid)
+                process.kill()
+            return written(self, sent)
+
+        monkeypatch.setattr(HaveWork, "requests", requests)
+        uploaded(tensors)
+        assert len(killed) == 2
+    finally:
+        disconnect(6, force=True)
+
+
+def test_a_failure_before_the_answer_is_raised_once(worker: LocalWorker) -> None:
+    with connected(worker):
+        bad = torch.zeros(3, device=DEVICE)[torch.tensor([5], device=DEVICE)]
+        there = [tensor.to(DEVICE) for tensor in weights(7, 10)]
+        with pytest.raises(IndexError):
+            bad.cpu()
+        assert all(torch.equal(one.cpu(), tensor) for one, tensor in zip(there, weights(7, 10), strict=True))

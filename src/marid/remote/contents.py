@@ -11,7 +11,7 @@ from marid.remote.packing import packing_of
 from marid.remote.spool import ChunkFile, Spool, chunk_file
 from marid.remote.tensors import memory_of, segments_of
 
-__all__ = ["Content", "content_of"]
+__all__ = ["LARGE", "Content", "content_of"]
 
 LARGE = 1 << 20
 """Bytes from which a tensor is sent by content, in chunks, and may be kept in files."""

@@ -17,8 +17,9 @@ from marid.remote.journal import Journal
 from marid.remote.link import Link, LinkLost, RequestFailed, SocketCounts
 from marid.remote.memory import Memory
 from marid.remote.messages import Message, messages_of
+from marid.remote.offers import BATCH, Offers
 from marid.remote.requests import write_requests
-from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RunWork, Sent, Work
+from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RunWork, Sent, UploadWork, Work
 from marid.report.stats import counters
 from marid.report.traffic import traffic
 
@@ -29,6 +30,7 @@ logger = logging.getLogger("marid")
 _PATIENCE = 0.25  # seconds after which it is looked at whether a worker process is still there
 _CANCEL = 10.0  # seconds that a worker may take to stop
 _FREED = 4000  # handles in one request
+_BEHIND = 4 * BATCH  # bytes of uploads that may wait for answers
 _ATTEMPTS = 5  # workers in a row that may be lost while work is done again
 
 
@@ -56,6 +58,7 @@ class Delivery:
     def __init__(self, connection: Connection, memory: Memory) -> None:
         self.memory = memory
         self.journal = Journal()
+        self._offers = Offers()
         self.link = _ours(connection.open())
         self._connection = connection
         self._sent = Sent()
@@ -79,18 +82,50 @@ class Delivery:
         """What was not answered yet, in order."""
         return [*[step for _, step in self._asked], *self._outbox]
 
-    def flush(self) -> None:
-        """Send all that there is to do, what is to be freed first."""
+    def flush(self, streaming: bool = False) -> None:
+        """Send all that there is to do, what is to be freed first. With ``streaming``, leave uploads behind of which
+        it is not known yet whether the worker has them."""
         self.drop()
         while self._outbox:
             try:
-                self._send()
+                if streaming:
+                    self.settle()
+                ready = self._ready(streaming)
+                if ready:
+                    self._send(ready)
+                if streaming:
+                    return
             except LinkLost as lost:
                 self._recover(str(lost))
             except RequestFailed:
                 self.settle()
             except WireError as error:
                 self._refuse(error)
+
+    def _ready(self, streaming: bool) -> int:
+        """How many steps can be sent. Asks about uploads, and waits for answers, but for the latest with
+        ``streaming``."""
+        for question in self._offers.ask(self._outbox, self._sent, streaming):
+            if not self._asked:
+                self._since = time.monotonic()
+            self._asked.append((self.link.send(question.requests(self._sent)), question))
+        place = 0
+        while place < len(self._outbox):
+            step = self._outbox[place]
+            place += 1
+            if not isinstance(step, UploadWork):
+                continue
+            questions = [one for one in step.questions or () if not one.answered]
+            questions = [one for _, one in self._asked if one in questions] if questions else []
+            if streaming and (step.questions is None or (questions and self._unsent() < _BEHIND)):
+                return place - 1
+            if questions:
+                self._await(questions[0])
+                place = 0  # they may be others, after a recovery
+        return place
+
+    def _unsent(self) -> int:
+        return sum(content.nbytes for step in self._outbox for content in step.contents)
 
     def _refuse(self, error: WireError) -> None:
         """Something cannot be written down: take back the step that it is in, and raise."""
@@ -116,10 +151,10 @@ class Delivery:
         for start in range(0, len(handles), _FREED):
             self._outbox.insert(0, FreeWork(tuple(handles[start : start + _FREED])))
 
-    def _send(self) -> None:
-        """Send steps in as few messages as they fit into; takes what was sent out of the outbox."""
+    def _send(self, count: int) -> None:
+        """Send the first steps in as few messages as they fit into; takes what was sent out of the outbox."""
         message = Message()
-        for step in list(self._outbox):
+        for step in self._outbox[:count]:
             for request in step.requests(self._sent):
                 if not message.has_room(request):
                     self._post(message)
@@ -144,6 +179,15 @@ class Delivery:
         while not step.answered:
             if self._outbox:
                 self.flush()
+            if not any(asked is step for _, asked in self._asked):
+                break
+            waited = self._await(step) or waited
+        self.count(round_trips=int(waited and not isinstance(step, AskWork)))  # questions of ours are nobody's
+
+    def _await(self, step: Work) -> bool:
+        """Wait until something that was sent was answered, or something went wrong; whether that took time."""
+        waited = False
+        while not step.answered:
             seq = next((seq for seq, asked in self._asked if asked is step), None)
             if seq is None:
                 break
@@ -161,7 +205,7 @@ class Delivery:
                 self._cancel()
                 raise
             self.settle()
-        self.count(round_trips=int(waited and not isinstance(step, AskWork)))  # questions of ours are nobody's
+        return waited
 
     def settle(self) -> None:
         """Take note of the answers that have come; raise the error of a step that failed."""

@@ -254,7 +254,7 @@ class RemoteEngine:
             self._unsent += step.contents[0].nbytes
             if self._unsent >= _EAGER_BYTES:
                 self._unsent = 0
-                self.delivery.flush()
+                self.delivery.flush(streaming=True)
             return buffer
 
     def memory(self, buffer: RemoteBuffer) -> tuple[int, int] | None:

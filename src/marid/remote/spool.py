@@ -1,8 +1,8 @@
 """Where the bytes of uploaded tensors wait until nobody could need them again: the newest in memory, others in files.
 
-Writing files costs more than sending what is in them, so it is left to a thread that gets what processors have to spare,
-and is done at all only for what goes beyond ``settings.journal_memory``. The files are in a folder of this process
-that only this user can read, each content once; a file goes with the last tensor that has its content.
+Writing files costs more than sending what is in them, so it is left to a thread that gets what processors have to
+spare, and is done at all only for what goes beyond ``settings.journal_memory``. The files are in a folder of this
+process that only this user can read, each content once; a file goes with the last tensor that has its content.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ worker that has lost everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +119,8 @@ class UploadWork(Work):
         self.contents = (content,)
         self._block = buffer.block
         self._kept: Any = buffer  # so that it is not freed before it is there
+        self.questions: Sequence[Work] | None = None if content.digests else ()
+        """What the worker was asked about its chunks; None before that."""
 
     def done(self, result: Any) -> None:
         super().done(result)
