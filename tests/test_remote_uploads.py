@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import marid
-from marid.engine.pages import in_large_pages
 from marid.engine.snapshot import snapshot
 from marid.remote import requests as ask
 from marid.remote import spool as spooling
@@ -121,21 +120,22 @@ def test_a_full_disk_leaves_content_in_memory(monkeypatch: pytest.MonkeyPatch) -
     assert bytes(content.pieces()[0]) == bytes(torch.arange(2 * MB, dtype=torch.uint8).numpy().data)
 
 
-@pytest.mark.parametrize("count", [0, 1, 1 << 20, (4 << 20) + 3, (9 << 20) + 1])
-def test_memory_of_large_pages_is_memory(count: int) -> None:
-    tensor = in_large_pages(torch.empty(count, dtype=torch.uint8))
-    tensor.fill_(7)
-    assert tensor.sum(dtype=torch.int64).item() == 7 * count
-    tensor.resize_(count + 10)
-
-
-def test_snapshots_of_large_tensors_keep_strides() -> None:
-    base = torch.randn(1200, 1100)
-    for one in (base, base.t(), base[:, ::2], base.as_strided((1000, 1000), (1, 1)), base.to(torch.complex64).conj()):
-        copied = snapshot(one)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_large_snapshots_are_copies(dtype: torch.dtype) -> None:
+    base = torch.randint(0, 2, (1200, 1100), dtype=torch.uint8)
+    base = base.view(dtype) if dtype.itemsize == 1 else base.to(dtype)
+    for one in (base, base.t(), base[:, ::2], base[200:], base[None].expand(3, -1, -1)):
+        before = one.clone()
+        copied, moved = snapshot(one), one.to("remote_accelerator:5")
         assert copied.stride() == one.stride()
-        assert torch.equal(copied, one)
-        assert copied.untyped_storage().data_ptr() != one.untyped_storage().data_ptr()
+        assert moved.stride() == one.to("cpu", copy=True).stride()
+        base.view(torch.uint8).bitwise_xor_(1)
+        for found in (copied, moved.cpu()):
+            assert (
+                torch.equal(found.view(torch.uint8), before.view(torch.uint8))
+                if dtype.itemsize == 1
+                else (torch.equal(found, before))
+            )
 
 
 # --- what is not sent again ------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from marid.engine.pages import in_large_pages
 from marid.errors import WireError
 from marid.remote.packing import Packing, packing_of
 from marid.remote.wire import SEGMENT_BYTES, dtype_named
@@ -55,7 +54,7 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype) -> torch
     sizes = [memoryview(piece).nbytes for piece in pieces]
     if sum(sizes) != nbytes or nbytes % dtype.itemsize:
         raise WireError(f"a tensor of {nbytes} bytes came with {sum(sizes)}")
-    block = in_large_pages(torch.empty(nbytes, dtype=torch.uint8))
+    block = torch.empty(nbytes, dtype=torch.uint8)
     target = block.numpy().data
     start = 0
     for piece, size in zip(pieces, sizes, strict=True):
