@@ -204,6 +204,9 @@ class InProcessEngine:
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def load(self, tensor: torch.Tensor, path: str, offset: int) -> torch.Tensor:  # noqa: ARG002
+        return self.upload(tensor)
+
     def read(self, buffer: torch.Tensor, whole: bool = False) -> torch.Tensor:  # noqa: ARG002
         return buffer
 

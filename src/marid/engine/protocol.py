@@ -116,6 +116,11 @@ class Engine(Protocol):
         """The same, of a CPU tensor that nobody else has, or will write: it need not be copied."""
         ...
 
+    def load(self, tensor: torch.Tensor, path: str, offset: int) -> Buffer:
+        """The same as ``upload``, of a contiguous CPU tensor whose bytes are in a file, from ``offset`` on. The file
+        stays as it is."""
+        ...
+
     def read(self, buffer: Buffer, whole: bool = False) -> torch.Tensor:
         """A CPU tensor with the values and strides of ``buffer``, to be read at once and not to be kept or written: it
         may be the buffer itself. With ``whole`` its storage has all of the memory that the buffer lies in, and buffers

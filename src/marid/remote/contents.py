@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import blake3
 import torch
 
-from marid.remote.chunks import CHUNK_BYTES, chunks_of
+from marid.remote.chunks import CHUNK_BYTES, chunks_of, file_pieces
 from marid.remote.packing import packing_of
 from marid.remote.spool import ChunkFile, Spool, chunk_file
 from marid.remote.tensors import memory_of, segments_of
 
-__all__ = ["LARGE", "Content", "content_of"]
+__all__ = ["LARGE", "Content", "FileContent", "content_of"]
 
 LARGE = 1 << 20
 """Bytes from which a tensor is sent by content, in chunks, and may be kept in files."""
@@ -23,6 +24,9 @@ class Content:
     """The packed elements of a tensor. ``digests`` name its chunks, where it is large."""
 
     __slots__ = ("__weakref__", "_data", "_files", "digests", "nbytes")
+    path: str | None = None
+    """The file that they are in, if any."""
+    offset = 0
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data: torch.Tensor | None = data
@@ -52,6 +56,27 @@ class Content:
         except OSError:
             return
         self._files, self._data = files, None
+
+
+class FileContent:
+    """The bytes of a large tensor that are in a file, from ``offset`` on; they are read when they are needed.
+
+    ``digests`` say what they were: bytes that changed since are never taken for them. Raises ``OSError``.
+    """
+
+    def __init__(self, path: str, offset: int, nbytes: int) -> None:
+        self.path, self.offset, self.nbytes = path, offset, nbytes
+        self.digests = tuple([blake3.blake3(piece).digest() for piece in file_pieces(path, offset, nbytes)])
+
+    def pieces(self) -> list[Any]:
+        """The bytes, chunk by chunk. Raises ``OSError`` when they are not there any more."""
+        found = list(file_pieces(self.path, self.offset, self.nbytes))
+        if tuple([blake3.blake3(piece).digest() for piece in found]) != self.digests:
+            raise OSError(f"{self.path} was changed after tensors were loaded from it: load them again")
+        return found
+
+    def spool(self) -> None:
+        """It is in a file."""
 
 
 def content_of(tensor: torch.Tensor) -> Content:

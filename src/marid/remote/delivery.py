@@ -99,7 +99,7 @@ class Delivery:
                 self._recover(str(lost))
             except RequestFailed:
                 self.settle()
-            except WireError as error:
+            except (WireError, OSError) as error:  # OSError: of a file with what is to be uploaded
                 self._refuse(error)
 
     def _ready(self, streaming: bool) -> int:
@@ -127,19 +127,24 @@ class Delivery:
     def _unsent(self) -> int:
         return sum(content.nbytes for step in self._outbox for content in step.contents)
 
-    def _refuse(self, error: WireError) -> None:
-        """Something cannot be written down: take back the step that it is in, and raise."""
+    def _refuse(self, error: WireError | OSError) -> None:
+        """Something cannot be written down or read: take back the step that it is in, and raise."""
         self._sent = Sent(switches=None)
-        for step in self._outbox:
+        for place, step in enumerate(self._outbox):
             try:
                 write_requests(step.requests(Sent()))
-            except WireError as problem:
-                self._outbox.remove(step)
-                self.journal.remove([step])
+            except (WireError, OSError) as problem:
                 for block in step.makes:
                     block.error = problem
+                following = self._outbox[place + 1 :]
+                del self._outbox[place:]
                 if isinstance(step, RunWork) and not isinstance(step, ReplayWork):
-                    step.refused()
+                    following.insert(0, step)
+                else:
+                    self.journal.remove([step])
+                self._outbox += self._take_back(following, problem)
+                if isinstance(problem, OSError):
+                    raise
                 raise UnsupportedOperationError(f"{problem} (needed at {step.site})") from None
         raise error
 
@@ -268,20 +273,28 @@ class Delivery:
             raised = stopped(failed, failure, error, self.memory)
         if not failed.answered:
             gone.append(failed)
-        for step in reversed(following):
-            if step.refused():
-                self._outbox.insert(0, step)
-                continue
-            gone.append(step)
-            if isinstance(step, ReplayWork):
-                step.spoil(raised if isinstance(raised, Exception) else error)
         self.journal.remove(gone)
+        self._outbox = self._take_back(following, raised if isinstance(raised, Exception) else error)
         if isinstance(failed, CallWork):
             failed.error, failed.answered = error, True
             return
         for block in failed.makes if not isinstance(failed, RunWork) else ():
             block.error = error
         raise raised
+
+    def _take_back(self, following: list[Work], error: Exception) -> list[Work]:
+        """What is behind a step that was not done: those of them that are to be sent all the same."""
+        kept: list[Work] = []
+        gone: list[Work] = []
+        for step in reversed(following):
+            if step.refused():
+                kept.append(step)
+                continue
+            gone.append(step)
+            if isinstance(step, ReplayWork):
+                step.spoil(error)
+        self.journal.remove(gone)
+        return kept[::-1]
 
     def _cancel(self) -> None:
         """Ctrl-C: have the worker stop between two operations, and take back what it has not done."""
@@ -322,6 +335,7 @@ class Delivery:
             except LinkLost as lost:
                 reason = str(lost)
                 continue
+            self._drop_spoiled()
             seconds = time.monotonic() - started
             traffic.recovered(count, seconds)
             logger.warning(
@@ -348,6 +362,7 @@ class Delivery:
                     if any(block.error is not None for block in (*step.reads, *step.writes)):
                         self._lose(left.popleft(), "what it was made from was lost")
                         continue
+                    self._ask_again(step)
                     sent.append((self._send_again(step), step))
                     left.popleft()
                 if sent:
@@ -368,17 +383,35 @@ class Delivery:
         self._outbox[:0] = [FreeWork(tuple(extra[i : i + _FREED])) for i in range(0, len(extra), _FREED)]
         return len(needed)
 
+    def _drop_spoiled(self) -> None:
+        """Do not ask for what was lost: whoever reads it gets the error of its block."""
+        spoiled = {handle: block for handle, (block, _) in self.memory.alive.items() if block.error is not None}
+        for step in list(self._outbox) if spoiled else ():
+            blocks = [*step.reads, *[spoiled[handle] for handle in step.inputs if handle in spoiled]]
+            error = next((block.error for block in blocks if block.error is not None), None)
+            if error is not None:
+                self._outbox.remove(step)
+                self._outbox += self._take_back([step], error)
+                if isinstance(step, CallWork):
+                    step.error, step.answered = error, True
+
+    def _ask_again(self, step: Work) -> None:
+        """Let the worker read what it can see in a file."""
+        if isinstance(step, UploadWork) and step.contents[0].path is not None:
+            step.questions = None
+            for question in self._offers.ask([step], self._sent, False):
+                question.done(self._wait_again(self._send_again(question)))
+
     def _send_again(self, step: Work) -> int:
         last = 0
         for message in messages_of(step.requests(self._sent)):
             last = self.link.send(message.requests) + len(message.requests) - 1
         return last
 
-    def _wait_again(self, seq: int) -> None:
+    def _wait_again(self, seq: int) -> Any:
         while True:
             try:
-                self.link.wait(seq, _PATIENCE)
-                return
+                return self.link.wait(seq, _PATIENCE)
             except TimeoutError:
                 if self._connection.is_gone():
                     raise LinkLost("its process has ended") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from marid.remote.requests import Again, Chunk, Geometry, Have, Program, Run, Upload
+from marid.remote.requests import Again, Chunk, Geometry, Have, Load, Program, Run, Upload
 from marid.remote.work import Work
 
 __all__ = ["Message", "messages_of"]
@@ -33,7 +33,7 @@ class Message:
         elif isinstance(request, Upload):
             pieces = request.data
             items += _DIGEST * len(request.digests)
-        elif isinstance(request, Have):
+        elif isinstance(request, (Have, Load)):
             items += _DIGEST * len(request.digests)
         elif isinstance(request, Chunk):
             pieces = (request.data,)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from marid.remote.contents import LARGE
-from marid.remote.requests import Have, Request
+from marid.remote.requests import Have, Load, Request
 from marid.remote.work import Sent, UploadWork, Work
 
 __all__ = ["BATCH", "HaveWork", "Offers"]
@@ -26,14 +26,15 @@ class HaveWork(Work):
 
     lasting = False
 
-    def __init__(self, digests: tuple[bytes, ...], learn: Callable[[int], None]) -> None:
-        self.digests = digests
+    def __init__(self, request: Have | Load, learn: Callable[[int], None]) -> None:
+        self.digests = request.digests
+        self._request = request
         self._learn = learn
         self._sent: Sent | None = None
 
     def requests(self, sent: Sent) -> list[Request]:
         self._sent = sent
-        return [Have(self.digests)]
+        return [self._request]
 
     def done(self, result: Any) -> None:
         super().done(result)
@@ -59,15 +60,21 @@ class Offers:
         uploads = [step for step in steps if isinstance(step, UploadWork) and step.questions is None]
         unsent = [step for step in uploads if not sent.chunks.issuperset(step.contents[0].digests)]
         nbytes = sum(step.contents[0].nbytes for step in unsent)
-        if nbytes < (BATCH if streaming else self._worth):
+        files = [step for step in unsent if step.contents[0].path is not None]
+        if not files and nbytes < (BATCH if streaming else self._worth):
             return []
-        names = dict.fromkeys([digest for step in unsent for digest in step.contents[0].digests])
+        names = dict.fromkeys([d for step in unsent if not step.contents[0].path for d in step.contents[0].digests])
         digests = tuple([digest for digest in names if digest not in sent.chunks])
         parts = [digests[start : start + _DIGESTS] for start in range(0, len(digests), _DIGESTS)]
-        made = [HaveWork(part, self._learn) for part in parts]
+        made = [HaveWork(Have(part), self._learn) for part in parts]
+        made += [HaveWork(_load(step.contents[0]), self._learn) for step in files]
         for step in uploads:
             step.questions = made
         return made
 
     def _learn(self, found: int) -> None:
         self._worth = LARGE if found else min(2 * self._worth, BATCH)
+
+
+def _load(of: Any) -> Load:
+    return Load(of.path, of.offset, of.nbytes, of.digests)

@@ -28,7 +28,7 @@ from marid.remote.packing import packing_of
 from marid.remote.programs import digest_of
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
-from marid.remote.tensors import read_tensor, segments_of, tensor_of
+from marid.remote.tensors import segments_of, tensor_of
 from marid.remote.wire import SEGMENT_BYTES, SEGMENTS, dtype_name
 
 __all__ = ["Answer", "Cancelled", "Message", "Session"]
@@ -260,7 +260,7 @@ class Session:
         if isinstance(request, ask.Call):
             return self._call(request)
         if isinstance(request, ask.Load):
-            return self._load(request)
+            return self._chunks.load(self.owner, request.path, request.offset, request.nbytes, request.digests)
         if isinstance(request, ask.Switch):
             self.switches = request.switches
             return apply(request.switches)
@@ -358,14 +358,6 @@ class Session:
         if type(item) is complex:
             return {"c": [item.real, item.imag]}
         raise Refused(f"an operator returned a {type(item).__name__}, which cannot be sent")
-
-    def _load(self, request: ask.Load) -> list[Any]:
-        def room(nbytes: int) -> None:
-            self._make_room(nbytes)
-
-        tensor = read_tensor(request.path, request.name, self._machine.device, room)
-        self._keep(request.handle, tensor)
-        return spec_to(spec_of(tensor))
 
     def _tensor(self, handle: int) -> torch.Tensor:
         found = self.tensors.get(handle)
