@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from marid.remote.connect import connection_of, disconnect
 from marid.remote.contents import Content, content_of
 from marid.remote.local import LocalWorker
 from marid.remote.offers import HaveWork
+from marid.remote.progress import UploadProgress
 from marid.remote.spool import Spool
 from marid.remote.work import Sent
 from marid.report.traffic import RemoteStats
@@ -268,3 +270,50 @@ def test_a_failure_before_the_answer_is_raised_once(worker: LocalWorker) -> None
         with pytest.raises(IndexError):
             bad.cpu()
         assert all(torch.equal(one.cpu(), tensor) for one, tensor in zip(there, weights(7, 10), strict=True))
+        there.clear()  # the error, which is kept, keeps this frame
+
+
+# --- the bar ---------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("terminal", "wanted", "seconds", "shown"),
+    [(True, True, 2.0, True), (False, True, 2.0, False), (True, False, 2.0, False), (True, True, 0.5, False)],
+    ids=["shown", "no terminal", "switched off", "quick"],
+)
+def test_a_bar_is_shown_to_who_waits_at_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, wanted: bool, seconds: float, shown: bool
+) -> None:
+    written = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr("sys.stderr", written)
+    monkeypatch.setenv("TERM", "xterm")
+    now = [100.0]
+    monkeypatch.setattr("marid.remote.progress.time.monotonic", lambda: now[0])
+    bar = UploadProgress("worker at tcp://gpu:7070")
+    with setting("progress", wanted):
+        for _ in range(10):
+            bar.add(20 * MB)
+        for _ in range(10):
+            now[0] += seconds / 10
+            bar.done(20 * MB)
+    text = written.getvalue()
+    assert ("upload to worker at tcp://gpu:7070" in text) == shown
+    assert bool(text) == shown
+    before = len(text)
+    bar.add(10)
+    bar.done(10)
+    assert len(written.getvalue()) == before  # it has ended
+
+
+def test_uploads_tell_the_bar(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int]] = []
+    monkeypatch.setattr(UploadProgress, "add", lambda self, nbytes: log.append(("add", nbytes)))
+    monkeypatch.setattr(UploadProgress, "done", lambda self, nbytes: log.append(("done", nbytes)))
+    with connected(worker):
+        uploaded(weights(8, 3, 2 * MB))
+    assert sorted(log) == [("add", 2 * MB)] * 3 + [("done", 2 * MB)] * 3

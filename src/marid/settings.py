@@ -87,6 +87,8 @@ class Settings:
     """How many bytes of uploaded tensors are kept for a worker that is lost."""
     journal_memory: int = min(4 << 30, _memory() // 8)
     """How many of them are kept in memory; what is older goes to files."""
+    progress: bool = True
+    """Show a bar while much is uploaded to a worker, if standard error is a terminal."""
     native: bool = True
     """Build and use the C++ half when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))

@@ -18,6 +18,7 @@ from marid.remote.link import Link, LinkLost, RequestFailed, SocketCounts
 from marid.remote.memory import Memory
 from marid.remote.messages import Message, messages_of
 from marid.remote.offers import BATCH, Offers
+from marid.remote.progress import UploadProgress
 from marid.remote.requests import write_requests
 from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RunWork, Sent, UploadWork, Work
 from marid.report.stats import counters
@@ -59,6 +60,7 @@ class Delivery:
         self.memory = memory
         self.journal = Journal()
         self._offers = Offers()
+        self._progress = UploadProgress(connection.name)
         self.link = _ours(connection.open())
         self._connection = connection
         self._sent = Sent()
@@ -77,6 +79,8 @@ class Delivery:
             block.version += 1
         self._outbox.append(step)
         self.journal.add(step)
+        if isinstance(step, UploadWork):
+            self._progress.add(step.contents[0].nbytes)
 
     def steps(self) -> list[Work]:
         """What was not answered yet, in order."""
@@ -129,6 +133,7 @@ class Delivery:
 
     def _refuse(self, error: WireError | OSError) -> None:
         """Something cannot be written down or read: take back the step that it is in, and raise."""
+        self._progress.end()
         self._sent = Sent(switches=None)
         for place, step in enumerate(self._outbox):
             try:
@@ -228,6 +233,8 @@ class Delivery:
             seq, step = self._asked.popleft()
             step.done(self._answers.pop(seq) if seq in self._answers else self.link.wait(seq))
             done += 1
+            if isinstance(step, UploadWork):
+                self._progress.done(step.contents[0].nbytes)
             if isinstance(step, RunWork):
                 counters.ops_executed += len(step.sized.known.program.instructions)
                 counters.epoch += 1
@@ -248,6 +255,7 @@ class Delivery:
 
     def close(self) -> None:
         """Say good-bye to the worker, for good."""
+        self._progress.end()
         self.closed = True
         self.count()
         self.link.close()
@@ -256,6 +264,7 @@ class Delivery:
 
     def _failed(self, failure: dict[str, Any]) -> None:
         """A step has failed, and the worker has refused what was sent behind it."""
+        self._progress.end()
         following = [step for last, step in self._asked if last >= failure["seq"]] + self._outbox
         self._asked.clear()
         self._answers.clear()
@@ -318,6 +327,7 @@ class Delivery:
 
     def _recover(self, reason: str) -> None:
         """Take another worker, and let it have all that is still needed."""
+        self._progress.end()
         started = time.monotonic()
         self._outbox = self.steps()  # stays so if no worker is to be had
         self._asked.clear()
