@@ -101,7 +101,12 @@ def _valid(attacker: Attacker) -> list[Frames]:
     sent: list[list[ask.Request]] = [
         [*recorded.definitions(), *recorded.uploads(1), recorded.run((1,), 100), ask.Fetch(100 + recorded.outputs[0])],
         [ask.Call("aten.topk.default", (ask.Handle(1), 2), (), None, 200), ask.Free((1, 2, 3))],
-        [ask.Chunk(b"\0" * 32, b"abc"), ask.Have((b"\0" * 32,)), ask.Stats(), ask.Load("/nothing", "w", 9)],
+        [
+            ask.Chunk(b"\0" * 32, b"abc"),
+            ask.Have((b"\0" * 32,)),
+            ask.Stats(),
+            ask.Load("/nothing", 9, 1, (b"\0" * 32,)),
+        ],
     ]
     messages = [attacker.work(*ask.write_requests(requests)) for requests in sent]
     base = {"v": wire.VERSION, "session": attacker.session, "boot": attacker.boot}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import resource
@@ -24,7 +23,7 @@ from marid.remote.operators import operator_named
 from marid.remote.packing import packing_of
 from marid.remote.programs import RemoteProgram, body_of, digest_of, geometry_from, geometry_of
 from marid.remote.specs import matches, spec_from, spec_of, spec_to
-from marid.remote.tensors import memory_of, read_tensor, tensor_of
+from marid.remote.tensors import memory_of, tensor_of
 from tests.helpers import DEVICE
 
 CPU = torch.device("cpu")
@@ -429,7 +428,7 @@ def test_requests_come_back_as_they_were() -> None:
         ask.Fetch(5),
         ask.Fetch(5, (3, (2, 2), (2, 1))),
         ask.Free((1, 2, 3)),
-        ask.Load("a.safetensors", "w", 8),
+        ask.Load("a.safetensors", 8, CHUNK_BYTES + 1, (digest, digest)),
         ask.Stats(),
     ]
     data, segments = ask.write_requests(sent)
@@ -463,7 +462,9 @@ def test_requests_come_back_as_they_were() -> None:
         pytest.param([["call", "aten.add.Tensor", [{"h": "x"}], [], None, 0]], id="a text as handle"),
         pytest.param([["call", "aten.add.Tensor", [], [["a"]], None, 0]], id="a name without a value"),
         pytest.param([["call", "aten.add.Tensor", [], [], 5, 0]], id="a number to draw from"),
-        pytest.param([["load", "x" * 5000, "w", 1]], id="a long path"),
+        pytest.param([["load", "x", 0, 1, []]], id="a file without digests"),
+        pytest.param([["load", "x", -1, 1, [b"\0" * 32]]], id="before a file"),
+        pytest.param([["load", "x" * 5000, 0, 0, []]], id="a long path"),
     ],
 )
 def test_malformed_requests_are_refused(data: Any) -> None:
@@ -491,45 +492,3 @@ def test_chunks_are_kept_by_owner_within_the_limit() -> None:
 
 
 # --- files of weights ------------------------------------------------------------------------------------------------
-
-
-def _file(path: Any, header: Any, data: bytes, length: int | None = None) -> str:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
-    return str(path)
-
-
-def test_a_tensor_of_a_safetensors_file_is_read(tmp_path: Any) -> None:
-    w, b = torch.randn(3, 4, dtype=torch.bfloat16), torch.arange(5)
-    raw = [memory_of(t.reshape(-1)).tobytes() for t in (w, b)]
-    header = {
-        "__metadata__": {"format": "pt"},
-        "w": {"dtype": "BF16", "shape": [3, 4], "data_offsets": [0, 24]},
-        "b": {"dtype": "I64", "shape": [5], "data_offsets": [24, 64]},
-    }
-    path = _file(tmp_path / "x.safetensors", header, b"".join(raw))
-    asked: list[int] = []
-    assert torch.equal(read_tensor(path, "w", CPU, asked.append), w)
-    assert torch.equal(read_tensor(path, "b", CPU, asked.append), b)
-    assert asked == [24, 40]
-
-
-@pytest.mark.parametrize(
-    ("header", "length"),
-    [
-        pytest.param({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}, None, id="too many bytes"),
-        pytest.param({"w": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}, None, id="behind the end"),
-        pytest.param({"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, None, id="before the start"),
-        pytest.param({"w": {"dtype": "F32", "shape": [1 << 60], "data_offsets": [0, 8]}}, None, id="huge"),
-        pytest.param({"w": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, None, id="no dtype"),
-        pytest.param({"w": {"shape": [2], "data_offsets": [0, 8]}}, None, id="dtype missing"),
-        pytest.param({"w": [1]}, None, id="no map"),
-        pytest.param([1], None, id="a list"),
-        pytest.param(b"{", None, id="no JSON"),
-        pytest.param({}, None, id="no such tensor"),
-        pytest.param({}, 1 << 62, id="a header that claims more than there is"),
-    ],
-)
-def test_files_that_are_damaged_are_refused(tmp_path: Any, header: Any, length: int | None) -> None:
-    with pytest.raises(WireError):
-        read_tensor(_file(tmp_path / "x", header, b"\0" * 8, length), "w", CPU, lambda _: None)

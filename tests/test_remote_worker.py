@@ -284,15 +284,27 @@ def test_a_tensor_larger_than_a_segment(link: Link) -> None:
     assert torch.equal(_fetch(link, 1), tensor)
 
 
-def test_a_file_of_weights_is_loaded_by_the_worker(link: Link, tmp_path: Any) -> None:
-    tensor = torch.randn(3, 5, dtype=torch.float16)
-    header = b'{"w":{"dtype":"F16","shape":[3,5],"data_offsets":[0,30]}}'
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(memory_of(tensor.view(-1))))
-    assert link.wait(link.send([ask.Load(str(path), "w", 1)])) == ["float16", [3, 5], [5, 1], 0]
+def test_chunks_are_taken_from_files(link: Link, tmp_path: Any) -> None:
+    tensor = torch.randint(0, 256, (CHUNK_BYTES + 9,), dtype=torch.uint8)
+    path = tmp_path / "weights"
+    path.write_bytes(b"head" + bytes(memory_of(tensor)))
+    digests = tuple(digest for digest, _ in chunks_of(memory_of(tensor)))
+
+    def lacking(path: Any, offset: int = 4, names: tuple[bytes, ...] = digests) -> list[int]:
+        return link.wait(link.send([ask.Load(str(path), offset, tensor.nbytes, names)]))
+
+    assert lacking(path, 3) == [0, 1]  # other bytes
+    assert lacking(path, 5) == [0, 1]  # behind the end
+    for other in (tmp_path, tmp_path / "none", "/dev/zero", "/dev/stdin", "", "a\0b"):
+        assert lacking(other) == [0, 1]
+    os.mkfifo(tmp_path / "pipe")
+    assert lacking(tmp_path / "pipe") == [0, 1]
+    assert lacking(path, 4, (digests[1], digests[1])) == [0]  # which is now there
+    assert lacking(path) == []
+    path.unlink()
+    assert lacking(path) == []
+    link.send([ask.Upload(1, torch.uint8, tuple(tensor.shape), (1,), (), digests)])
     assert torch.equal(_fetch(link, 1), tensor)
-    with pytest.raises(RequestFailed, match="FileNotFoundError"):
-        link.wait(link.send([ask.Load(str(tmp_path / "other"), "w", 2)]))
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from marid.frontend.capture import capture  # noqa: E402
 from marid.frontend.materialize import no_sync  # noqa: E402
 from marid.frontend.tensor import LazyTensor  # noqa: E402
 from marid.frontend.tuples import LazyTuple  # noqa: E402
+from marid.frontend.weights import load_file  # noqa: E402
 from marid.graph.computation import ComputationGraph  # noqa: E402
 from marid.optimize.passes.registry import register_pass, unregister_pass  # noqa: E402
 from marid.replay.dynamic import mark_dynamic  # noqa: E402
@@ -82,6 +83,7 @@ __all__ = [
     "errors",
     "explain",
     "graph",
+    "load_file",
     "mark",
     "mark_dynamic",
     "materialize",

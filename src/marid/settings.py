@@ -15,6 +15,14 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
 
 
+def _memory() -> int:
+    """Bytes that this machine has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30
+
+
 @dataclass
 class Settings:
     """What a user may change; assign to a field of ``marid.settings`` or set the variable before the import."""
@@ -78,9 +86,13 @@ class Settings:
     """A worker that is lost costs about so many seconds of doing work again: what lives on it is brought to the host
     often enough, unless that would take more than a tenth of the time."""
     journal_bytes: int = 4 << 30
-    """How many bytes of uploaded tensors are kept (in files) for a worker that is lost."""
+    """How many bytes of uploaded tensors are kept for a worker that is lost."""
+    journal_memory: int = min(4 << 30, _memory() // 8)
+    """How many of them are kept in memory; what is older goes to files."""
     copies_bytes: int = 1 << 30
     """How many bytes workers keep of tensors that were copied from one to another, for a worker that is lost."""
+    progress: bool = True
+    """Show a bar while much is uploaded to a worker, if standard error is a terminal."""
     native: bool = True
     """Build and use the C++ half when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))

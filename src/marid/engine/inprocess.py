@@ -207,6 +207,9 @@ class InProcessEngine:
     def take(self, source: Engine, buffer: Any) -> None:  # noqa: ARG002
         return None  # the host is where its buffers are
 
+    def load(self, tensor: torch.Tensor, path: str, offset: int) -> torch.Tensor:  # noqa: ARG002
+        return self.upload(tensor)
+
     def read(self, buffer: torch.Tensor, whole: bool = False) -> torch.Tensor:  # noqa: ARG002
         return buffer
 

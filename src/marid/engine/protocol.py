@@ -122,6 +122,11 @@ class Engine(Protocol):
         for either engine."""
         ...
 
+    def load(self, tensor: torch.Tensor, path: str, offset: int) -> Buffer:
+        """The same as ``upload``, of a contiguous CPU tensor whose bytes are in a file, from ``offset`` on. The file
+        stays as it is."""
+        ...
+
     def read(self, buffer: Buffer, whole: bool = False) -> torch.Tensor:
         """A CPU tensor with the values and strides of ``buffer``, to be read at once and not to be kept or written: it
         may be the buffer itself. With ``whole`` its storage has all of the memory that the buffer lies in, and buffers

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 __all__ = ["snapshot"]
+
+
+_LARGE = 1 << 20  # bytes
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
@@ -14,9 +19,17 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     tensor = tensor.resolve_conj().resolve_neg()
     if torch._C._TensorBase.is_contiguous(tensor):
-        return tensor.clone()
+        return _copied(tensor) if tensor.nbytes >= _LARGE and tensor.is_cpu else tensor.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() == 0 or span == tensor.numel():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
     block = tensor.as_strided((span,), (1,)).clone()
     return block.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """By one thread, while others go on: what waits for such a copy is hashing, a socket or another process, and the
+    threads of a kernel would spin beside it."""
+    made = torch.empty_like(tensor)
+    ctypes.memmove(made.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+    return made

@@ -64,7 +64,9 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if tensor.layout is not torch.strided:
             raise unsupported("aten::_to_copy", f"its input has layout {tensor.layout}")
         check_index(device)
-        return _uploaded(tensor, _index(device), lambda of: aten._to_copy.default(of, **rest))
+        plain = rest.get("dtype") in (None, tensor.dtype) and not rest.get("memory_format") and tensor.is_contiguous()
+        make = snapshot if plain else lambda of: aten._to_copy.default(of, **rest)
+        return _uploaded(tensor, _index(device), make)
     if device is not None and torch.device(device).type != handles.DEVICE_TYPE:
         target = torch.device(device)
         if target.type == "meta":

@@ -6,6 +6,8 @@ other's chunks: whether somebody else has sent certain bytes is nobody's busines
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +16,7 @@ import blake3
 
 from marid.errors import WireError
 
-__all__ = ["CHUNK_BYTES", "ChunkStore", "chunks_of"]
+__all__ = ["CHUNK_BYTES", "ChunkStore", "chunks_of", "file_pieces"]
 
 CHUNK_BYTES = 4 << 20
 """The length of every chunk of a tensor but the last."""
@@ -26,6 +28,23 @@ def chunks_of(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     for start in range(0, len(data), CHUNK_BYTES):
         piece = data[start : start + CHUNK_BYTES]
         yield blake3.blake3(piece).digest(), piece
+
+
+def file_pieces(path: str, offset: int, nbytes: int) -> Iterator[bytes]:
+    """Bytes of a file, cut like chunks. Raises ``OSError`` when they are not there."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would make us wait
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < offset + nbytes:
+            raise OSError(f"{path} is no file with {offset + nbytes} bytes")
+        for start in range(offset, offset + nbytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, offset + nbytes - start)
+            piece = os.pread(descriptor, size, start)
+            if len(piece) != size:
+                raise OSError(f"{path} was cut short, or cannot be read at once")
+            yield piece
+    finally:
+        os.close(descriptor)
 
 
 class ChunkStore:
@@ -66,6 +85,22 @@ class ChunkStore:
         lacking = [index for index, digest in enumerate(digests) if self.get(owner, digest) is None]
         self.hits += len(digests) - len(lacking)
         return lacking
+
+    def load(self, owner: bytes, path: str, offset: int, nbytes: int, digests: tuple[bytes, ...]) -> list[int]:
+        """Take chunks from a file where they are not there; the positions of those that it does not have either.
+
+        What is in the file is told to nobody: only what has a digest that was given is kept.
+        """
+        lacking = self.missing(owner, digests)
+        found = set[int]()
+        try:
+            for place, piece in enumerate(file_pieces(path, offset, nbytes) if lacking else ()):
+                if place in lacking and blake3.blake3(piece).digest() == digests[place]:
+                    self.put(owner, digests[place], piece)
+                    found.add(place)
+        except (OSError, ValueError):  # not a file of this machine, or a path that none can have
+            pass
+        return [place for place in lacking if place not in found]
 
     def __len__(self) -> int:
         return len(self._chunks)

@@ -1,64 +1,82 @@
-"""The bytes of uploaded tensors, kept by the client as long as a worker that dies could need them again.
-
-Small ones stay in memory. Large ones go into files named by digest, in a folder of this process that only this user can
-read, each content once; a file goes with the last tensor that has its content.
-"""
+"""The bytes of uploaded tensors, kept by the client as long as a worker that dies could need them again."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
-import tempfile
-import weakref
-from pathlib import Path
 from typing import Any
 
+import blake3
 import torch
 
-from marid.remote.chunks import CHUNK_BYTES, chunks_of
+from marid.remote.chunks import CHUNK_BYTES, chunks_of, file_pieces
 from marid.remote.packing import packing_of
+from marid.remote.spool import ChunkFile, Spool, chunk_file
 from marid.remote.tensors import memory_of, segments_of
-from marid.settings import settings
 
-__all__ = ["Content", "content_of"]
+__all__ = ["LARGE", "Content", "FileContent", "content_of"]
 
 LARGE = 1 << 20
-"""Bytes from which a tensor is sent by content, in chunks, and kept in a file."""
+"""Bytes from which a tensor is sent by content, in chunks, and may be kept in files."""
+
+_spool = Spool()
 
 
 class Content:
     """The packed elements of a tensor. ``digests`` name its chunks, where it is large."""
 
     __slots__ = ("__weakref__", "_data", "_files", "digests", "nbytes")
+    path: str | None = None
+    """The file that they are in, if any."""
+    offset = 0
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data: torch.Tensor | None = data
         self.nbytes = data.numel() * data.element_size()
         self.digests: tuple[bytes, ...] = ()
-        self._files: list[_File] = []
+        self._files: list[ChunkFile] = []
         if self.nbytes >= LARGE:
             chunks = list(chunks_of(memory_of(data)))
             self.digests = tuple([digest for digest, _ in chunks])
 
     def pieces(self) -> list[Any]:
         """The bytes, chunk by chunk where it is large. Raises ``OSError`` when its files are gone."""
-        if self._data is None:
+        data = self._data  # which may be moved to files just now
+        if data is None:
             return [file.read() for file in self._files]
-        if not self.digests:
-            return segments_of(self._data)
-        return [piece for _, piece in zip(self.digests, _cut(memory_of(self._data)), strict=True)]
+        return _cut(memory_of(data)) if self.digests else segments_of(data)
 
     def spool(self) -> None:
-        """It was sent: take it out of memory, if it is large. A disk that is full leaves it there."""
-        if self._data is None or not self.digests:
-            return
+        """It was sent: it need not stay in memory, if it is large."""
+        if self._data is not None and self.digests:
+            _spool.keep(self)
+
+    def write_out(self) -> None:
+        """Move it from memory to files. A disk that is full leaves it there."""
         try:
-            self._files = [_file(digest, piece) for digest, piece in zip(self.digests, self.pieces(), strict=True)]
+            files = [chunk_file(digest, piece) for digest, piece in zip(self.digests, self.pieces(), strict=True)]
         except OSError:
-            self._files = []
-        else:
-            self._data = None
+            return
+        self._files, self._data = files, None
+
+
+class FileContent:
+    """The bytes of a large tensor that are in a file, from ``offset`` on; they are read when they are needed.
+
+    ``digests`` say what they were: bytes that changed since are never taken for them. Raises ``OSError``.
+    """
+
+    def __init__(self, path: str, offset: int, nbytes: int) -> None:
+        self.path, self.offset, self.nbytes = path, offset, nbytes
+        self.digests = tuple([blake3.blake3(piece).digest() for piece in file_pieces(path, offset, nbytes)])
+
+    def pieces(self) -> list[Any]:
+        """The bytes, chunk by chunk. Raises ``OSError`` when they are not there any more."""
+        found = list(file_pieces(self.path, self.offset, self.nbytes))
+        if tuple([blake3.blake3(piece).digest() for piece in found]) != self.digests:
+            raise OSError(f"{self.path} was changed after tensors were loaded from it: load them again")
+        return found
+
+    def spool(self) -> None:
+        """It is in a file."""
 
 
 def content_of(tensor: torch.Tensor) -> Content:
@@ -70,51 +88,3 @@ def content_of(tensor: torch.Tensor) -> Content:
 
 def _cut(data: memoryview) -> list[memoryview]:
     return [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
-
-
-class _File:
-    """One chunk on disk, shared by all who have it."""
-
-    def __init__(self, path: Path, data: Any) -> None:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
-        self._path = path
-        weakref.finalize(self, _remove, path).atexit = False
-
-    def read(self) -> bytes:
-        return self._path.read_bytes()
-
-
-_files: weakref.WeakValueDictionary[bytes, _File] = weakref.WeakValueDictionary()
-_folder: Path | None = None
-
-
-def _file(digest: bytes, data: Any) -> _File:
-    found = _files.get(digest)
-    if found is None:
-        found = _files[digest] = _File(_spool_folder() / digest.hex(), data)
-    return found
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-
-
-def _spool_folder() -> Path:
-    global _folder
-    if _folder is None or not _folder.exists():
-        above = settings.cache_dir / "spool"
-        above.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _forget_dead(above)
-        _folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=above))  # readable by this user only
-        atexit.register(shutil.rmtree, _folder, ignore_errors=True)
-    return _folder
-
-
-def _forget_dead(above: Path) -> None:
-    """Remove what processes that were killed have left."""
-    for folder in above.iterdir():
-        pid = folder.name.partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(folder, ignore_errors=True)

@@ -17,8 +17,10 @@ from marid.remote.journal import Journal
 from marid.remote.link import Link, LinkLost, RequestFailed, SocketCounts
 from marid.remote.memory import Memory
 from marid.remote.messages import Message, messages_of
+from marid.remote.offers import BATCH, Offers
+from marid.remote.progress import UploadProgress
 from marid.remote.requests import write_requests
-from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RunWork, Sent, Work
+from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RunWork, Sent, UploadWork, Work
 from marid.report.stats import counters
 from marid.report.traffic import traffic
 
@@ -29,6 +31,7 @@ logger = logging.getLogger("marid")
 _PATIENCE = 0.25  # seconds after which it is looked at whether a worker process is still there
 _CANCEL = 10.0  # seconds that a worker may take to stop
 _FREED = 4000  # handles in one request
+_BEHIND = 4 * BATCH  # bytes of uploads that may wait for answers
 _ATTEMPTS = 5  # workers in a row that may be lost while work is done again
 
 
@@ -56,6 +59,8 @@ class Delivery:
     def __init__(self, connection: Connection, memory: Memory) -> None:
         self.memory = memory
         self.journal = Journal()
+        self._offers = Offers()
+        self._progress = UploadProgress(connection.name)
         self.link = _ours(connection.open())
         self._connection = connection
         self._sent = Sent()
@@ -77,37 +82,77 @@ class Delivery:
             block.version += 1
         self._outbox.append(step)
         self.journal.add(step)
+        if isinstance(step, UploadWork):
+            self._progress.add(step.contents[0].nbytes)
 
     def steps(self) -> list[Work]:
         """What was not answered yet, in order."""
         return [*[step for _, step in self._asked], *self._outbox]
 
-    def flush(self) -> None:
-        """Send all that there is to do, what is to be freed first."""
+    def flush(self, streaming: bool = False) -> None:
+        """Send all that there is to do, what is to be freed first. With ``streaming``, leave uploads behind of which
+        it is not known yet whether the worker has them."""
         self.drop()
         while self._outbox:
             try:
-                self._send()
+                if streaming:
+                    self.settle()
+                ready = self._ready(streaming)
+                if ready:
+                    self._send(ready)
+                if streaming:
+                    return
             except LinkLost as lost:
                 self._recover(str(lost))
             except RequestFailed:
                 self.settle()
-            except WireError as error:
+            except (WireError, OSError) as error:  # OSError: of a file with what is to be uploaded
                 self._refuse(error)
 
-    def _refuse(self, error: WireError) -> None:
-        """Something cannot be written down: take back the step that it is in, and raise."""
+    def _ready(self, streaming: bool) -> int:
+        """How many steps can be sent. Asks about uploads, and waits for answers, but for the latest with
+        ``streaming``."""
+        for question in self._offers.ask(self._outbox, self._sent, streaming):
+            if not self._asked:
+                self._since = time.monotonic()
+            self._asked.append((self.link.send(question.requests(self._sent)), question))
+        place = 0
+        while place < len(self._outbox):
+            step = self._outbox[place]
+            place += 1
+            if not isinstance(step, UploadWork):
+                continue
+            questions = [one for one in step.questions or () if not one.answered]
+            questions = [one for _, one in self._asked if one in questions] if questions else []
+            if streaming and (step.questions is None or (questions and self._unsent() < _BEHIND)):
+                return place - 1
+            if questions:
+                self._await(questions[0])
+                place = 0  # they may be others, after a recovery
+        return place
+
+    def _unsent(self) -> int:
+        return sum(content.nbytes for step in self._outbox for content in step.contents)
+
+    def _refuse(self, error: WireError | OSError) -> None:
+        """Something cannot be written down or read: take back the step that it is in, and raise."""
+        self._progress.end()
         self._sent = Sent(switches=None)
-        for step in self._outbox:
+        for place, step in enumerate(self._outbox):
             try:
                 write_requests(step.requests(Sent()))
-            except WireError as problem:
-                self._outbox.remove(step)
-                self.journal.remove([step])
+            except (WireError, OSError) as problem:
                 for block in step.makes:
                     block.error = problem
+                following = self._outbox[place + 1 :]
+                del self._outbox[place:]
                 if isinstance(step, RunWork) and not isinstance(step, ReplayWork):
-                    step.refused()
+                    following.insert(0, step)
+                else:
+                    self.journal.remove([step])
+                self._outbox += self._take_back(following, problem)
+                if isinstance(problem, OSError):
+                    raise
                 raise UnsupportedOperationError(f"{problem} (needed at {step.site})") from None
         raise error
 
@@ -119,10 +164,10 @@ class Delivery:
         for start in range(0, len(handles), _FREED):
             self._outbox.insert(0, FreeWork(tuple(handles[start : start + _FREED])))
 
-    def _send(self) -> None:
-        """Send steps in as few messages as they fit into; takes what was sent out of the outbox."""
+    def _send(self, count: int) -> None:
+        """Send the first steps in as few messages as they fit into; takes what was sent out of the outbox."""
         message = Message()
-        for step in list(self._outbox):
+        for step in self._outbox[:count]:
             for request in step.requests(self._sent):
                 if not message.has_room(request):
                     self._post(message)
@@ -147,6 +192,15 @@ class Delivery:
         while not step.answered:
             if self._outbox:
                 self.flush()
+            if not any(asked is step for _, asked in self._asked):
+                break
+            waited = self._await(step) or waited
+        self.count(round_trips=int(waited and not isinstance(step, AskWork)))  # questions of ours are nobody's
+
+    def _await(self, step: Work) -> bool:
+        """Wait until something that was sent was answered, or something went wrong; whether that took time."""
+        waited = False
+        while not step.answered:
             seq = next((seq for seq, asked in self._asked if asked is step), None)
             if seq is None:
                 break
@@ -165,7 +219,7 @@ class Delivery:
                 self._cancel()
                 raise
             self.settle()
-        self.count(round_trips=int(waited and not isinstance(step, AskWork)))  # questions of ours are nobody's
+        return waited
 
     def settle(self) -> None:
         """Take note of the answers that have come; raise the error of a step that failed."""
@@ -183,6 +237,8 @@ class Delivery:
             seq, step = self._asked.popleft()
             step.done(self._answers.pop(seq) if seq in self._answers else self.link.wait(seq))
             done += 1
+            if isinstance(step, UploadWork):
+                self._progress.done(step.contents[0].nbytes)
             if isinstance(step, RunWork):
                 counters.ops_executed += len(step.sized.known.program.instructions)
                 counters.epoch += 1
@@ -203,6 +259,7 @@ class Delivery:
 
     def close(self) -> None:
         """Say good-bye to the worker, for good."""
+        self._progress.end()
         self.closed = True
         self.count()
         self.link.close()
@@ -211,6 +268,7 @@ class Delivery:
 
     def _failed(self, failure: dict[str, Any]) -> None:
         """A step has failed, and the worker has refused what was sent behind it."""
+        self._progress.end()
         following = [step for last, step in self._asked if last >= failure["seq"]] + self._outbox
         self._asked.clear()
         self._answers.clear()
@@ -228,20 +286,28 @@ class Delivery:
             raised = stopped(failed, failure, error, self.memory)
         if not failed.answered:
             gone.append(failed)
-        for step in reversed(following):
-            if step.refused():
-                self._outbox.insert(0, step)
-                continue
-            gone.append(step)
-            if isinstance(step, ReplayWork):
-                step.spoil(raised if isinstance(raised, Exception) else error)
         self.journal.remove(gone)
+        self._outbox = self._take_back(following, raised if isinstance(raised, Exception) else error)
         if isinstance(failed, CallWork):
             failed.error, failed.answered = error, True
             return
         for block in failed.makes if not isinstance(failed, RunWork) else ():
             block.error = error
         raise raised
+
+    def _take_back(self, following: list[Work], error: Exception) -> list[Work]:
+        """What is behind a step that was not done: those of them that are to be sent all the same."""
+        kept: list[Work] = []
+        gone: list[Work] = []
+        for step in reversed(following):
+            if step.refused():
+                kept.append(step)
+                continue
+            gone.append(step)
+            if isinstance(step, ReplayWork):
+                step.spoil(error)
+        self.journal.remove(gone)
+        return kept[::-1]
 
     def _cancel(self) -> None:
         """Ctrl-C: have the worker stop between two operations, and take back what it has not done."""
@@ -288,6 +354,7 @@ class Delivery:
 
     def _recover(self, reason: str) -> None:
         """Take another worker, and let it have all that is still needed."""
+        self._progress.end()
         self._recovering = True
         try:
             self._replace(reason)
@@ -313,6 +380,7 @@ class Delivery:
             except LinkLost as lost:
                 reason = str(lost)
                 continue
+            self._drop_spoiled()
             seconds = time.monotonic() - started
             traffic.recovered(count, seconds)
             logger.warning(
@@ -340,10 +408,11 @@ class Delivery:
                     if any(block.error is not None for block in (*step.reads, *step.writes)):
                         self._lose(left.popleft(), "what it was made from was lost")
                         continue
+                    self._ask_again(step)
                     sent.append((self._send_again(step), step))
                     left.popleft()
                 if sent:
-                    self._wait_again(sent)
+                    self._wait_again(sent[-1][0])
                 sent.clear()
             except OSError as error:  # a file with what was uploaded
                 self._lose(left.popleft(), f"{reason}, and what was kept of it cannot be read: {error}")
@@ -360,17 +429,35 @@ class Delivery:
         self._outbox[:0] = [FreeWork(tuple(extra[i : i + _FREED])) for i in range(0, len(extra), _FREED)]
         return len(needed)
 
+    def _drop_spoiled(self) -> None:
+        """Do not ask for what was lost: whoever reads it gets the error of its block."""
+        spoiled = {handle: block for handle, (block, _) in self.memory.alive.items() if block.error is not None}
+        for step in list(self._outbox) if spoiled else ():
+            blocks = [*step.reads, *[spoiled[handle] for handle in step.inputs if handle in spoiled]]
+            error = next((block.error for block in blocks if block.error is not None), None)
+            if error is not None:
+                self._outbox.remove(step)
+                self._outbox += self._take_back([step], error)
+                if isinstance(step, CallWork):
+                    step.error, step.answered = error, True
+
+    def _ask_again(self, step: Work) -> None:
+        """Let the worker read what it can see in a file."""
+        if isinstance(step, UploadWork) and step.contents[0].path is not None:
+            step.questions = None
+            for question in self._offers.ask([step], self._sent, False):
+                question.done(self._wait_again(self._send_again(question)))
+
     def _send_again(self, step: Work) -> int:
         last = 0
         for message in messages_of(step.requests(self._sent)):
             last = self.link.send(message.requests) + len(message.requests) - 1
         return last
 
-    def _wait_again(self, sent: deque[tuple[int, Work]]) -> None:
+    def _wait_again(self, seq: int) -> Any:
         while True:
             try:
-                self.link.wait(sent[-1][0], _PATIENCE)
-                return
+                return self.link.wait(seq, _PATIENCE)
             except TimeoutError:
                 if self._connection.is_gone():
                     raise LinkLost("its process has ended") from None

@@ -26,7 +26,7 @@ from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
 from marid.remote.buffers import Block, RemoteBuffer, extent_of, geometry_of_spec
 from marid.remote.checkpoint import keep_short
-from marid.remote.contents import content_of
+from marid.remote.contents import LARGE, Content, FileContent, content_of
 from marid.remote.delivery import Connection, Delivery
 from marid.remote.known import Programs, Sized
 from marid.remote.link import Link
@@ -252,16 +252,25 @@ class RemoteEngine:
             if tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
                 raise AssertionError("an adopted tensor begins where its memory does, with its bits resolved")
             geometry = Geometry(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
-            site = current_site()
-            buffer = self.remote.made(self.remote.take(1), geometry, Block(geometry, site), None)
             with concretely():
-                step = UploadWork(buffer, content_of(tensor))
-            self.delivery.do(step)
-            self._unsent += step.contents[0].nbytes
-            if self._unsent >= _EAGER_BYTES:
-                self._unsent = 0
-                self.delivery.flush()
-            return buffer
+                return self._send(geometry, content_of(tensor))
+
+    def load(self, tensor: torch.Tensor, path: str, offset: int) -> RemoteBuffer:
+        if tensor.nbytes < LARGE:
+            return self.upload(tensor)
+        content = FileContent(path, offset, tensor.nbytes)
+        with self.lock:
+            return self._send(Geometry(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype), content)
+
+    def _send(self, geometry: Geometry, content: Content | FileContent) -> RemoteBuffer:
+        block = Block(geometry, current_site())
+        buffer = self.remote.made(self.remote.take(1), geometry, block, None)
+        self.delivery.do(UploadWork(buffer, content))
+        self._unsent += content.nbytes
+        if self._unsent >= _EAGER_BYTES:
+            self._unsent = 0
+            self.delivery.flush(streaming=True)
+        return buffer
 
     def take(self, source: Engine, buffer: RemoteBuffer) -> RemoteBuffer | None:
         if not isinstance(source, RemoteEngine) or buffer.geometry.conj or buffer.geometry.neg or not buffer.nbytes:

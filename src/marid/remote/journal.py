@@ -80,9 +80,9 @@ class Journal:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what was uploaded, as kept by the client."""
+        """Bytes of what was uploaded, as kept by the client; not what is in files of the user's."""
         contents = {id(content): content for step in self.steps for content in step.contents}
-        return sum(content.nbytes for content in contents.values())
+        return sum(content.nbytes for content in contents.values() if content.path is None)
 
     def is_due(self, checkpoint_seconds: float) -> bool:
         """Whether a checkpoint that takes so long is worth it: doing again would cost many times that, and more than

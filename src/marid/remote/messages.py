@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from marid.remote.requests import Again, Chunk, Geometry, Program, Run, Upload
+from marid.remote.requests import Again, Chunk, Geometry, Have, Load, Program, Run, Upload
 from marid.remote.work import Work
 
 __all__ = ["Message", "messages_of"]
 
 _ITEMS = 12_000  # inputs and numbers; a header has a bound
+_DIGEST = 4  # items that are as long as a digest
 _BYTES = 32 << 20  # in segments
 _SEGMENTS = 200
 
@@ -31,6 +32,9 @@ class Message:
             items += len(request.inputs) + len(request.params)
         elif isinstance(request, Upload):
             pieces = request.data
+            items += _DIGEST * len(request.digests)
+        elif isinstance(request, (Have, Load)):
+            items += _DIGEST * len(request.digests)
         elif isinstance(request, Chunk):
             pieces = (request.data,)
         elif isinstance(request, (Program, Geometry)):

@@ -195,11 +195,13 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A tensor of a safetensors file that the worker can see becomes ``handle``; the answer is its spec."""
+    """As ``Have`` for the chunks of these bytes of a file, after the worker took from the file what it lacks: where
+    it can see one of that name, and finds in it what the digests say."""
 
     path: str
-    name: str
-    handle: int
+    offset: int
+    nbytes: int
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +348,7 @@ def _write(request: Request, segments: list[Buffer]) -> list[Any]:
         kwargs = [[name, _write_argument(arg)] for name, arg in request.kwargs]
         return ["call", request.operator, args, kwargs, request.state, request.base]
     if isinstance(request, Load):
-        return ["load", request.path, request.name, request.handle]
+        return ["load", request.path, request.offset, request.nbytes, list(request.digests)]
     if isinstance(request, Pack):
         return ["pack", request.handle, request.source]
     if isinstance(request, Take):
@@ -533,7 +535,11 @@ def _free(data: list[Any], _segments: Sequence[Buffer]) -> Free:
 
 
 def _load(data: list[Any], _segments: Sequence[Buffer]) -> Load:
-    return Load(as_text(data[0], 4096, "a path"), as_text(data[1], 1024, "a name"), _handle(data[2]))
+    digests = _digests(data[3])
+    offset, nbytes = (as_int(value, 0, 1 << 48, "a place in a file") for value in data[1:3])
+    if len(digests) != -(-nbytes // CHUNK_BYTES):
+        raise WireError("so many bytes of a file have another number of chunks")
+    return Load(as_text(data[0], 4096, "a path"), offset, nbytes, digests)
 
 
 def _pack(data: list[Any], _segments: Sequence[Buffer]) -> Pack:
@@ -587,7 +593,7 @@ _READERS = {
     "call": (_call, {5}),
     "fetch": (_fetch, {1, 4}),
     "free": (_free, {1}),
-    "load": (_load, {3}),
+    "load": (_load, {4}),
     "pack": (_pack, {2}),
     "take": (_take, {5}),
     "meet": (_meet, {3}),

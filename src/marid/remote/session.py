@@ -30,7 +30,7 @@ from marid.remote.packing import packing_of
 from marid.remote.programs import digest_of
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
-from marid.remote.tensors import read_tensor, segments_of, tensor_of
+from marid.remote.tensors import segments_of, tensor_of
 from marid.remote.waits import Waits
 from marid.remote.wire import SEGMENT_BYTES, SEGMENTS, dtype_name
 
@@ -279,7 +279,7 @@ class Session:
         if isinstance(request, ask.Call):
             return self._call(request)
         if isinstance(request, ask.Load):
-            return self._load(request)
+            return self._chunks.load(self.owner, request.path, request.offset, request.nbytes, request.digests)
         if isinstance(request, ask.Switch):
             self.switches = request.switches
             return apply(request.switches)
@@ -419,14 +419,6 @@ class Session:
     def keep(self, handle: int, tensor: torch.Tensor) -> None:
         """A tensor was made for that handle."""
         self._keep(handle, tensor)
-
-    def _load(self, request: ask.Load) -> list[Any]:
-        def room(nbytes: int) -> None:
-            self._make_room(nbytes)
-
-        tensor = read_tensor(request.path, request.name, self._machine.device, room)
-        self._keep(request.handle, tensor)
-        return spec_to(spec_of(tensor))
 
     def _tensor(self, handle: int) -> torch.Tensor:
         found = self.tensors.get(handle)

@@ -1,41 +1,17 @@
-"""Tensors from bytes and bytes from tensors, on the worker: uploads, fetches and files of weights."""
+"""Tensors from bytes and bytes from tensors, on the worker: uploads and fetches."""
 
 from __future__ import annotations
 
-import json
-import mmap
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from marid.errors import WireError
-from marid.remote.packing import Packing, packing_of
-from marid.remote.wire import SEGMENT_BYTES, dtype_named
+from marid.remote.packing import Packing
+from marid.remote.wire import SEGMENT_BYTES
 
-__all__ = ["elements_of", "memory_of", "read_tensor", "segments_of", "tensor_of"]
-
-_HEADER_BYTES = 64 << 20  # of a file of weights
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "C64": "complex64",
-}
+__all__ = ["elements_of", "memory_of", "segments_of", "tensor_of"]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -66,48 +42,3 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype) -> torch
 def tensor_of(pieces: Sequence[Any], packing: Packing, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The tensor that was packed into these bytes, on ``device``. Raises ``WireError``."""
     return packing.unpack(elements_of(pieces, packing.nbytes, dtype).to(device))
-
-
-def read_tensor(path: str, name: str, device: torch.device, room: Callable[[int], None]) -> torch.Tensor:
-    """A tensor of a safetensors file: eight bytes with the length of a JSON header, the header, then raw elements.
-
-    ``room`` is told the bytes before memory is taken for them. Raises ``WireError`` for what is no such file, and
-    ``OSError``.
-    """
-    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        length = int.from_bytes(data[:8], "little")
-        if len(data) < 8 or length > min(_HEADER_BYTES, len(data) - 8):
-            raise WireError(f"{path} is no safetensors file")
-        try:
-            entry = json.loads(data[8 : 8 + length]).get(name)
-        except (ValueError, AttributeError, RecursionError):
-            raise WireError(f"{path} is no safetensors file") from None
-        if name == "__metadata__" or type(entry) is not dict:
-            raise WireError(f"there is no tensor {name!r} in {path}")
-        shape, offsets = entry.get("shape", ()), entry.get("data_offsets", ())
-        dtype = dtype_named(_DTYPES.get(str(entry.get("dtype")), entry.get("dtype")))
-        if not _are_sizes(shape) or len(shape) > 64 or not _are_sizes(offsets) or len(offsets) != 2:
-            raise WireError(f"tensor {name!r} in {path} is malformed")
-        start, end = offsets
-        packing = packing_of(shape, _contiguous(shape), dtype)
-        if end - start != packing.nbytes or 8 + length + end > len(data):
-            raise WireError(f"tensor {name!r} in {path} has more or fewer bytes than its elements take")
-        room(packing.nbytes)
-        view = memoryview(data)
-        try:
-            return tensor_of([view[8 + length + start : 8 + length + end]], packing, dtype, device)
-        finally:
-            view.release()
-
-
-def _are_sizes(value: Any) -> bool:
-    return type(value) is list and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
-
-
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return stride[::-1]

@@ -3,7 +3,7 @@ worker that has lost everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from marid.engine.protocol import GiveBack
 from marid.graph.node import Draw, Node, finish
 from marid.graph.program import Task
 from marid.remote.buffers import Block, RemoteBuffer
-from marid.remote.contents import Content
+from marid.remote.contents import Content, FileContent
 from marid.remote.known import Sized
 from marid.remote.link import Link
 from marid.remote.programs import changes_between
@@ -98,7 +98,7 @@ class Work:
     makes: tuple[Block, ...] = ()
     inputs: tuple[int, ...] = ()
     handles: tuple[int, ...] = ()
-    contents: tuple[Content, ...] = ()
+    contents: tuple[Content | FileContent, ...] = ()
     held = 0
     seconds = 0.0
     site: Any = None
@@ -143,7 +143,7 @@ class FreeWork(Work):
 class UploadWork(Work):
     """A tensor of the host becomes one of the worker."""
 
-    def __init__(self, buffer: RemoteBuffer, content: Content) -> None:
+    def __init__(self, buffer: RemoteBuffer, content: Content | FileContent) -> None:
         self.handles = (buffer.handle,)
         self.makes = (buffer.block,)
         self.site = buffer.block.site
@@ -151,6 +151,8 @@ class UploadWork(Work):
         self.contents = (content,)
         self._block = buffer.block
         self._kept: Any = buffer  # so that it is not freed before it is there
+        self.questions: Sequence[Work] | None = None if content.digests else ()
+        """What the worker was asked about its chunks; None before that."""
 
     def done(self, result: Any) -> None:
         super().done(result)
@@ -162,7 +164,7 @@ class UploadWork(Work):
         return upload_requests(self.contents[0], self.geometry, self.handles[0], sent)
 
 
-def upload_requests(content: Content, of: Layout, handle: int, sent: Sent) -> list[Request]:
+def upload_requests(content: Content | FileContent, of: Layout, handle: int, sent: Sent) -> list[Request]:
     """What makes ``content`` a tensor: its bytes, or the chunks that the worker lacks and their names."""
     if not content.digests:
         return [Upload(handle, of.dtype, of.shape, of.stride, tuple(content.pieces()))]
