@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -24,8 +25,10 @@ A, B = "remote_accelerator:3", "remote_accelerator:4"
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
+    gc.collect()  # errors of other tests may hold tensors
     marid.connect(workers=2, first=3)
     yield
+    gc.collect()
     connecting.disconnect(3, 4, force=True)
 
 
