@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import zmq
 
 import marid
-from marid.errors import MaterializationError
+from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
+from marid.remote import requests as ask
 from marid.remote import wire
 from marid.remote.checkpoint import take_checkpoint
 from marid.remote.copies import Arrival, Place
@@ -28,8 +31,10 @@ A, B = "remote_accelerator:3", "remote_accelerator:4"
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
+    gc.collect()  # errors of other tests may hold tensors
     marid.connect(workers=2, first=3)
     yield
+    gc.collect()
     connecting.disconnect(3, 4, force=True)
 
 
@@ -118,14 +123,17 @@ def test_an_error_is_raised_where_the_copy_needs_it_and_spoils_nothing_else() ->
     x = torch.arange(3.0).to(A)
     bad = x[torch.tensor([7]).to(A)]
     fine = x * 2
-    with pytest.raises(MaterializationError, match="out of bounds"):
+    with pytest.raises(MaterializationError, match="out of bounds") as caught:
         bad.to(B)
+    traceback.clear_frames(caught.tb)  # the error is kept, and would keep them
     assert fine.to(B).tolist() == [0.0, 2.0, 4.0]
     other = torch.arange(3.0).to(B)
     wrong = other[torch.tensor([9]).to(B)]
     assert fine.to(B).tolist() == [0.0, 2.0, 4.0]
-    with pytest.raises(MaterializationError, match="out of bounds"):
+    with pytest.raises(MaterializationError, match="out of bounds") as caught:
         wrong.cpu()
+    traceback.clear_frames(caught.tb)
+    del x, bad, fine, other, wrong
 
 
 # --- two stages ------------------------------------------------------------------------------------------------------
@@ -345,6 +353,23 @@ def test_malformed_requests_of_other_workers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "data",
+    [
+        ["pack", 1],
+        ["pack", -1, 2],
+        ["pack", 1, "2"],
+        ["take", 1, b"short", "float32", [1], [1]],
+        ["take", 1, bytes(32), "float33", [1], [1]],
+        ["take", 1, bytes(32), "float32", [1], []],
+        ["take", 1, bytes(32), "float32", [1 << 50], [1]],
+    ],
+)
+def test_malformed_requests_are_refused(data: list[Any]) -> None:
+    with pytest.raises(marid.errors.WireError):
+        ask.read_requests([data], [])
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"address": "tcp://nowhere"},
@@ -402,7 +427,6 @@ _nowhere = {"address": "tcp://127.0.0.1:9", "key": None}
 
 def test_a_client_that_goes_while_its_worker_waits_leaves_nothing() -> None:
     """A request that waits for another worker keeps neither other clients waiting nor its memory."""
-    from marid.remote import requests as ask
     from marid.remote.link import Link
 
     connection: Any = connecting.connection_of(4)
@@ -417,3 +441,16 @@ def test_a_client_that_goes_while_its_worker_waits_leaves_nothing() -> None:
     while engine.worker_stats()["other_bytes"]:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_source_that_was_disconnected_is_missed_only_when_its_copies_are_needed_again() -> None:
+    """The copy lives on; once its worker is lost too, it is lost, and says so at once."""
+    marid.connect(workers=1, first=5)
+    copied = (torch.arange(3.0).to("remote_accelerator:5") * 2).to(B)
+    assert copied.tolist() == [0.0, 2.0, 4.0]
+    connecting.disconnect(5)
+    assert copied.sum().item() == 6.0
+    kill(4)
+    with pytest.raises(WorkerLostError, match=r"float32 tensor of shape \[3\].*is disconnected"):
+        copied.cpu()
+    assert (torch.ones(2, device=B) + 1).tolist() == [2.0, 2.0]

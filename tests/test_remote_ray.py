@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -50,6 +51,7 @@ def test_it_says_that_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def cluster() -> Iterator[list[Any]]:
     """Two workers, as connections."""
     pytest.importorskip("ray")
+    gc.collect()
     marid.connect("ray:auto", workers=2, resources={"CPU": 0.5}, first=3)
     yield [connecting.connection_of(index) for index in (3, 4)]
     connecting.disconnect(*[index for index in (3, 4) if index in connecting._connected], force=True)

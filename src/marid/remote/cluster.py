@@ -70,7 +70,8 @@ class _Cluster:
         from marid.remote.ray_actor import WorkerActor
 
         has = self.ray.cluster_resources()
-        wanted = dict(resources) if resources else {"GPU": 1} if has.get("GPU", 0) >= count else {"CPU": 1}
+        usual = {"GPU": 1.0} if has.get("GPU", 0) >= count else {"CPU": 1.0}
+        wanted: dict[str, float] = dict(resources) if resources else usual
         self._group = placement_group([wanted] * count, name=f"marid-{self.name}")
         if not self._group.wait(settings.worker_patience):
             inventory = {name: amount for name, amount in has.items() if ":" not in name}

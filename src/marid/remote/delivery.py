@@ -292,7 +292,7 @@ class Delivery:
             failed.error, failed.answered = error, True
             return
         for block in failed.makes if not isinstance(failed, RunWork) else ():
-            block.error = error
+            block.error = lost_error(str(error), block) if isinstance(error, WorkerLostError) else error
         raise raised
 
     def _take_back(self, following: list[Work], error: Exception) -> list[Work]:

@@ -333,6 +333,11 @@ class RemoteEngine:
             return packed
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it was disconnected for good."""
+        return self.delivery.closed
+
+    @property
     def is_lost(self) -> bool:
         """Whether what the worker held is gone, or not all there again."""
         return self.delivery.is_lost

@@ -25,7 +25,7 @@ _KINDS: Mapping[str, type[Exception]] = {
         *(ZeroDivisionError, OverflowError, ArithmeticError, AssertionError, MemoryError),
         *(torch.OutOfMemoryError, torch._C._LinAlgError),
     )
-} | {"TooLarge": MemoryLimitError, "CollectiveFailed": WorkerLostError}
+} | {"TooLarge": MemoryLimitError, "CollectiveFailed": WorkerLostError, "Unreachable": WorkerLostError}
 
 
 def error_named(kind: Any, text: Any) -> Exception:

@@ -78,6 +78,8 @@ class TakeWork(Work):
     def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
         if self.answered and self.packed.block.error is not None:
             raise OSError("the workers that had it were lost together")
+        if self._ends[0].is_closed:
+            raise OSError("the worker that it was copied from is disconnected")
         self._tell()
         of = self._geometry
         return [Take(self.handles[0], self._ticket, of.dtype, of.shape, of.stride)]

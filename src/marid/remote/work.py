@@ -61,6 +61,11 @@ class End(Protocol):
         ...
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it was disconnected for good."""
+        ...
+
+    @property
     def is_lost(self) -> bool:
         """Whether what it held is gone, or not all there again."""
         ...
