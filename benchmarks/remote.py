@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from relay import Relay, relay_to
 from torch.overrides import TorchFunctionMode
 
 import marid
-from relay import Relay, relay_to
 from marid.remote.local import start_workers
 
 LOCAL, WORKER = "remote_accelerator:0", "remote_accelerator:1"
