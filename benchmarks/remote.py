@@ -1,10 +1,11 @@
-"""What a worker costs: a training step and greedy decoding in this process, on a worker operation by operation, and on
-a worker as Marid does it.
+"""What a worker costs: a training step and greedy decoding in this process, on a worker operation by operation, with
+weights there and values moved, and as Marid does it.
 
-    python benchmarks/remote.py [--steps 30] [--json FILE]
+    python benchmarks/remote.py [--steps 40] [--layers 12 --width 768 --vocabulary 50257] [--json FILE]
 
-Bytes are counted at the socket of the client, after the first steps; times are medians. The worker is a process on this
-machine, so the difference to "in process" is the cost of the wire and of the second process, not of a network.
+A relay between client and worker counts all bytes on the connection, from the second step on, and holds them back for
+``--round-trip`` milliseconds in a second round of the last mode. Times are medians. The worker is a process on this
+machine.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from relay import Relay, relay_to
 from torch.overrides import TorchFunctionMode
 
 import marid
+from marid.remote.local import start_workers
 
 LOCAL, WORKER = "remote_accelerator:0", "remote_accelerator:1"
+MOVED = "values moved"
 
 
 class OperationByOperation(TorchFunctionMode):
@@ -75,15 +79,28 @@ class Model(torch.nn.Module):
         return self.head(x)
 
 
-def training(device: str) -> Callable[[], Any]:
+def placed(model: torch.nn.Module, device: str) -> tuple[Any, str]:
+    """The model on a device, and where its data belongs. As ``MOVED``, the weights are on the worker, and what goes
+    into and comes out of each layer that has some is brought here."""
+    if device != MOVED:
+        return model.to(device), device
+    for layer in model.modules():
+        if not list(layer.children()):
+            layer.to(WORKER)
+            layer.register_forward_pre_hook(lambda _, args: tuple([arg.to(WORKER) for arg in args]))
+            layer.register_forward_hook(lambda _layer, _args, result: result.cpu())
+    return model, "cpu"
+
+
+def training(device: str, _options: argparse.Namespace) -> Callable[[], Any]:
     """A step of a GPT of 4 layers (d 128, T 64, batch 8, vocabulary 1000) with AdamW; gives the loss."""
     torch.manual_seed(0)
-    model = Model(4, 128, 4, 1000, 64).to(device)
+    model, place = placed(Model(4, 128, 4, 1000, 64), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = torch.Generator().manual_seed(1)
 
     def step() -> float:
-        tokens = torch.randint(0, 1000, (8, 65), generator=data, device="cpu").to(device)
+        tokens = torch.randint(0, 1000, (8, 65), generator=data, device="cpu").to(place)
         logits = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
@@ -94,12 +111,13 @@ def training(device: str) -> Callable[[], Any]:
     return step
 
 
-def decoding(device: str) -> Callable[[], Any]:
-    """A token of a GPT of 6 layers (d 256), greedily, after a prompt of 72; gives the token."""
+def decoding(device: str, options: argparse.Namespace) -> Callable[[], Any]:
+    """A token of a model of GPT-2's shape, greedily, after a prompt of 72; gives the token."""
     torch.manual_seed(0)
-    model = Model(6, 256, 8, 1000, 1024).to(device).eval()
-    caches = [[torch.zeros(1, 8, 1024, 32, device=device) for _ in range(2)] for _ in range(6)]
-    prompt = torch.randint(0, 1000, (1, 72), device="cpu").to(device)
+    layers, width, vocabulary = options.layers, options.width, options.vocabulary
+    model, place = placed(Model(layers, width, 12, vocabulary, 1024).eval(), device)
+    caches = [[torch.zeros(1, 12, 1024, width // 12, device=place) for _ in range(2)] for _ in range(layers)]
+    prompt = torch.randint(0, vocabulary, (1, 72), device="cpu").to(place)
     with torch.no_grad():
         token = model(prompt, caches)[:, -1:].argmax(-1)
     at = 72
@@ -114,52 +132,79 @@ def decoding(device: str) -> Callable[[], Any]:
     return step
 
 
-def measure(make: Callable[[str], Callable[[], Any]], device: str, steps: int, mode: Any) -> dict[str, Any]:
-    """Median time and bytes of a step behind the first ones, and what the steps gave."""
-    step = make(device)
-    given, times = [], []
-    warm = min(10, steps)
+def measure(step: Callable[[], Any], relay: Relay, steps: int, mode: Any) -> dict[str, Any]:
+    """Median time and bytes of a step behind the first one, and what the steps gave."""
+    given, times, moved = [], [], []
     with mode:
-        given += [step() for _ in range(warm)]
-        before = marid.stats().remote
-        for _ in range(steps):
+        given.append(step())
+        trips = _round_trips()
+        for _ in range(steps - 1):
+            up, down = relay.counts
             start = time.perf_counter()
             given.append(step())
             times.append(time.perf_counter() - start)
-    after = marid.stats().remote
-    found: dict[str, Any] = {"ms": 1000 * statistics.median(times), "given": given}
-    if before is not None and after is not None:
-        for name in ("round_trips", "bytes_up", "bytes_down"):
-            found[name] = (getattr(after, name) - getattr(before, name)) / steps
+            after = relay.counts
+            moved.append((after[0] - up, after[1] - down))
+    late = times[min(10, steps // 2) :]  # programs are planned, improved and compiled in the first ones
+    found: dict[str, Any] = {"ms": 1000 * statistics.median(late), "given": given, "steps": steps}
+    found["round_trips"] = (_round_trips() - trips) / (steps - 1)
+    found["bytes_up"], found["bytes_down"] = (statistics.median(one[way] for one in moved) for way in (0, 1))
+    found["most_up"], found["most_down"] = (max(one[way] for one in moved) for way in (0, 1))
     return found
+
+
+def _round_trips() -> int:
+    remote = marid.stats().remote
+    return 0 if remote is None else remote.round_trips
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768, help="a multiple of 12, for 12 heads")
+    parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument("--round-trip", type=float, default=10.0, help="milliseconds")
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
-    marid.connect(workers=1, first=1)
-    rows: dict[str, dict[str, Any]] = {}
-    print(f"{'':36}{'ms':>9}{'round trips':>13}{'bytes up':>13}{'bytes down':>13}")
-    for name, make in (("training step", training), ("decoded token", decoding)):
-        few = max(options.steps // 10, 2)
-        cases = {
-            "in process": (LOCAL, options.steps, contextlib.nullcontext()),
-            "worker, op by op": (WORKER, few, OperationByOperation()),
-            "worker, Marid": (WORKER, options.steps, contextlib.nullcontext()),
-        }
-        for case, (device, steps, mode) in cases.items():
-            row = rows[f"{name}: {case}"] = measure(make, device, steps, mode)
-            traffic = [f"{row[key]:,.0f}" for key in ("round_trips", "bytes_up", "bytes_down")]
-            print(f"{name + ': ' + case:36}{row['ms']:9.2f}" + "".join(f"{text:>13}" for text in traffic))
-        first, *others = [row["given"] for key, row in rows.items() if key.startswith(name)]
-        assert all(other == first[: len(other)] or first == other[: len(first)] for other in others), "results differ"
+    (worker,) = start_workers(1, transport="tcp")
+    try:
+        with relay_to(worker.address) as relay:
+            marid.connect(relay.address, first=1)
+            rows = _rows(options, relay)
+    finally:
+        worker.stop()
     if options.json:
         with open(options.json, "w") as file:
             json.dump(
                 {key: {k: v for k, v in row.items() if k != "given"} for key, row in rows.items()}, file, indent=1
             )
+
+
+def _rows(options: argparse.Namespace, relay: Relay) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    print(f"{'':44}{'ms':>9}{'round trips':>13}{'bytes up':>11}{'most':>11}{'bytes down':>12}{'most':>11}")
+    for name, make in (("training step", training), ("decoded token", decoding)):
+        few = max(options.steps // 10, 3)
+        far = f"worker, Marid, {options.round_trip:g} ms away"
+        cases = {
+            "in process": (LOCAL, options.steps, contextlib.nullcontext()),
+            "worker, op by op": (WORKER, few, OperationByOperation()),
+            "worker, weights there, values moved": (MOVED, few, contextlib.nullcontext()),
+            "worker, Marid": (WORKER, options.steps, contextlib.nullcontext()),
+            far: (WORKER, options.steps, contextlib.nullcontext()),
+        }
+        for case, (device, steps, mode) in cases.items():
+            step = make(device, options)
+            relay.hold(options.round_trip / 2000 if case is far else 0.0)
+            row = rows[f"{name}: {case}"] = measure(step, relay, steps, mode)
+            relay.hold(0.0)
+            keys = {"round_trips": 13, "bytes_up": 11, "most_up": 11, "bytes_down": 12, "most_down": 11}
+            traffic = "".join(f"{row[key]:>{size},.0f}" for key, size in keys.items())
+            print(f"{name + ': ' + case:44}{row['ms']:9.2f}{traffic}", flush=True)
+        first, *others = [row["given"] for key, row in rows.items() if key.startswith(name) and MOVED not in key]
+        assert all(other == first[: len(other)] or first == other[: len(first)] for other in others), "results differ"
+    return rows
 
 
 if __name__ == "__main__":

@@ -242,6 +242,15 @@ def test_a_worker_that_forgets_chunks_is_sent_them_again() -> None:
                 uploaded(tensors)
 
 
+def test_a_tensor_that_chunk_memory_cannot_hold_is_refused() -> None:
+    with worker_process("--chunk-memory", "8MiB") as small, connected(small):
+        there = weights(9, 1, 9 * MB)[0].to(DEVICE)
+        with pytest.raises(RuntimeError, match="--chunk-memory"):
+            there.cpu()
+        assert torch.ones(3, device=DEVICE).sum().item() == 3
+        del there
+
+
 def test_the_worker_is_lost_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     marid.connect(workers=1, first=6)
     try:

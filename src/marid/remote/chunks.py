@@ -56,6 +56,10 @@ class ChunkStore:
         self.hits = 0
         self._chunks: OrderedDict[tuple[bytes, bytes], Any] = OrderedDict()
 
+    def room_for(self, count: int) -> int:
+        """The bytes that so many chunks may have together to be there at once."""
+        return self.limit - count * _ENTRY
+
     def put(self, owner: bytes, digest: bytes, data: Any) -> None:
         """Keep a chunk. Raises ``WireError`` when the digest is that of other bytes."""
         if blake3.blake3(data).digest() != digest:

@@ -325,6 +325,11 @@ class Session:
         if request.digests:
             found = [self._chunks.get(self.owner, digest) for digest in request.digests]
             lacking = [digest for digest, chunk in zip(request.digests, found, strict=True) if chunk is None]
+            if lacking and packing.nbytes > self._chunks.room_for(len(found)):
+                raise Refused(
+                    f"a tensor of {packing.nbytes} bytes is uploaded in chunks, and the worker keeps at most "
+                    f"{self._chunks.limit} bytes of chunks: start it with a larger --chunk-memory"
+                )
             if lacking:
                 raise Missing("chunks are not here", lacking)
             pieces = found
