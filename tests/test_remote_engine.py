@@ -74,6 +74,22 @@ def test_nothing_is_sent_when_nothing_is_read() -> None:
     assert engine().delivery.link.counts.messages_up == before
 
 
+def test_a_loop_that_never_reads_goes_out_while_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tape's cuts, without a wait; neither what is unanswered nor what the client keeps grows with the loop."""
+    monkeypatch.setattr(marid.settings, "max_pending_nodes", 500)
+    x, delivery = torch.zeros(4, device=FIRST), engine().delivery
+    x.sum().item()
+    before, most = delivery.link.counts.messages_up, 0
+    with marid.budget(round_trips=6):
+        for _ in range(10_000):
+            x = x + 1
+            most = max(most, len(delivery.steps()))
+        sent = delivery.link.counts.messages_up - before
+    assert 19 <= sent <= 60
+    assert most <= 10
+    assert x.tolist() == [10_000.0] * 4
+
+
 def test_reading_a_piece_moves_that_piece() -> None:
     """Of a tensor of 8 MB, by index, by slice, by an element of a tuple."""
     big = torch.arange(2_000_000.0, device=FIRST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from marid.errors import LazyTensorError, WorkerLostError
 from marid.frontend import handles
 from marid.frontend.engines import assign, engine_of, local_engine
+from marid.graph.node import Value, fail
 from marid.remote.engine import RemoteEngine
 from marid.remote.keys import ClientKey
 from marid.remote.link import Link
@@ -56,10 +58,11 @@ class _Address:
 class _Local:
     """A worker process of this process, started again when it ends."""
 
-    def __init__(self, worker: LocalWorker, device: str) -> None:
+    def __init__(self, worker: LocalWorker, device: str, options: tuple[str, ...]) -> None:
         self.name = f"local worker ({device})"
         self.worker = worker
         self._device = device
+        self._options = options
 
     def open(self) -> Link:
         return Link(self.worker.address, patience=settings.worker_patience)
@@ -67,7 +70,7 @@ class _Local:
     def reopen(self, reason: str) -> Link:  # noqa: ARG002
         if not self.worker.is_alive:
             self.worker.stop(0.1)
-            (self.worker,) = start_workers(1, self._device)
+            (self.worker,) = start_workers(1, self._device, options=self._options)
         return self.open()
 
     def is_gone(self) -> bool:
@@ -81,13 +84,18 @@ _connected: dict[int, tuple[RemoteEngine, Any]] = {}
 
 
 def connect(
-    *addresses: str, key: str | os.PathLike[str] | None = None, workers: int = 0, device: str = "cpu", first: int = 0
+    *addresses: str,
+    key: str | os.PathLike[str] | None = None,
+    workers: int = 0,
+    device: str = "cpu",
+    imports: Sequence[str] = (),
+    first: int = 0,
 ) -> None:
     """Let workers be the devices ``remote_accelerator:0``, ``:1`` and so on (from index ``first`` on).
 
     ``connect("tcp://host:7070", key="~/.config/marid/client.key")`` reaches workers that run elsewhere, in the order in
     which they are named; ``connect(workers=2)`` starts as many processes on this machine, which end with this one, each
-    with ``device`` ("cpu", "cuda:0").
+    with ``device`` ("cpu", "cuda:0"), after importing the modules ``imports``, whose operators they then run.
 
     Raises ``LazyTensorError`` when tensors live on one of these devices already, ``WorkerLostError`` when nobody
     answers, and ``AuthenticationError`` when a worker does not accept the key.
@@ -95,6 +103,8 @@ def connect(
     count = len(addresses) + workers
     if bool(addresses) == bool(workers) or workers < 0:
         raise ValueError("connect() takes addresses of workers, or how many to start (workers=2): one of the two")
+    if addresses and imports:
+        raise ValueError("who starts a worker says what it imports: `marid worker --import MODULE`")
     if first < 0 or first + count > handles.device_count:
         raise ValueError(
             f"{count} worker(s) from {handles.DEVICE_TYPE}:{first} on need {first + count} device indices, and there "
@@ -107,7 +117,8 @@ def connect(
     if addresses:
         connections = [_Address(address, credentials) for address in addresses]
     else:
-        connections = [_Local(worker, device) for worker in start_workers(workers, device)]
+        options = tuple([part for name in imports for part in ("--import", name)])
+        connections = [_Local(one, device, options) for one in start_workers(workers, device, options=options)]
     engines: list[RemoteEngine] = []
     try:
         for connection in connections:
@@ -146,15 +157,31 @@ def _leave(indices: Sequence[int]) -> None:
     for index in indices:
         entry = _connected.pop(index, None)
         if entry is not None:
+            _lose(index, entry[0].name)
             assign([(index, local_engine)])
             entry[0].close()
             entry[1].stop()
 
 
+def _lose(index: int, name: str) -> None:
+    """What still lives on a device that is left is lost; whoever reads it is told."""
+    for value in _living(index):
+        value.concrete = None
+        error = WorkerLostError(f"the {name} was disconnected\n  made at {value.node.site}")
+        fail(value.node, error)
+    handles.tape(index).fail_dependents()
+
+
+def _living(index: int) -> list[Value]:
+    tape = handles.tape(index)
+    return [*tape.pending(), *tape.resident_values()]
+
+
 def _refuse_living(indices: Sequence[int], what: str) -> None:
+    if any(_living(index) for index in indices):
+        gc.collect()  # what only errors and cycles hold is nobody's
     for index in indices:
-        tape = handles.tape(index)
-        values = [*tape.pending(), *tape.resident_values()]
+        values = _living(index)
         if values:
             oldest = min((value.node for value in values), key=lambda node: node.seq)
             raise LazyTensorError(

@@ -83,13 +83,14 @@ class Session:
         self.switches = Switches()
         self._last: OrderedDict[bytes, tuple[tuple[int, ...], tuple[Any, ...]]] = OrderedDict()  # runs, by program
         self.failure: dict[str, Any] | None = None
-        self.cancelled_through = 0
         # Of the thread of the sockets:
         self.inbox: deque[Message] = deque()
         self.inbox_bytes = 0
         self.scheduled = False
         self.route: bytes = b""
         self.seen = time.monotonic()
+        self._ended = False
+        self._cancelled = 0, 0  # epoch, and the newest request of it that is to be stopped
         self._machine = machine
         self._chunks = chunks
         self._reply_bytes = reply_bytes
@@ -105,7 +106,20 @@ class Session:
     @property
     def is_cancelled(self) -> bool:
         """Whether what runs now is to be stopped."""
-        return 0 < self._running <= self.cancelled_through
+        return self._running > 0 and self._is_cancelled(self._running)
+
+    def _is_cancelled(self, seq: int) -> bool:
+        epoch, through = self._cancelled
+        return self._ended or (epoch == self.epoch and seq <= through)
+
+    def cancel(self, epoch: int, through: int) -> None:
+        """Let what runs of an epoch, and is to run, end with ``Cancelled`` up to a request. What the client sends again
+        in the next epoch has the same numbers, and is not meant."""
+        self._cancelled = max(self._cancelled, (epoch, through))
+
+    def end(self) -> None:
+        """Let all that is still to run end."""
+        self._ended = True
 
     # --- exactly once ---
 
@@ -142,7 +156,7 @@ class Session:
             if seq <= self.applied:
                 continue
             try:
-                if seq <= self.cancelled_through:
+                if self._is_cancelled(seq):
                     raise Cancelled("the client asked to stop")
                 self._running = seq
                 if isinstance(request, ask.Again):
@@ -262,8 +276,9 @@ class Session:
         if isinstance(request, ask.Load):
             return self._load(request)
         if isinstance(request, ask.Switch):
+            apply(request.switches)
             self.switches = request.switches
-            return apply(request.switches)
+            return None
         return self.stats()
 
     def _run(self, request: ask.Run) -> None:

@@ -67,8 +67,8 @@ class Work:
     """One step.
 
     ``reads``, ``writes`` and ``makes`` are blocks: those it takes as they are, those it changes, and new ones;
-    ``inputs`` and ``handles`` the handles it needs and makes; ``contents`` what the client keeps for it. ``seconds`` is
-    about what it took. ``site`` is the user's line it is for. ``answered`` once it was done.
+    ``inputs`` and ``handles`` the handles it needs and makes; ``contents`` and ``params`` what the client keeps for it.
+    ``seconds`` is about what it took. ``site`` is the user's line it is for. ``answered`` once it was done.
     """
 
     reads: tuple[Block, ...] = ()
@@ -77,6 +77,7 @@ class Work:
     inputs: tuple[int, ...] = ()
     handles: tuple[int, ...] = ()
     contents: tuple[Content, ...] = ()
+    params: tuple[Any, ...] = ()
     seconds = 0.0
     site: Any = None
     answered = False
@@ -247,12 +248,16 @@ class ReplayWork(RunWork):
 
 
 class FetchWork(Work):
-    """Bring the elements of a tensor, or of a view (offset, shape, stride) of its memory; ``kept`` lives until then."""
+    """Bring the elements of a tensor in ``block``, or of a view (offset, shape, stride) of its memory; ``kept`` lives
+    until then."""
 
     lasting = False
 
-    def __init__(self, handle: int, view: Any, take: Callable[[torch.Tensor], None] | None, kept: Any = None) -> None:
+    def __init__(
+        self, handle: int, block: Block, view: Any, take: Callable[[torch.Tensor], None] | None, kept: Any = None
+    ) -> None:
         self.inputs = (handle,)
+        self.reads = (block,)
         self._view = view
         self._take = take
         self._kept = kept

@@ -231,8 +231,7 @@ class Worker:
             elif kind == "ping":
                 self._send(route, {"kind": "pong", "applied": session.applied}, [])
             elif kind == "cancel":
-                through = as_int(header.get("through"), 0, _SEQ, "a request")
-                session.cancelled_through = max(session.cancelled_through, through)
+                session.cancel(*(as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "through")))
             elif kind == "bye":
                 self._end(session)
             else:
@@ -280,7 +279,7 @@ class Worker:
 
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.number, None) is not None:
-            session.cancelled_through = _SEQ
+            session.end()
             self._schedule(session, Message(0, 0, 0, None, [], 0))
 
     def _refuse(self, route: bytes, reason: str, text: str) -> None:
