@@ -133,6 +133,7 @@ def _repeated(recorded: Recorded, handle: int, base: int) -> list[ask.Request]:
         ask.Again(run.program, run.geometry, ((0, handle),), ((0, recorded.params[0]),), base + 50),
         ask.Run(run.program, run.geometry, run.inputs, run.params, base + 100, 1, (1,)),
         ask.Sizes(run.program, run.geometry, digest_of(geometry_of(other)), changes),
+        ask.Roles(((handle, "weight"), (base + 7, "kv cache"))),
         ask.Switch(Switches(torch.float64, 1, False, "high", False)),
         ask.Switch(Switches()),
         ask.Free(tuple(range(base, base + 150))),
@@ -203,7 +204,7 @@ def test_a_hundred_thousand_damaged_messages_do_no_harm() -> None:
 def _fuzz_session(count: int, seed: int) -> None:
     """Valid headers around damaged requests, applied in this process: every answer is an answer."""
     choose = random.Random(seed)
-    machine = Machine(torch.device("cpu"), 64 << 20)
+    machine = Machine(torch.device("cpu"), 64 << 20, 64 << 20)
     x = torch.arange(12.0).view(3, 4).to(DEVICE)
     a, b = torch.split(torch.cat([x, x * 2.5]).relu(), 3)
     y = (a @ b.t()).to(torch.float64) + torch.rand(3, 3, device=DEVICE)

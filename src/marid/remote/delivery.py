@@ -18,7 +18,7 @@ from marid.remote.link import Link, LinkLost, RequestFailed, SocketCounts
 from marid.remote.memory import Memory
 from marid.remote.messages import Message, messages_of
 from marid.remote.requests import write_requests
-from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RunWork, Sent, Work
+from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RolesWork, RunWork, Sent, Work
 from marid.report.stats import counters
 from marid.report.traffic import traffic
 
@@ -298,6 +298,8 @@ class Delivery:
                 "the %s was lost (%s); %d step(s) were done again in %.2f s",
                 *(self._connection.name, reason, count, seconds),
             )
+            if self.link.welcome["limits"].get("spill"):
+                self._outbox.append(RolesWork((handle, block) for handle, (block, _) in self.memory.alive.items()))
             self._refuse_lost()
             return
         raise WorkerLostError(f"{_ATTEMPTS} workers in a row were lost while work was done again: {reason}")

@@ -35,13 +35,14 @@ from marid.remote.operators import operator_name
 from marid.remote.requests import Handle, Stats
 from marid.remote.roles import note_roles, role_of
 from marid.remote.specs import spec_from
-from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RunWork, UploadWork, Work
+from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RolesWork, RunWork, UploadWork, Work
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 
 __all__ = ["RemoteEngine"]
 
 _EAGER_BYTES = 4 << 20  # uploads are sent without being asked for once there are so many bytes of them
+_USUAL = "activation"  # what a worker takes the memory of results for until it is told
 _AHEAD = 8  # runs that were sent before anybody needs them, each of some thousand operations
 _RESULTS = 1 << 12  # handles set aside for what an operator returns
 _NODES = 4000  # in one program; a request has no more than 16,384 inputs or numbers
@@ -104,7 +105,20 @@ class RemoteEngine:
         note_roles(task, step)
         step.record(task, give_back)
         self.delivery.do(step)
+        self._tell([*task.inputs, *[value.concrete for value in task.outputs]])
         return sized.transient_bytes
+
+    def _tell(self, buffers: Sequence[Any]) -> None:
+        """Say what memory is for, where the worker chooses by that what waits on the host."""
+        if not self.delivery.link.welcome["limits"].get("spill"):
+            return
+        new = {
+            b.block.identity: (b.handle, b.block)
+            for b in buffers
+            if (b.block.role or _USUAL) != (b.block.told or _USUAL)
+        }
+        if new:
+            self.delivery.do(RolesWork(new.values()))
 
     def replay(self, prepared: Prepared, inputs: list[RemoteBuffer], params: list[Any]) -> list[RemoteBuffer]:
         with self.lock:
@@ -283,7 +297,9 @@ class RemoteEngine:
         return 0
 
     def mark(self, buffer: RemoteBuffer, role: str) -> None:
-        buffer.block.role, buffer.block.marked = role, True
+        with self.lock:
+            buffer.block.role, buffer.block.marked = role, True
+            self._tell([buffer])
 
     def trim(self) -> None:
         pass

@@ -26,6 +26,7 @@ from marid.remote.machine import Machine, TooLarge, Warned, bytes_of
 from marid.remote.operators import operator_named
 from marid.remote.packing import packing_of
 from marid.remote.programs import digest_of
+from marid.remote.residency import ORDER
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
 from marid.remote.tensors import read_tensor, segments_of, tensor_of
@@ -228,6 +229,7 @@ class Session:
         for slot, tensor in stop.tensors.items():
             if slot not in taken and isinstance(tensor, torch.Tensor):
                 self.tensors[request.base + slot] = tensor
+                self._machine.residency.note(tensor)
                 existing.append(slot)
         lost = [[slot, _type_of(error), str(error)[:200]] for slot, error in stop.lost.items()]
         return {"index": stop.index, "finished": stop.finished, "existing": sorted(existing), "lost": lost}
@@ -275,6 +277,11 @@ class Session:
             return self._call(request)
         if isinstance(request, ask.Load):
             return self._load(request)
+        if isinstance(request, ask.Roles):
+            for handle, role in request.roles:
+                if handle in self.tensors:
+                    self._machine.residency.hint(self.tensors[handle], ORDER.index(role))
+            return None
         if isinstance(request, ask.Switch):
             apply(request.switches)
             self.switches = request.switches
@@ -292,7 +299,7 @@ class Session:
             raise WireError(f"there is no tensor with handle {error}") from None
         if request.until is not None:
             results = machine.run_until(
-                request.until, request.keep, request.program, request.geometry, inputs, request.params
+                request.until, request.keep, request.program, request.geometry, inputs, request.params, self._held
             )
             for slot, tensor in zip(request.keep, results, strict=True):
                 self._keep(request.base + slot, tensor)
@@ -301,11 +308,12 @@ class Session:
         for slot, tensor in zip(prepared.program.output_slots, results, strict=True):
             self._keep(request.base + slot, tensor)
 
-    def _keep(self, handle: int, tensor: Any) -> None:
+    def _keep(self, handle: int, tensor: Any, role: str = "activation") -> None:
         if not isinstance(tensor, torch.Tensor):
             raise WireError("a result that was to be kept is no tensor")
         if self.tensors.setdefault(handle, tensor) is not tensor:
             raise WireError(f"handle {handle} is taken")
+        self._machine.residency.note(tensor, ORDER.index(role))
 
     def _upload(self, request: ask.Upload) -> None:
         packing = packing_of(request.shape, request.stride, request.dtype)
@@ -317,10 +325,11 @@ class Session:
             if lacking:
                 raise Missing("chunks are not here", lacking)
             pieces = found
-        self._keep(request.handle, tensor_of(pieces, packing, request.dtype, self._machine.device))
+        self._keep(request.handle, tensor_of(pieces, packing, request.dtype, self._machine.device), "input")
 
     def _fetch(self, request: ask.Fetch, segments: list[Any]) -> dict[str, Any]:
         tensor = self._tensor(request.handle)
+        self._machine.make_room(0, [tensor], self._held)
         with concretely():
             if request.view is not None:
                 offset, shape, stride = request.view
@@ -379,7 +388,7 @@ class Session:
             self._make_room(nbytes)
 
         tensor = read_tensor(request.path, request.name, self._machine.device, room)
-        self._keep(request.handle, tensor)
+        self._keep(request.handle, tensor, "input")
         return spec_to(spec_of(tensor))
 
     def _tensor(self, handle: int) -> torch.Tensor:
@@ -391,9 +400,7 @@ class Session:
     # --- memory ---
 
     def _make_room(self, nbytes: int) -> None:
-        limit = self._machine.memory_limit
-        if limit and nbytes > limit - self._held():
-            raise TooLarge(nbytes, limit - self._held(), [])
+        self._machine.make_room(nbytes, (), self._held)
 
     def _held(self) -> int:
         return self.nbytes() + self.others()
@@ -404,11 +411,14 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """What it holds, and what the worker has done."""
+        self._machine.residency.forget()
         return {
             "tensors": len(self.tensors),
             "bytes": self.nbytes(),
             "other_bytes": self.others(),
             "memory_limit": self._machine.memory_limit,
+            "spilled_bytes": self._machine.residency.spilled,
+            "spill_moved": self._machine.residency.moved,
             "chunks": len(self._chunks),
             "chunk_bytes": self._chunks.nbytes,
             "chunk_hits": self._chunks.hits,

@@ -27,11 +27,13 @@ from marid.remote.requests import (
     Handle,
     Program,
     Request,
+    Roles,
     Run,
     Sizes,
     Switch,
     Upload,
 )
+from marid.remote.residency import ORDER
 from marid.remote.roles import role_of
 from marid.remote.switches import Switches, current
 from marid.report.traffic import traffic
@@ -42,12 +44,16 @@ __all__ = [
     "FetchWork",
     "FreeWork",
     "ReplayWork",
+    "RolesWork",
     "RunWork",
     "Sent",
     "UploadWork",
     "Work",
     "upload_requests",
 ]
+
+
+_TOLD = 4000  # handles in one request
 
 
 @dataclass
@@ -272,6 +278,21 @@ class FetchWork(Work):
 
     def refused(self) -> bool:
         return False  # whoever reads asks again
+
+
+class RolesWork(Work):
+    """Say what memory is for."""
+
+    lasting = False
+
+    def __init__(self, roles: Iterable[tuple[int, Block]]) -> None:
+        self._blocks = [(handle, block, block.role) for handle, block in roles if block.role in ORDER]
+        for _, block, role in self._blocks:
+            block.told = role
+
+    def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
+        told = [(handle, role) for handle, _, role in self._blocks if role is not None]
+        return [Roles(tuple(told[start : start + _TOLD])) for start in range(0, max(len(told), 1), _TOLD)]
 
 
 class AskWork(Work):

@@ -42,6 +42,8 @@ class Limits:
 
     memory: int = 0
     """Of all sessions and the current run; 0 for no limit."""
+    spill: int = 0
+    """Of what may wait on the host when the memory is full."""
     chunks: int = 4 << 30
     """Of pieces of tensors that are kept in case they are uploaded again."""
     in_flight: int = 512 << 20
@@ -94,7 +96,7 @@ class Worker:
         self.limits = limits or Limits()
         self.boot = os.urandom(8)
         self.refusals = Refusals()
-        self.machine = Machine(device, self.limits.memory)
+        self.machine = Machine(device, self.limits.memory, self.limits.spill)
         self._chunks = ChunkStore(self.limits.chunks)
         address, loopback = endpoint(bind)
         if keys is None and not loopback:
@@ -254,7 +256,7 @@ class Worker:
             self._sessions[number] = session
         session.route, session.seen = route, time.monotonic()
         limits = {"in_flight": self.limits.in_flight // 2, "messages": self.limits.messages // 2}
-        limits |= {"lease": self.limits.lease, "memory": self.limits.memory}
+        limits |= {"lease": self.limits.lease, "memory": self.limits.memory, "spill": self.limits.spill}
         facts = {"device": str(self.machine.device), "torch": torch.__version__, "pid": os.getpid()}
         state = {"applied": session.applied, "epoch": session.epoch}
         self._send(route, {"kind": "welcome", "session": number, "limits": limits, **facts, **state}, [])
