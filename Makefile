@@ -4,13 +4,14 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 WORKERS ?= 2
 PROGRAMS ?= 50000
+WORKER_PROGRAMS ?= 2000
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
 
-.PHONY: help demo test check conformance fuzz bench clean
+.PHONY: help demo test check conformance conformance-worker fuzz bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +19,7 @@ help:
 	@echo "make test         ruff, pyright and the test suite"
 	@echo "make check        ruff and pyright only"
 	@echo "make conformance  the long tests"
+	@echo "make conformance-worker  the suite with the device on a worker process, the long tests too"
 	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs against eager PyTorch"
 	@echo "make bench        what recording an operation costs, and a quick run of marid bench"
 	@echo "make clean        remove what was built, the virtual environment too"
@@ -48,6 +50,13 @@ test: check
 
 conformance: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m conformance
+
+# A file at a time: each has its own workers, and a program of one is not another's.
+conformance-worker: $(READY)
+	@failed=0; for file in $$(ls tests/test_*.py tests/*/test_*.py | grep -v tests/test_remote_); do \
+		echo "== $$file"; MARID_FUZZ_PROGRAMS=$(WORKER_PROGRAMS) \
+		$(BIN)/python -m pytest -q --worker -m "conformance or not conformance" $$file || [ $$? -eq 5 ] || failed=1; \
+	done; exit $$failed
 
 fuzz: $(READY)
 	MARID_FUZZ_PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -n $(WORKERS) -m conformance tests/fuzz

@@ -21,11 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "conformance: takes long; runs only with -m conformance")
+    config.addinivalue_line("markers", "in_process(reason): is about the engine of this process; not with --worker")
     if config.getoption("--worker") and (hasattr(config, "workerinput") or not config.getoption("numprocesses", 0)):
-        marid.connect(workers=2)
+        marid.connect(workers=2, imports=["tests.operators"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--worker"):
+        for item in items:
+            for mark in item.iter_markers("in_process"):
+                item.add_marker(pytest.mark.skip(reason=mark.args[0]))
     if "conformance" in (config.option.markexpr or ""):
         return
     skip = pytest.mark.skip(reason="takes long; run it with -m conformance")

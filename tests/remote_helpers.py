@@ -30,6 +30,7 @@ class Recorded:
         task = bind(handles.tape(0).cut([node for tensor in tensors for node in pending_nodes(tensor)]))
         self.inputs: list[torch.Tensor] = task.inputs
         self.params = tuple(task.params)
+        self.specs = task.specs
         self.outputs = [task.slots[tensor._value] for tensor in tensors if tensor._value in task.slots]
         self.program = task.build()
         self.body = body_of(self.program)

@@ -20,7 +20,10 @@ from marid.frontend.engines import local_engine as engine
 from marid.native import library
 from tests.helpers import DEVICE, interrupted
 
-pytestmark = pytest.mark.skipif(library is None, reason="needs C++")
+pytestmark = [
+    pytest.mark.skipif(library is None, reason="needs C++"),
+    pytest.mark.in_process("is about the in-process engine's own thread"),
+]
 
 LOOPS = 12
 

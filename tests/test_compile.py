@@ -175,6 +175,7 @@ def test_counters_on_the_host_are_followed() -> None:
     assert marid.stats().functions[0].replays >= 12
 
 
+@pytest.mark.in_process("a worker's errors come where something is read, when the Python has gone on")
 def test_counters_go_back_when_a_replay_fails() -> None:
     """An error before the optimizer's step leaves its counter as it is."""
     w = torch.nn.Parameter(torch.ones(4, device=DEVICE))
@@ -641,6 +642,7 @@ def test_what_a_recording_raises_leaves_the_function_usable() -> None:
         marid.compile(lambda a, b: a + b)(torch.ones(2, device=DEVICE), torch.ones(3, device=DEVICE))
 
 
+@pytest.mark.in_process("a worker's errors come where something is read, when the Python has gone on")
 def test_errors_of_a_replay_name_both_lines() -> None:
     """An index out of range at the fourth call: where it was written, where it was read; later calls are fine."""
     table = torch.arange(5.0, device=DEVICE)

@@ -31,6 +31,8 @@ from marid.graph.program import Program, Task
 
 from .helpers import DEVICE
 
+pytestmark = pytest.mark.in_process("reads what the in-process engine has compiled")
+
 needs_library = pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
 
 

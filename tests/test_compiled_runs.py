@@ -25,9 +25,10 @@ from marid.frontend.engines import local_engine as engine
 
 from .helpers import DEVICE, interrupted
 
-pytestmark = pytest.mark.skipif(
-    marid.native.library is None or shutil.which("g++") is None, reason="there is no C++ compiler"
-)
+pytestmark = [
+    pytest.mark.skipif(marid.native.library is None or shutil.which("g++") is None, reason="there is no C++ compiler"),
+    pytest.mark.in_process("reads what the in-process engine has compiled"),
+]
 
 # Computes y = exp(tanh(a * first + second)), and a += third where it is given a third number; with TWO, adds b to y.
 _SOURCE = r"""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marid
+import tests.operators  # noqa: F401  (defines marid_tests::opaque and others)
 from marid.errors import (
     AuthenticationError,
     LazyTensorError,
@@ -328,29 +329,6 @@ def test_other_layouts_name_operation_and_line(use: Callable[[torch.Tensor], Any
 
 
 # --- fallback --------------------------------------------------------------------------------------------------------
-
-_library = torch.library.Library("marid_tests", "DEF")
-_library.define("opaque(Tensor x) -> Tensor")
-_library.define("broken(Tensor x) -> Tensor")
-_library.define("scale_(Tensor(a!) x, float by) -> Tensor(a!)")
-
-
-def _opaque(x: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(x.numpy() * 2)
-
-
-def _broken(x: torch.Tensor) -> torch.Tensor:
-    raise ValueError("the kernel's own error")
-
-
-def _scale(x: torch.Tensor, by: float) -> torch.Tensor:
-    x.numpy()[...] *= by
-    return x
-
-
-_library.impl("opaque", _opaque, "CPU")
-_library.impl("broken", _broken, "CPU")
-_library.impl("scale_", _scale, "CPU")
 
 
 def test_an_operation_without_meta_kernel_runs_eagerly_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,8 @@ from marid.frontend.engines import local_engine as engine
 from marid.native import module
 from tests.helpers import DEVICE, assert_same, interrupted, on_both, seeded, train_step
 
+pytestmark = pytest.mark.in_process("reads the programs of the in-process engine")
+
 WAYS = [pytest.param(Table, marks=pytest.mark.skipif(module is None, reason="needs C++")), SourceProgram]
 
 

@@ -13,6 +13,8 @@ import marid
 from marid.frontend.engines import local_engine as engine
 from tests.helpers import DEVICE
 
+pytestmark = pytest.mark.in_process("reads the programs of the in-process engine")
+
 
 @pytest.fixture(autouse=True)
 def _every_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -23,7 +23,10 @@ from marid.native import library
 from marid.optimize.memory import MemoryPlan, Trace, plan
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
-pytestmark = pytest.mark.skipif(library is None, reason="needs the C++ half")
+pytestmark = [
+    pytest.mark.skipif(library is None, reason="needs the C++ half"),
+    pytest.mark.in_process("reads the memory plans of the in-process engine"),
+]
 
 PROGRAMS = 2_000
 CONFORMANCE_PROGRAMS = 100_000

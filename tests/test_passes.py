@@ -17,6 +17,8 @@ from marid.frontend.engines import local_engine as engine
 from marid.native import module
 from tests.helpers import DEVICE, assert_same, on_both
 
+pytestmark = pytest.mark.in_process("reads the programs of the in-process engine")
+
 aten = torch.ops.aten
 
 WAYS = [pytest.param(True, marks=pytest.mark.skipif(module is None, reason="needs C++")), False]

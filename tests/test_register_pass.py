@@ -16,6 +16,8 @@ from marid.optimize.passes import registry
 from marid.optimize.passes.registry import _registered
 from tests.helpers import DEVICE, assert_same
 
+pytestmark = pytest.mark.in_process("passes of the user run in this process")
+
 aten = torch.ops.aten
 
 

@@ -17,6 +17,7 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import run_pending
 from marid.remote import connect as connecting
+from marid.remote.work import RunWork
 from tests.helpers import assert_same
 
 FIRST, SECOND = "remote_accelerator:6", "remote_accelerator:7"
@@ -74,6 +75,22 @@ def test_nothing_is_sent_when_nothing_is_read() -> None:
     assert engine().delivery.link.counts.messages_up == before
 
 
+def test_a_loop_that_never_reads_goes_out_while_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tape's cuts, without a wait; neither what is unanswered nor what the client keeps grows with the loop."""
+    monkeypatch.setattr(marid.settings, "max_pending_nodes", 500)
+    x, delivery = torch.zeros(4, device=FIRST), engine().delivery
+    x.sum().item()
+    before, most = delivery.link.counts.messages_up, 0
+    with marid.budget(round_trips=6):
+        for _ in range(10_000):
+            x = x + 1
+            most = max(most, sum(isinstance(step, RunWork) for step in delivery.steps()))
+        sent = delivery.link.counts.messages_up - before
+    assert 19 <= sent <= 60
+    assert most <= 10
+    assert x.tolist() == [10_000.0] * 4
+
+
 def test_reading_a_piece_moves_that_piece() -> None:
     """Of a tensor of 8 MB, by index, by slice, by an element of a tuple."""
     big = torch.arange(2_000_000.0, device=FIRST)
@@ -85,6 +102,19 @@ def test_reading_a_piece_moves_that_piece() -> None:
     assert torch.equal(big.split(1000)[7].cpu(), torch.arange(7000.0, 8000.0))
     assert torch.equal(big.view(2000, 1000)[:, 3].cpu(), torch.arange(3.0, 2_000_000, 1000))
     assert traffic.bytes_down - before < 16 << 10
+
+
+def test_printing_moves_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary of 8 MB, in one round trip."""
+    big = torch.arange(2_000_000.0, device=FIRST).reshape(2000, 1000)
+    marid.materialize(big)
+    traffic = engine().delivery.link.counts
+    before = traffic.bytes_down
+    assert "remote_accelerator" in repr(big)
+    assert traffic.bytes_down == before
+    monkeypatch.setattr(marid.settings, "print_materialize", True)
+    with marid.budget(round_trips=1, bytes_down=4 << 10):
+        assert "1.9990e+06" in repr(big)
 
 
 def test_reading_several_values_is_one_round_trip() -> None:

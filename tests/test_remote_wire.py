@@ -340,7 +340,6 @@ def test_a_body_made_by_hand_is_a_program() -> None:
     "body",
     [
         pytest.param(None, id="nothing"),
-        pytest.param([[], [], [], []], id="no instructions"),
         pytest.param(_body()[:3], id="a part is missing"),
         pytest.param(_body(inputs=[0, 0]), id="an input twice"),
         pytest.param(_body(inputs=[0]), id="an undefined slot"),

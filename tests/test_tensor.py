@@ -258,6 +258,24 @@ def test_print_materialize_shows_values(monkeypatch: pytest.MonkeyPatch) -> None
     assert f"{DEVICE}:0" in text
 
 
+@pytest.mark.parametrize(
+    "shape", [(1001,), (7, 200), (2000, 3), (3, 7, 100), (8, 8, 8, 8), (6, 500), (1,), (), (0, 5), (50_000,)]
+)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16, torch.float8_e4m3fn, torch.float64],
+)
+def test_a_summary_is_that_of_pytorch(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Widths, signs and exponents are chosen from what is shown alone."""
+    monkeypatch.setattr(settings, "print_materialize", True)
+    plain = (torch.randn(shape) * 10 ** torch.randint(-3, 5, shape).double()).to(dtype)
+    for view in (plain, plain.transpose(0, -1) if plain.dim() else plain):
+        text = repr(view.to(DEVICE))
+        assert text == f"LazyTensor({torch._tensor_str._tensor_str(view, 0)}, device='{DEVICE}:0')"
+
+
 def test_format_of_a_single_element_follows_torch() -> None:
     """A format specification reads the value, as it does for any tensor."""
     value = torch.tensor(2.0, device=DEVICE).sqrt()

@@ -9,7 +9,7 @@ import torch
 from marid.frontend import handles
 from marid.frontend.device import memory_allocated, peak_memory
 from marid.frontend.engines import all_engines, engine_of
-from marid.frontend.materialize import holders, pending_nodes, wait_anyway
+from marid.frontend.materialize import holders, pending_nodes, read_value, wait_anyway
 from marid.frontend.materialize import materialize as _materialize
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value, root_of
@@ -38,13 +38,13 @@ def graph(*tensors: Any) -> ComputationGraph:
             raise TypeError(f"marid.graph() takes lazy tensors, but got {type(tensor).__name__}")
     if not tensors:
         everything = [node for index in range(handles.device_count) for node in handles.tape(index).pending()]
-        return ComputationGraph(everything)
+        return ComputationGraph(everything, [], read_value)
     nodes = []
     for index in sorted({t._value.spec.device for t in tensors}):
         asked = [node for t in tensors if t._value.spec.device == index for node in pending_nodes(t)]
         nodes += handles.tape(index).cut(asked)
     values: list[Value] = [t._value for t in tensors]
-    return ComputationGraph(nodes, values)
+    return ComputationGraph(nodes, values, read_value)
 
 
 def epoch() -> int:

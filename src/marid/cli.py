@@ -123,6 +123,9 @@ class _Bytes(click.ParamType):
 )
 @click.option("--import", "imports", metavar="MODULE", multiple=True, help="Import it, and admit its operators.")
 @click.option("--memory-limit", type=_Bytes(), default=0, help="Bytes that all clients may hold together: 8g.")
+@click.option(
+    "--spill", type=_Bytes(), default=0, help="Bytes of that which may wait on the host when it is full: 32g."
+)
 @click.option("--chunk-memory", type=_Bytes(), default=4 << 30, help="Bytes of uploads kept to be recognised: 4g.")
 @click.option("--lease", type=float, default=300.0, show_default=True, help="Seconds before a client is forgotten.")
 @click.option("--until-eof", is_flag=True, help="End when standard input does.")
@@ -134,6 +137,7 @@ def worker(
     keys: Path | None,
     imports: tuple[str, ...],
     memory_limit: int,
+    spill: int,
     chunk_memory: int,
     lease: float,
     until_eof: bool,
@@ -146,7 +150,7 @@ def worker(
         from marid.remote.command import serve
         from marid.remote.worker import Limits
 
-        limits = Limits(memory=memory_limit, chunks=chunk_memory, lease=lease)
+        limits = Limits(memory=memory_limit, spill=spill, chunks=chunk_memory, lease=lease)
         serve(bind, device, keys, imports, limits, until_eof)
 
 

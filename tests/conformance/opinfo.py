@@ -19,6 +19,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_flatten, tree_map
 
 import marid
+from marid.frontend.materialize import read_value
 
 DEVICE = "remote_accelerator"
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
@@ -244,7 +245,7 @@ def _read(thing: Any) -> Any:
     if isinstance(thing, marid.LazyTensor):
         value = thing._value
         marid.materialize(thing)
-        return value.concrete
+        return read_value(value)
     return thing
 
 

@@ -105,6 +105,7 @@ class InProcessEngine:
 
     name = "in-process engine"
     pieces = True
+    elsewhere = False
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

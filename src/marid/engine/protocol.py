@@ -68,6 +68,8 @@ class Engine(Protocol):
     """How the device is called."""
     pieces: bool
     """Whether it gains from work that is handed over early, piece by piece."""
+    elsewhere: bool
+    """Whether what it runs leaves the processors of this process alone."""
 
     def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
         """Run pending nodes, given in program order and closed under the hazard rule (``Tape.cut``), after all that was

@@ -15,7 +15,7 @@ from marid.engine.inprocess import concretely
 from marid.engine.snapshot import snapshot
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
-from marid.frontend.materialize import hold_back
+from marid.frontend.materialize import hold_back, read_value
 from marid.frontend.observe import observer
 from marid.graph.computation import ComputationGraph
 
@@ -66,7 +66,7 @@ def capture(device: int | None = None) -> Iterator[ComputationGraph]:
     leaves nothing behind after an exception.
     """
     index = handles.current_device() if device is None else device
-    graph = ComputationGraph([])
+    graph = ComputationGraph([], [], read_value)
     tape = handles.tape(index)
     start = next(tape.sequence)
     _depth.captures += 1

@@ -36,6 +36,7 @@ __all__ = [
     "overflow",
     "pending_nodes",
     "read",
+    "read_value",
     "run_anyway",
     "run_everything",
     "run_pending",
@@ -196,6 +197,14 @@ def read(tensor: Any, reason: str, whole: bool = False) -> torch.Tensor:
     return engine_of(tensor._value.spec.device).read(tensor._value.concrete, whole)
 
 
+def read_value(value: Value) -> torch.Tensor:
+    """The same of a value that counts as run."""
+    assert value.spec is not None
+    engine = engine_of(value.spec.device)
+    engine.wait([value], "value")
+    return engine.read(value.concrete)
+
+
 def download(tensor: Any, reason: str) -> torch.Tensor:
     """The same as a snapshot, of which the caller is the owner."""
     materialize((tensor,), reason, "value")
@@ -229,9 +238,9 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
         limit = settings.memory_limit
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
         tape.run += len(nodes)
-        taken = engine_of(tape.device).run(
-            nodes, tape.take_back, ahead and may_go_ahead(), limit - resident if limit else None
-        )
+        engine = engine_of(tape.device)
+        ahead = ahead and (engine.elsewhere or may_go_ahead())
+        taken = engine.run(nodes, tape.take_back, ahead, limit - resident if limit else None)
         counters.peak_memory = max(counters.peak_memory, resident + taken)
     except MaterializationError:
         fail_dependents()

@@ -13,6 +13,7 @@ from torch._C import _disabled_torch_function_impl
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, materialize, pending_nodes, read
+from marid.frontend.printing import values_text
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.settings import settings
@@ -111,8 +112,7 @@ class LazyTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if settings.print_materialize:
-            values = torch._tensor_str._tensor_str(self.materialize(), 0)
-            return f"LazyTensor({values}, device='{self.device}')"
+            return f"LazyTensor({values_text(self)}, device='{self.device}')"
         grad = ""
         if self.grad_fn is not None:
             grad = f", grad_fn=<{type(self.grad_fn).__name__}>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from marid.graph.fx import to_fx
+from marid.graph.fx import Read, to_fx
 from marid.graph.node import Node, Value, input_values
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ class ComputationGraph:
     nodes (``node.op`` may be None for them).
     """
 
-    def __init__(self, nodes: list[Node], asked: list[Value] | None = None) -> None:
-        self.asked = asked or []
+    def __init__(self, nodes: list[Node], asked: list[Value], read: Read) -> None:
+        self.asked = asked
+        self._read = read
         self.replace(nodes)
 
     def replace(self, nodes: list[Node]) -> None:
@@ -67,7 +68,7 @@ class ComputationGraph:
 
         ``graph_module.inputs()`` gives the concrete sources, so that ``gm(*gm.inputs())`` runs it.
         """
-        return to_fx([(node, *self.arguments_of(node)) for node in self.operations], self.asked)
+        return to_fx([(node, *self.arguments_of(node)) for node in self.operations], self.asked, self._read)
 
     def to_networkx(self) -> networkx.DiGraph:
         """A ``networkx.DiGraph``: node keys are sequence numbers; attributes name operation, shape, dtype, module,

@@ -6,6 +6,7 @@ In-place writes stay in-place writes, in program order; ``node.meta`` has ``val`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from marid.graph.twister import Twisters
 
 __all__ = ["to_fx"]
 
+Read = Callable[[Value], torch.Tensor]
+"""Brings the value of what has run."""
 Recorded = tuple[Node, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
-def to_fx(operations: list[Recorded], asked: list[Value]) -> torch.fx.GraphModule:
+def to_fx(operations: list[Recorded], asked: list[Value], bring: Read) -> torch.fx.GraphModule:
     """A graph module of ``(node, args, kwargs)`` in program order, returning ``asked`` or else all unread values.
 
-    Placeholders are the values made outside, in order of first use; ``inputs()`` on the module gives their buffers.
+    Placeholders are the values made outside, in order of first use; ``inputs()`` on the module reads them.
     Random nodes draw the very numbers that were recorded.
     """
     fx = torch.fx.Graph()
@@ -69,8 +72,7 @@ def to_fx(operations: list[Recorded], asked: list[Value]) -> torch.fx.GraphModul
     fx.output(results[0] if len(results) == 1 else tuple(results))
     fx.lint()
     module = torch.fx.GraphModule(torch.nn.Module(), fx, "MaridGraph")
-    buffers = [value.concrete for value in sources]
-    module.inputs = lambda: buffers  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    module.inputs = lambda: [bring(value) for value in sources]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return module
 
 

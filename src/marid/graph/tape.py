@@ -82,8 +82,10 @@ class Tape:
 
     def take_back(self, nodes: list[Node]) -> None:
         """Nodes that counted as run are pending again."""
-        self.entries += [weakref.ref(node) for node in nodes]
-        self._recorded -= len(nodes)
+        here = {node for entry in self.entries if (node := entry()) is not None}  # entries go when all are looked at
+        back = [weakref.ref(node) for node in nodes if node not in here]
+        self.entries += back
+        self._recorded -= len(back)
         self.run -= len(nodes)
 
     def give_room(self, room: int) -> None:

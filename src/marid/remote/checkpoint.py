@@ -73,7 +73,7 @@ def _take(delivery: Delivery) -> int:
         handle, geometry = tensors[0]
         count = block.nbytes // geometry.dtype.itemsize
         got: list[torch.Tensor] = []
-        step = FetchWork(handle, (0, (count,), (1,)), got.append)
+        step = FetchWork(handle, block, (0, (count,), (1,)), got.append)
         delivery.do(step)
         delivery.wait(step)
         flat = Geometry((count,), (1,), 0, geometry.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from marid.errors import LazyTensorError, WorkerLostError
 from marid.frontend import handles
 from marid.frontend.engines import assign, engine_of, local_engine
+from marid.graph.node import Value, fail
 from marid.remote.cluster import workers_on_ray
 from marid.remote.engine import RemoteEngine
 from marid.remote.keys import ClientKey
@@ -57,10 +59,11 @@ class _Address:
 class _Local:
     """A worker process of this process, started again when it ends."""
 
-    def __init__(self, worker: LocalWorker, device: str) -> None:
+    def __init__(self, worker: LocalWorker, device: str, options: tuple[str, ...]) -> None:
         self.name = f"local worker ({device})"
         self.worker = worker
         self._device = device
+        self._options = options
 
     def open(self) -> Link:
         return Link(self.worker.address, patience=settings.worker_patience)
@@ -68,7 +71,7 @@ class _Local:
     def reopen(self, reason: str) -> Link:  # noqa: ARG002
         if not self.worker.is_alive:
             self.worker.stop(0.1)
-            (self.worker,) = start_workers(1, self._device)
+            (self.worker,) = start_workers(1, self._device, options=self._options)
         return self.open()
 
     def is_gone(self) -> bool:
@@ -87,15 +90,17 @@ def connect(
     workers: int = 0,
     device: str = "cpu",
     resources: Mapping[str, float] | None = None,
+    imports: Sequence[str] = (),
     first: int = 0,
 ) -> None:
     """Let workers be the devices ``remote_accelerator:0``, ``:1`` and so on (from index ``first`` on).
 
     ``connect("tcp://host:7070", key="~/.config/marid/client.key")`` reaches workers that run elsewhere, in the order in
     which they are named; ``connect(workers=2)`` starts as many processes on this machine, which end with this one, each
-    with ``device`` ("cpu", "cuda:0"). ``connect("ray://host:10001", workers=4, resources={"GPU": 1})`` has a Ray
-    cluster place as many, each with these resources (a GPU where the cluster has as many, else a CPU); "ray:auto" is
-    the cluster of this machine, or a new one for as long as it is needed.
+    with ``device`` ("cpu", "cuda:0"), after importing the modules ``imports``, whose operators they then run.
+    ``connect("ray://host:10001", workers=4, resources={"GPU": 1})`` has a Ray cluster place as many, each with these
+    resources (a GPU where the cluster has as many, else a CPU); "ray:auto" is the cluster of this machine, or a new one
+    for as long as it is needed.
 
     Raises ``LazyTensorError`` when tensors live on one of these devices already, ``WorkerLostError`` when nobody
     answers, and ``AuthenticationError`` when a worker does not accept the key.
@@ -108,6 +113,8 @@ def connect(
         raise ValueError("connect() takes addresses of workers, or how many to start (workers=2): one of the two")
     if resources is not None and not on_ray:
         raise ValueError("connect() takes resources for workers on a Ray cluster only")
+    if addresses and imports and not on_ray:
+        raise ValueError("who starts a worker says what it imports: `marid worker --import MODULE`")
     if first < 0 or first + count > handles.device_count:
         raise ValueError(
             f"{count} worker(s) from {handles.DEVICE_TYPE}:{first} on need {first + count} device indices, and there "
@@ -116,13 +123,14 @@ def connect(
     indices = range(first, first + count)
     _refuse_living(indices, "connect")
     credentials = None if key is None else ClientKey.read(key)
+    options = tuple([part for name in imports for part in ("--import", name)])
     connections: list[Any]
     if on_ray:
-        connections = [*workers_on_ray(addresses[0], workers, resources)]
+        connections = [*workers_on_ray(addresses[0], workers, resources, options)]
     elif addresses:
         connections = [_Address(address, credentials) for address in addresses]
     else:
-        connections = [_Local(worker, device) for worker in start_workers(workers, device)]
+        connections = [_Local(one, device, options) for one in start_workers(workers, device, options=options)]
     engines: list[RemoteEngine] = []
     try:
         for connection in connections:
@@ -161,15 +169,31 @@ def _leave(indices: Sequence[int]) -> None:
     for index in indices:
         entry = _connected.pop(index, None)
         if entry is not None:
+            _lose(index, entry[0].name)
             assign([(index, local_engine)])
             entry[0].close()
             entry[1].stop()
 
 
+def _lose(index: int, name: str) -> None:
+    """What still lives on a device that is left is lost; whoever reads it is told."""
+    for value in _living(index):
+        value.concrete = None
+        error = WorkerLostError(f"the {name} was disconnected\n  made at {value.node.site}")
+        fail(value.node, error)
+    handles.tape(index).fail_dependents()
+
+
+def _living(index: int) -> list[Value]:
+    tape = handles.tape(index)
+    return [*tape.pending(), *tape.resident_values()]
+
+
 def _refuse_living(indices: Sequence[int], what: str) -> None:
+    if any(_living(index) for index in indices):
+        gc.collect()  # what only errors and cycles hold is nobody's
     for index in indices:
-        tape = handles.tape(index)
-        values = [*tape.pending(), *tape.resident_values()]
+        values = _living(index)
         if values:
             oldest = min((value.node for value in values), key=lambda node: node.seq)
             raise LazyTensorError(

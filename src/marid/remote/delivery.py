@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from marid.errors import MaterializationError, UnsupportedOperationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
-from marid.remote.failures import error_named, lost_error, stopped
+from marid.remote.failures import error_named, lost_error, lost_with_it, stopped
 from marid.remote.journal import Journal
 from marid.remote.link import Link, LinkLost, RequestFailed, SocketCounts
 from marid.remote.memory import Memory
@@ -20,7 +20,17 @@ from marid.remote.messages import Message, messages_of
 from marid.remote.offers import BATCH, Offers
 from marid.remote.progress import UploadProgress
 from marid.remote.requests import write_requests
-from marid.remote.work import AskWork, CallWork, FreeWork, ReplayWork, RunWork, Sent, UploadWork, Work
+from marid.remote.work import (
+    AskWork,
+    CallWork,
+    FreeWork,
+    ReplayWork,
+    RolesWork,
+    RunWork,
+    Sent,
+    UploadWork,
+    Work,
+)
 from marid.report.stats import counters
 from marid.report.traffic import traffic
 
@@ -278,16 +288,18 @@ class Delivery:
         if not following or following[0].retry(failure):
             self._outbox = following
             return
-        failed, *following = following
+        failed = following.pop(0) if failure.get("type") != "Cancelled" or isinstance(following[0], RunWork) else None
         error = error_named(failure.get("type"), failure.get("text"))
         raised: BaseException = error
         gone: list[Work] = []
         if isinstance(failed, RunWork):
             raised = stopped(failed, failure, error, self.memory)
-        if not failed.answered:
+        if failed is not None and not failed.answered:
             gone.append(failed)
         self.journal.remove(gone)
         self._outbox = self._take_back(following, raised if isinstance(raised, Exception) else error)
+        if failed is None:
+            return
         if isinstance(failed, CallWork):
             failed.error, failed.answered = error, True
             return
@@ -295,22 +307,26 @@ class Delivery:
             block.error = lost_error(str(error), block) if isinstance(error, WorkerLostError) else error
         raise raised
 
-    def _take_back(self, following: list[Work], error: Exception) -> list[Work]:
-        """What is behind a step that was not done: those of them that are to be sent all the same."""
+    def _take_back(self, steps: list[Work], error: Exception) -> list[Work]:
+        """What was to be done behind a failure: runs are pending again, replays fail with ``error``. The steps that are
+        to be done all the same."""
         kept: list[Work] = []
         gone: list[Work] = []
-        for step in reversed(following):
+        for step in reversed(steps):
             if step.refused():
-                kept.append(step)
+                kept.insert(0, step)
                 continue
             gone.append(step)
             if isinstance(step, ReplayWork):
                 step.spoil(error)
         self.journal.remove(gone)
-        return kept[::-1]
+        return kept
 
     def _cancel(self) -> None:
-        """Ctrl-C: have the worker stop between two operations, and take back what it has not done."""
+        """Ctrl-C: have the worker stop between two operations, and take back what it has not done. Replays cannot be
+        taken back: where there is one, the wait ends and the work does not."""
+        if any(isinstance(step, ReplayWork) for _, step in self._asked):
+            return
         self.link.cancel()
         deadline = time.monotonic() + _CANCEL
         while self._asked and time.monotonic() < deadline:
@@ -387,8 +403,20 @@ class Delivery:
                 "the %s was lost (%s); %d step(s) were done again in %.2f s",
                 *(self._connection.name, reason, count, seconds),
             )
+            if self.link.welcome["limits"].get("spill"):
+                self._outbox.append(RolesWork((handle, block) for handle, (block, _) in self.memory.alive.items()))
+            self._refuse_lost()
             return
         raise WorkerLostError(f"{_ATTEMPTS} workers in a row were lost while work was done again: {reason}")
+
+    def _refuse_lost(self) -> None:
+        """Take back what was to be done with what has been lost, and raise why."""
+        for index, step in enumerate(self._outbox):
+            lost = next((block for block in (*step.reads, *step.writes) if block.error is not None), None)
+            if lost is not None:
+                error = lost_with_it(lost)
+                self._outbox[index:] = self._take_back(self._outbox[index:], error)
+                raise error
 
     def _again(self, reason: str) -> int:
         """Do again what is needed and was done before; how many steps that were. What cannot be done is lost."""

@@ -1,8 +1,9 @@
 """The engine of a device that is a worker's: it sends programs, and brings back what is read.
 
-Nothing is sent before somebody needs it: runs are kept until a value is read, and go out together with what brings that
-value, in one message. So ``run`` never fails; like a flight in this process (``engine/flight.py``) it makes its nodes
-count as run, and takes them back if the answer says that something before them has failed.
+Runs are kept until a value is read, and go out together with what brings that value, in one message; of a loop that
+never reads they go out whenever the tape is cut, and the worker runs them while more is recorded. So ``run`` never
+fails; like a flight in this process (``engine/flight.py``) it makes its nodes count as run, and takes them back if the
+answer says that something before them has failed.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ from marid.remote.requests import Handle, Request, Stats
 from marid.remote.roles import note_roles, role_of
 from marid.remote.specs import spec_from
 from marid.remote.transfers import PackWork, ReduceWork, TakeWork
-from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RunWork, UploadWork, Work
+from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RolesWork, RunWork, UploadWork, Work
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 
 __all__ = ["RemoteEngine"]
 
 _EAGER_BYTES = 4 << 20  # uploads are sent without being asked for once there are so many bytes of them
+_USUAL = "activation"  # what a worker takes the memory of results for until it is told
+_AHEAD = 8  # runs that were sent before anybody needs them, each of some thousand operations
 _RESULTS = 1 << 12  # handles set aside for what an operator returns
 _NODES = 4000  # in one program; a request has no more than 16,384 inputs or numbers
 
@@ -52,6 +55,7 @@ class RemoteEngine:
     """Runs programs on the worker of ``connection``, or on its successor when it was lost."""
 
     pieces = False
+    elsewhere = True
 
     def __init__(self, connection: Connection) -> None:
         self.name = connection.name
@@ -72,14 +76,25 @@ class RemoteEngine:
         with self.lock:
             self.delivery.settle()
             nodes[:] = [node for node in nodes if node.args is not None]
+            parts = [nodes[start : start + _NODES] for start in range(0, len(nodes), _NODES)]
             most = 0
-            while nodes:
-                part = nodes[:_NODES]
-                del nodes[:_NODES]
-                most = max(most, self._run(part, give_back, room))
+            nodes.clear()  # each node is in one list only
+            try:
+                for part in parts:
+                    most = max(most, self._run(part, give_back, room))
+            finally:
+                nodes += [node for part in parts for node in part]  # whoever gave them asks what they have become
             if ahead:
                 self.delivery.flush()
+                self._hold_back()
             return most
+
+    def _hold_back(self) -> None:
+        """Let a loop that never reads not run away from the worker, nor from what can be done again."""
+        runs = [step for step in self.delivery.steps() if isinstance(step, RunWork)]
+        if len(runs) > _AHEAD:
+            self._await(runs[-1])
+            keep_short(self.delivery)
 
     def _run(self, nodes: list[Node], give_back: GiveBack, room: int | None) -> int:
         """The same for as many nodes as fit into one request; the list must be the only one that holds them."""
@@ -96,7 +111,20 @@ class RemoteEngine:
         note_roles(task, step)
         step.record(task, give_back)
         self.delivery.do(step)
+        self._tell([*task.inputs, *[value.concrete for value in task.outputs]])
         return sized.transient_bytes
+
+    def _tell(self, buffers: Sequence[Any]) -> None:
+        """Say what memory is for, where the worker chooses by that what waits on the host."""
+        if not self.delivery.link.welcome["limits"].get("spill"):
+            return
+        new = {
+            b.block.identity: (b.handle, b.block)
+            for b in buffers
+            if (b.block.role or _USUAL) != (b.block.told or _USUAL)
+        }
+        if new:
+            self.delivery.do(RolesWork(new.values()))
 
     def replay(self, prepared: Prepared, inputs: list[RemoteBuffer], params: list[Any]) -> list[RemoteBuffer]:
         with self.lock:
@@ -188,7 +216,7 @@ class RemoteEngine:
         """All of the memory that a buffer lies in, in its dtype."""
         got: list[torch.Tensor] = []
         count = max(buffer.block.nbytes, extent_of(buffer.geometry)) // buffer.geometry.dtype.itemsize
-        step = FetchWork(buffer.handle, (0, (count,), (1,)), got.append, buffer)
+        step = FetchWork(buffer.handle, buffer.block, (0, (count,), (1,)), got.append, buffer)
         self.delivery.do(step)
         self._await(step)
         traffic.moved(current_site(), role_of(buffer.block), down=got[0].numel() * got[0].element_size())
@@ -269,7 +297,8 @@ class RemoteEngine:
         self._unsent += content.nbytes
         if self._unsent >= _EAGER_BYTES:
             self._unsent = 0
-            self.delivery.flush(streaming=True)
+            with contextlib.suppress(MaterializationError):  # of something before it: raised where that is read
+                self.delivery.flush(streaming=True)
         return buffer
 
     def take(self, source: Engine, buffer: RemoteBuffer) -> RemoteBuffer | None:
@@ -399,7 +428,9 @@ class RemoteEngine:
         return 0
 
     def mark(self, buffer: RemoteBuffer, role: str) -> None:
-        buffer.block.role, buffer.block.marked = role, True
+        with self.lock:
+            buffer.block.role, buffer.block.marked = role, True
+            self._tell([buffer])
 
     def trim(self) -> None:
         pass
@@ -446,7 +477,7 @@ class _Read(FetchWork):
     """Bring a tensor for whoever reads it next."""
 
     def __init__(self, buffer: RemoteBuffer) -> None:
-        super().__init__(buffer.handle, None, None)
+        super().__init__(buffer.handle, buffer.block, None, None)
         self._buffer = buffer
         self._version = buffer.block.version
         self.site = current_site()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from marid.engine.failed import explain, salvage
-from marid.errors import MemoryLimitError, WorkerLostError
+from marid.errors import MaterializationError, MemoryLimitError, WorkerLostError
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import fail
 from marid.remote.buffers import Block
@@ -16,7 +16,7 @@ from marid.remote.memory import Memory
 from marid.remote.work import ReplayWork, RunWork
 from marid.semantics.scopes import current_site
 
-__all__ = ["error_named", "lost_error", "stopped"]
+__all__ = ["error_named", "lost_error", "lost_with_it", "stopped"]
 
 _KINDS: Mapping[str, type[Exception]] = {
     kind.__name__: kind
@@ -42,6 +42,17 @@ def lost_error(reason: str, block: Block) -> WorkerLostError:
         f"a {block.root.dtype} tensor of shape {list(block.root.shape)} was lost with its worker: {reason}\n"
         f"  made at {block.site}{module}"
     )
+
+
+class _LostError(MaterializationError, WorkerLostError):
+    """What ran when a worker was lost needs what was lost with it: what of it does not can be asked for again."""
+
+    __module__ = MaterializationError.__module__
+
+
+def lost_with_it(block: Block) -> MaterializationError:
+    """The error of what was to be done with a tensor that cannot be had any more."""
+    return _LostError(str(block.error))
 
 
 def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Memory) -> BaseException:

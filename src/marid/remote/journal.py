@@ -25,6 +25,7 @@ __all__ = ["CheckpointWork", "Journal"]
 
 _FEWEST = 256  # steps that are kept before it is looked at which of them are still needed
 _MOST = 4096  # steps after which there is a checkpoint, whatever it costs
+_NUMBER = 64  # bytes of a number or handle that a run was given
 _WORTH = 10  # times the cost of a checkpoint that doing again may cost
 
 
@@ -80,9 +81,11 @@ class Journal:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what was uploaded, as kept by the client; not what is in files of the user's."""
+        """Bytes that the client keeps: of what was uploaded, and of what runs were given (about)."""
         contents = {id(content): content for step in self.steps for content in step.contents}
-        return sum(content.nbytes for content in contents.values() if content.path is None)
+        given = sum(len(step.inputs) + len(step.params) for step in self.steps)
+        kept = sum(content.nbytes for content in contents.values() if content.path is None)  # not the user's files
+        return kept + _NUMBER * given
 
     def is_due(self, checkpoint_seconds: float) -> bool:
         """Whether a checkpoint that takes so long is worth it: doing again would cost many times that, and more than

@@ -107,7 +107,7 @@ class Link:
         self._applied = 0
         self._failure: dict[str, Any] | None = None
         self._error: Exception | None = None
-        self._cancel = 0
+        self._cancel: dict[str, Any] = {}
         self._notes: deque[dict[str, Any]] = deque()
         self._queue: deque[_Sent] = deque()
         self._unanswered: OrderedDict[int, _Sent] = OrderedDict()
@@ -235,7 +235,7 @@ class Link:
         """Ask the worker to stop what it was sent: it fails as ``Cancelled`` between two operations, or is done by
         then."""
         with self._changed:
-            self._cancel = self._next - 1
+            self._cancel = {"kind": "cancel", "epoch": self._epoch, "through": self._next - 1}
         self._pass_on()
 
     def tell(self, fields: dict[str, Any]) -> None:
@@ -345,13 +345,13 @@ class Link:
     def _flush(self) -> None:
         while self._greeted:
             with self._changed:
-                cancel, self._cancel = self._cancel, 0
+                cancel, self._cancel = self._cancel, {}
                 notes = [self._notes.popleft() for _ in range(len(self._notes))]
                 sent = self._queue.popleft() if self._queue else None
                 acked = next(iter(self._unanswered), self._next) - 1
                 epoch = self._epoch
             if cancel:
-                self._put({"kind": "cancel", "through": cancel}, [])
+                self._put(cancel, [])
             for note in notes:
                 self._put(note, [])
             if sent is None:

@@ -6,7 +6,7 @@ Used on one thread only. Nothing here records: inputs are concrete tensors, and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,6 +26,7 @@ from marid.graph.program import ListOf, Slot
 from marid.graph.twister import Twisters
 from marid.native import module
 from marid.remote.programs import RemoteProgram, changed, digest_of, geometry_from, geometry_of
+from marid.remote.residency import Residency
 from marid.remote.specs import matches
 from marid.report.units import bytes_text
 from marid.settings import settings
@@ -64,11 +65,13 @@ class _Kept:
 
 
 class Machine:
-    """One device and what runs on it. ``memory_limit`` are the bytes that all may hold together; 0 for no limit."""
+    """One device and what runs on it. ``memory_limit`` are the bytes that all may hold on it together, 0 for no limit;
+    ``spill_limit`` those that may wait on the host when it is reached."""
 
-    def __init__(self, device: torch.device, memory_limit: int = 0) -> None:
+    def __init__(self, device: torch.device, memory_limit: int = 0, spill_limit: int = 0) -> None:
         self.device = device
         self.memory_limit = memory_limit
+        self.residency = Residency(device, spill_limit if memory_limit else 0)
         if device.type != "cpu":  # what improves and compiles programs knows the CPU only
             settings.passes = settings.compile = False
             settings.plan_bytes = 1 << 62
@@ -146,10 +149,7 @@ class Machine:
         Raises ``WireError``, ``TooLarge`` before anything has run, and ``Interrupted``.
         """
         kept, prepared, held = self._checked(program, geometry, inputs, params)
-        if self.memory_limit:
-            room = self.memory_limit - resident()
-            if prepared.transient_bytes > room:
-                raise TooLarge(prepared.transient_bytes, room, held[:8])
+        self.make_room(prepared.transient_bytes, inputs, resident, held)
         if prepared.ready is None:
             prepared.ready = self._cache.find(prepared)
         with concretely():
@@ -173,10 +173,12 @@ class Machine:
         geometry: bytes,
         inputs: list[torch.Tensor],
         params: tuple[Any, ...],
+        resident: Any,
     ) -> list[torch.Tensor]:
         """Run what is before instruction ``until``; what is in the slots ``keep`` then. Raises as ``run``."""
         given = list(params)
-        _, prepared, _ = self._checked(program, geometry, inputs, given)
+        _, prepared, held = self._checked(program, geometry, inputs, given)
+        self.make_room(prepared.transient_bytes, inputs, resident, held)
         ready = prepared.ready = prepared.ready or self._cache.find(prepared)
         if until > len(prepared.program.instructions):
             raise WireError("a run is to go on behind its end")
@@ -186,6 +188,21 @@ class Machine:
         if any(slot not in tensors for slot in keep):
             raise WireError("a slot that is to be kept does not exist then")
         return [tensors[slot] for slot in keep]
+
+    def make_room(
+        self,
+        nbytes: int,
+        used: Sequence[torch.Tensor],
+        resident: Callable[[], int],
+        held: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Have ``used`` on the device, and room for so many bytes beside it; to be called before anything of a session
+        is used. Raises ``TooLarge``."""
+        if not self.memory_limit:
+            return
+        room = self.memory_limit - resident()
+        if not self.residency.bring(used, room - nbytes):
+            raise TooLarge(nbytes, room, list(held[:8]))
 
     def _checked(
         self, program: bytes, geometry: bytes, inputs: list[torch.Tensor], params: list[Any]
@@ -214,9 +231,7 @@ class Machine:
     ) -> Called:
         """Run one operator now. Raises what it raises, and ``TooLarge`` before it has run."""
         if self.memory_limit:
-            room, nbytes = self.memory_limit - resident(), _returned_bytes(op, args, kwargs, tensors)
-            if nbytes > room:
-                raise TooLarge(nbytes, room, [])
+            self.make_room(_returned_bytes(op, args, kwargs, tensors), tensors, resident)
         drawn = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if op.factory and self.device.type != "cpu" and any(a.name == "device" for a in op.func._schema.arguments):
             kwargs = {**kwargs, "device": self.device}

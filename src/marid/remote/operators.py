@@ -1,4 +1,4 @@
-"""Which operators a worker runs: ATen's on strided tensors, Marid's own, and those of modules it was told to import.
+"""Which operators a worker runs: PyTorch's on strided tensors, Marid's own, and those of modules it was told to import.
 
 An operator is named ``namespace.name.overload``. It is admitted by its schema: arguments and results must be of kinds
 that can be sent, so nothing that takes a storage, a stream, a file or an address is ever called; a few that have such
@@ -8,6 +8,8 @@ schemas all the same are refused by name. Nothing else of PyTorch can be named.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import re
 from typing import Any
 
@@ -60,10 +62,12 @@ _REFUSED = (
     ),
     *("_make_dual", "_unpack_dual", "_pin_memory", "pin_memory", "record_stream", "_copy_from", "_lazy_clone"),
     *("_flash_attention", "_efficient_attention", "_propagate_xla", "_sync.", "_resize_output", "_reshape_from_tensor"),
-    *("_new_zeros_with_same", "_has_compatible_shallow"),
+    "_has_compatible_shallow",
 )
 
-_namespaces = {"aten", "marid"}
+_namespaces = {"aten", "marid", "torch_nn"}
+_HOMES = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
+"""Modules of PyTorch that define operators when they are imported, which PyTorch does when it needs them."""
 
 
 def admit_namespace(name: str) -> None:
@@ -85,6 +89,8 @@ def operator_named(name: str) -> Operation:
     namespace, base, overload = name.split(".")
     if namespace not in _namespaces:
         raise WireError(f"operators of {namespace!r} are not admitted")
+    if namespace in _HOMES and importlib.util.find_spec(_HOMES[namespace]) is not None:
+        importlib.import_module(_HOMES[namespace])
     if namespace == "aten" and f"{base}.{overload}".startswith(_REFUSED):
         raise WireError(f"operator {name} is not admitted")
     if overload.startswith("__") or not torch._C._dispatch_has_kernel(_qualified(namespace, base, overload)):

@@ -19,6 +19,7 @@ from marid.remote.collectives import OPERATIONS, host_of
 from marid.remote.copies import TICKET_BYTES
 from marid.remote.packing import packing_of
 from marid.remote.programs import BODY_BYTES, DIGEST_BYTES
+from marid.remote.residency import ORDER
 from marid.remote.specs import sizes_from, spec_from, spec_to
 from marid.remote.switches import Switches, switches_from, switches_to
 from marid.remote.wire import (
@@ -46,6 +47,7 @@ __all__ = [
     "Pack",
     "Program",
     "Request",
+    "Roles",
     "Run",
     "Sizes",
     "Stats",
@@ -274,8 +276,17 @@ class Switch:
     switches: Switches
 
 
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What the memory of tensors is for, by handle: hints, of which those of handles that are not there are no
+    error."""
+
+    roles: tuple[tuple[int, str], ...]
+
+
 Request = (
-    Switch
+    Roles
+    | Switch
     | Sizes
     | Again
     | Upload
@@ -319,6 +330,8 @@ def _write(request: Request, segments: list[Buffer]) -> list[Any]:
     if isinstance(request, Sizes):
         changes = [[place, spec_to(spec)] for place, spec in request.changes]
         return ["sizes", request.program, request.like, request.digest, changes]
+    if isinstance(request, Roles):
+        return ["roles", [part for handle, role in request.roles for part in (handle, ORDER.index(role))]]
     if isinstance(request, Switch):
         return ["switch", switches_to(request.switches)]
     if isinstance(request, Free):
@@ -523,6 +536,14 @@ def _switch(data: list[Any], _segments: Sequence[Buffer]) -> Switch:
     return Switch(switches_from(data[0]))
 
 
+def _roles(data: list[Any], _segments: Sequence[Buffer]) -> Roles:
+    parts = as_list(data[0], 2 * _INPUTS, "roles")
+    if len(parts) % 2:
+        raise WireError("each handle has a role")
+    ranks = [as_int(rank, 0, len(ORDER) - 1, "a role") for rank in parts[1::2]]
+    return Roles(tuple([(_handle(handle), ORDER[rank]) for handle, rank in zip(parts[::2], ranks, strict=True)]))
+
+
 def _fetch(data: list[Any], _segments: Sequence[Buffer]) -> Fetch:
     if len(data) == 1:
         return Fetch(_handle(data[0]))
@@ -602,6 +623,7 @@ _READERS = {
     "leave": (_leave, {1}),
     "stats": (_stats, {0}),
     "switch": (_switch, {1}),
+    "roles": (_roles, {1}),
     "sizes": (_sizes, {4}),
     "again": (_again, {5}),
 }

@@ -28,6 +28,7 @@ from marid.remote.machine import Machine, TooLarge, Warned, bytes_of
 from marid.remote.operators import operator_named
 from marid.remote.packing import packing_of
 from marid.remote.programs import digest_of
+from marid.remote.residency import ORDER
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
 from marid.remote.tensors import segments_of, tensor_of
@@ -86,13 +87,14 @@ class Session:
         self.switches = Switches()
         self._last: OrderedDict[bytes, tuple[tuple[int, ...], tuple[Any, ...]]] = OrderedDict()  # runs, by program
         self.failure: dict[str, Any] | None = None
-        self.cancelled_through = 0
         # Of the thread of the sockets:
         self.inbox: deque[Message] = deque()
         self.inbox_bytes = 0
         self.scheduled = False
         self.route: bytes = b""
         self.seen = time.monotonic()
+        self._ended = False
+        self._cancelled = 0, 0  # epoch, and the newest request of it that is to be stopped
         self._machine = machine
         self._chunks = chunks
         self._reply_bytes = reply_bytes
@@ -116,12 +118,25 @@ class Session:
     @property
     def is_cancelled(self) -> bool:
         """Whether what runs now is to be stopped."""
-        return 0 < self._running <= self.cancelled_through
+        return self._running > 0 and self._is_cancelled(self._running)
+
+    def _is_cancelled(self, seq: int) -> bool:
+        epoch, through = self._cancelled
+        return self._ended or (epoch == self.epoch and seq <= through)
+
+    def cancel(self, epoch: int, through: int) -> None:
+        """Let what runs of an epoch, and is to run, end with ``Cancelled`` up to a request. What the client sends again
+        in the next epoch has the same numbers, and is not meant."""
+        self._cancelled = max(self._cancelled, (epoch, through))
+
+    def end(self) -> None:
+        """Let all that is still to run end."""
+        self._ended = True
 
     @property
     def may_go_on(self) -> bool:
         """Whether what it waits for is over, or not wanted any more."""
-        return self.waiting is None or self.applied < self.cancelled_through or self.waiting.is_over()
+        return self.waiting is None or self._is_cancelled(self.applied + 1) or self.waiting.is_over()
 
     # --- exactly once ---
 
@@ -158,7 +173,7 @@ class Session:
             if seq <= self.applied:
                 continue
             try:
-                if seq <= self.cancelled_through:
+                if self._is_cancelled(seq):
                     raise Cancelled("the client asked to stop")
                 self._running = seq
                 if isinstance(request, ask.Again):
@@ -233,6 +248,7 @@ class Session:
         for slot, tensor in stop.tensors.items():
             if slot not in taken and isinstance(tensor, torch.Tensor):
                 self.tensors[request.base + slot] = tensor
+                self._machine.residency.note(tensor)
                 existing.append(slot)
         lost = [[slot, _type_of(error), str(error)[:200]] for slot, error in stop.lost.items()]
         return {"index": stop.index, "finished": stop.finished, "existing": sorted(existing), "lost": lost}
@@ -280,9 +296,15 @@ class Session:
             return self._call(request)
         if isinstance(request, ask.Load):
             return self._chunks.load(self.owner, request.path, request.offset, request.nbytes, request.digests)
+        if isinstance(request, ask.Roles):
+            for handle, role in request.roles:
+                if handle in self.tensors:
+                    self._machine.residency.hint(self.tensors[handle], ORDER.index(role))
+            return None
         if isinstance(request, ask.Switch):
+            apply(request.switches)
             self.switches = request.switches
-            return apply(request.switches)
+            return None
         if isinstance(request, ask.Pack):
             return self._pack(request)
         if isinstance(request, ask.Take):
@@ -303,7 +325,7 @@ class Session:
             raise WireError(f"there is no tensor with handle {error}") from None
         if request.until is not None:
             results = machine.run_until(
-                request.until, request.keep, request.program, request.geometry, inputs, request.params
+                request.until, request.keep, request.program, request.geometry, inputs, request.params, self._held
             )
             for slot, tensor in zip(request.keep, results, strict=True):
                 self._keep(request.base + slot, tensor)
@@ -312,11 +334,12 @@ class Session:
         for slot, tensor in zip(prepared.program.output_slots, results, strict=True):
             self._keep(request.base + slot, tensor)
 
-    def _keep(self, handle: int, tensor: Any) -> None:
+    def _keep(self, handle: int, tensor: Any, role: str = "activation") -> None:
         if not isinstance(tensor, torch.Tensor):
             raise WireError("a result that was to be kept is no tensor")
         if self.tensors.setdefault(handle, tensor) is not tensor:
             raise WireError(f"handle {handle} is taken")
+        self._machine.residency.note(tensor, ORDER.index(role))
 
     def _upload(self, request: ask.Upload) -> None:
         packing = packing_of(request.shape, request.stride, request.dtype)
@@ -333,10 +356,11 @@ class Session:
             if lacking:
                 raise Missing("chunks are not here", lacking)
             pieces = found
-        self._keep(request.handle, tensor_of(pieces, packing, request.dtype, self._machine.device))
+        self._keep(request.handle, tensor_of(pieces, packing, request.dtype, self._machine.device), "input")
 
     def _fetch(self, request: ask.Fetch, segments: list[Any]) -> dict[str, Any]:
         tensor = self._tensor(request.handle)
+        self._machine.make_room(0, [tensor], self._held)
         with concretely():
             if request.view is not None:
                 offset, shape, stride = request.view
@@ -434,9 +458,7 @@ class Session:
     # --- memory ---
 
     def _make_room(self, nbytes: int) -> None:
-        limit = self._machine.memory_limit
-        if limit and nbytes > limit - self._held():
-            raise TooLarge(nbytes, limit - self._held(), [])
+        self._machine.make_room(nbytes, (), self._held)
 
     def _held(self) -> int:
         return self.nbytes() + self.others()
@@ -448,11 +470,14 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """What it holds, and what the worker has done."""
+        self._machine.residency.forget()
         return {
             "tensors": len(self.tensors),
             "bytes": self.nbytes(),
             "other_bytes": self.others(),
             "memory_limit": self._machine.memory_limit,
+            "spilled_bytes": self._machine.residency.spilled,
+            "spill_moved": self._machine.residency.moved,
             "chunks": len(self._chunks),
             "chunk_bytes": self._chunks.nbytes,
             "chunk_hits": self._chunks.hits,

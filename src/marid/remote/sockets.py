@@ -26,6 +26,7 @@ PEER = b"peer:"
 _ZAP = "inproc://zeromq.zap.01"
 _DENIED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_CLIENT_BEATS, _WORKER_BEATS = 2000, 3000  # milliseconds between heartbeats; three that fail end a connection
 _RETRY = 200  # milliseconds between attempts to connect
 _LINGER = 500  # milliseconds for the last message
 _BURST = 64  # messages taken at once
@@ -72,7 +73,7 @@ class ClientSocket:
 
     def __init__(self, context: zmq.Context[Any], address: str, key: ClientKey | None, wake: Wake) -> None:
         self._socket = context.socket(zmq.DEALER)
-        _common(self._socket, 2000)
+        _common(self._socket, _CLIENT_BEATS)
         self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RETRY)
         if key is not None:
@@ -129,7 +130,7 @@ class ServerSocket:
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._router = self._context.socket(zmq.ROUTER)
-        _common(self._router, 3000)
+        _common(self._router, _WORKER_BEATS)
         self._router.linger = 0
         self._router.rcvhwm = _BURST
         self._router.setsockopt(zmq.HANDSHAKE_IVL, 10000)

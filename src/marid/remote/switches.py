@@ -12,6 +12,7 @@ from marid.remote.wire import as_list, dtype_name, dtype_named
 __all__ = ["Switches", "apply", "current", "switches_from", "switches_to"]
 
 _PRECISIONS = ("highest", "high", "medium")
+_DEFAULTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # PyTorch takes no others as the default
 
 
 class Switches(NamedTuple):
@@ -66,6 +67,6 @@ def switches_from(data: Any) -> Switches:
     dtype, deterministic, fill, precision, mkldnn = parts
     found = Switches(dtype_named(dtype), deterministic, fill, precision, mkldnn)
     fits = type(deterministic) is int and 0 <= deterministic <= 2 and type(fill) is bool and type(mkldnn) is bool
-    if not fits or precision not in _PRECISIONS or not found.default_dtype.is_floating_point:
+    if not fits or precision not in _PRECISIONS or found.default_dtype not in _DEFAULTS:
         raise WireError("a switch has a value that it cannot have")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype) -> torch
     if sum(sizes) != nbytes or nbytes % dtype.itemsize:
         raise WireError(f"a tensor of {nbytes} bytes came with {sum(sizes)}")
     block = torch.empty(nbytes, dtype=torch.uint8)
-    target = block.numpy().data
+    # Not through numpy, after which the memory could not be resized any more (residency.py does).
+    target = memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr() if nbytes else 0)).cast("B")
     start = 0
     for piece, size in zip(pieces, sizes, strict=True):
         target[start : start + size] = memoryview(piece).cast("B")

@@ -28,11 +28,13 @@ from marid.remote.requests import (
     Handle,
     Program,
     Request,
+    Roles,
     Run,
     Sizes,
     Switch,
     Upload,
 )
+from marid.remote.residency import ORDER
 from marid.remote.roles import role_of
 from marid.remote.switches import Switches, current
 from marid.report.traffic import traffic
@@ -44,12 +46,16 @@ __all__ = [
     "FetchWork",
     "FreeWork",
     "ReplayWork",
+    "RolesWork",
     "RunWork",
     "Sent",
     "UploadWork",
     "Work",
     "upload_requests",
 ]
+
+
+_TOLD = 4000  # handles in one request
 
 
 class End(Protocol):
@@ -93,9 +99,9 @@ class Work:
     """One step.
 
     ``reads``, ``writes`` and ``makes`` are blocks: those it takes as they are, those it changes, and new ones;
-    ``inputs`` and ``handles`` the handles it needs and makes; ``contents`` what the client keeps for it, ``held`` the
-    bytes that another worker keeps for it. ``seconds`` is about what it took.
-    ``site`` is the user's line it is for. ``answered`` once it was done.
+    ``inputs`` and ``handles`` the handles it needs and makes; ``contents`` and ``params`` what the client keeps for it,
+    ``held`` the bytes that another worker keeps for it. ``seconds`` is about what it took. ``site`` is the user's line
+    it is for. ``answered`` once it was done.
     """
 
     reads: tuple[Block, ...] = ()
@@ -105,6 +111,7 @@ class Work:
     handles: tuple[int, ...] = ()
     contents: tuple[Content | FileContent, ...] = ()
     held = 0
+    params: tuple[Any, ...] = ()
     seconds = 0.0
     site: Any = None
     answered = False
@@ -286,12 +293,16 @@ class ReplayWork(RunWork):
 
 
 class FetchWork(Work):
-    """Bring the elements of a tensor, or of a view (offset, shape, stride) of its memory; ``kept`` lives until then."""
+    """Bring the elements of a tensor in ``block``, or of a view (offset, shape, stride) of its memory; ``kept`` lives
+    until then."""
 
     lasting = False
 
-    def __init__(self, handle: int, view: Any, take: Callable[[torch.Tensor], None] | None, kept: Any = None) -> None:
+    def __init__(
+        self, handle: int, block: Block, view: Any, take: Callable[[torch.Tensor], None] | None, kept: Any = None
+    ) -> None:
         self.inputs = (handle,)
+        self.reads = (block,)
         self._view = view
         self._take = take
         self._kept = kept
@@ -306,6 +317,21 @@ class FetchWork(Work):
 
     def refused(self) -> bool:
         return False  # whoever reads asks again
+
+
+class RolesWork(Work):
+    """Say what memory is for."""
+
+    lasting = False
+
+    def __init__(self, roles: Iterable[tuple[int, Block]]) -> None:
+        self._blocks = [(handle, block, block.role) for handle, block in roles if block.role in ORDER]
+        for _, block, role in self._blocks:
+            block.told = role
+
+    def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
+        told = [(handle, role) for handle, _, role in self._blocks if role is not None]
+        return [Roles(tuple(told[start : start + _TOLD])) for start in range(0, max(len(told), 1), _TOLD)]
 
 
 class AskWork(Work):

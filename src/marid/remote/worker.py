@@ -44,6 +44,8 @@ class Limits:
 
     memory: int = 0
     """Of all sessions and the current run; 0 for no limit."""
+    spill: int = 0
+    """Of what may wait on the host when the memory is full."""
     chunks: int = 4 << 30
     """Of pieces of tensors that are kept in case they are uploaded again."""
     in_flight: int = 512 << 20
@@ -96,7 +98,7 @@ class Worker:
         self.limits = limits or Limits()
         self.boot = os.urandom(8)
         self.refusals = Refusals()
-        self.machine = Machine(device, self.limits.memory)
+        self.machine = Machine(device, self.limits.memory, self.limits.spill)
         self._chunks = ChunkStore(self.limits.chunks)
         address, loopback = endpoint(bind)
         if keys is None and not loopback:
@@ -265,8 +267,7 @@ class Worker:
             elif kind == "ping":
                 self._send(route, {"kind": "pong", "applied": session.applied}, [])
             elif kind == "cancel":
-                through = as_int(header.get("through"), 0, _SEQ, "a request")
-                session.cancelled_through = max(session.cancelled_through, through)
+                session.cancel(*(as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "through")))
             elif kind == "offer":
                 self._offers.offer(session, header)
             elif kind == "source":
@@ -304,7 +305,7 @@ class Worker:
             self._sessions[number] = session
         session.route, session.seen = route, time.monotonic()
         limits = {"in_flight": self.limits.in_flight // 2, "messages": self.limits.messages // 2}
-        limits |= {"lease": self.limits.lease, "memory": self.limits.memory}
+        limits |= {"lease": self.limits.lease, "memory": self.limits.memory, "spill": self.limits.spill}
         facts = {"device": str(self.machine.device), "torch": torch.__version__, "pid": os.getpid()}
         facts |= {"peer": self._collectors.key}
         state = {"applied": session.applied, "epoch": session.epoch}
@@ -330,7 +331,7 @@ class Worker:
 
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.number, None) is not None:
-            session.cancelled_through = _SEQ
+            session.end()
             self._offers.forget(session)
             self._schedule(session, Message(0, 0, 0, None, [], 0))
 

@@ -1,0 +1,162 @@
+"""Which memory stays on a worker's device when it does not hold everything, and which waits on the host.
+
+What was used least recently of the least precious role goes first: activations before what was uploaded, before
+gradients, optimizer state, caches, and weights last. A role is a hint of the client; a wrong one makes memory go out
+and come back more often, and changes no value. Memory goes as a whole, with all tensors that lie in it: its storage is
+emptied in place, so the tensors stay what they are, and must not be used before ``bring``.
+
+On the host it is pageable memory for a device that is none, and a file that nobody can name for the CPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["ORDER", "Residency"]
+
+ORDER = ("activation", "other", "input", "gradient", "optimizer state", "kv cache", "weight")
+"""Roles, those that go first in front. They travel as positions in this."""
+
+_USUAL = ORDER.index("activation")
+
+
+class _Block:
+    """The memory of a storage that is alive. ``away`` are its bytes while it is on the host."""
+
+    __slots__ = ("away", "rank", "ref")
+
+    def __init__(self, storage: torch.UntypedStorage, rank: int) -> None:
+        self.ref = StorageWeakRef(storage)
+        self.rank = rank
+        self.away: _Away | None = None
+
+
+class _Away:
+    """The bytes of a storage on the host. Raises ``OSError`` when there is no room for them."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.nbytes = data.numel()
+        self._data = data.cpu() if data.device.type != "cpu" else None
+        self._file = None
+        if self._data is None:
+            self._file = tempfile.TemporaryFile(prefix="marid-spill-", buffering=0)  # noqa: SIM115  (closed with this)
+            left = data.clone().numpy().data  # memory that numpy has seen cannot be given back
+            while left:
+                left = left[self._file.write(left) :]
+
+    def put(self, data: torch.Tensor) -> None:
+        """Give them back, into memory as large."""
+        if self._data is not None:
+            data.copy_(self._data)
+            return
+        assert self._file is not None
+        self._file.seek(0)
+        kept = torch.empty(self.nbytes, dtype=torch.uint8)
+        left = kept.numpy().data
+        while left:
+            left = left[self._file.readinto(left) :]
+        data.copy_(kept)
+
+
+class Residency:
+    """The memory that sessions hold on one device. ``spill_limit`` are the bytes that may be away; 0 for none."""
+
+    def __init__(self, device: torch.device, spill_limit: int = 0) -> None:
+        self.device = device
+        self.spill_limit = spill_limit
+        self.spilled = 0
+        """Bytes that are away."""
+        self.moved = 0
+        """Bytes that went out or came back, ever."""
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by storage, the least recently used first
+        self._look_at = 1024
+
+    def note(self, tensor: torch.Tensor, rank: int = _USUAL) -> None:
+        """A tensor is held from now on."""
+        if not self.spill_limit:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._blocks[storage._cdata] = _Block(storage, rank)
+        if len(self._blocks) > self._look_at:
+            self.forget()
+            self._look_at = 2 * len(self._blocks) + 1024
+
+    def hint(self, tensor: torch.Tensor, rank: int) -> None:
+        """What the memory of a tensor is for."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if block is not None:
+            block.rank = rank
+
+    def forget(self) -> None:
+        """Drop what nobody holds any more."""
+        for key in [key for key, block in self._blocks.items() if block.ref.expired()]:
+            away = self._blocks.pop(key).away
+            self.spilled -= 0 if away is None else away.nbytes
+
+    def bring(self, tensors: Iterable[torch.Tensor], room: int) -> bool:
+        """Have the memory of these tensors here, to be used now. ``room`` are the bytes that the device has left, less
+        than none if what runs needs more than that; whether there is as much."""
+        if not self.spill_limit:
+            return room >= 0
+        storages = {one._cdata: one for one in [tensor.untyped_storage() for tensor in tensors]}
+        for key in storages:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+        wanted = [(self._blocks[key], one) for key, one in storages.items() if self._is_away(key)]
+        room -= sum(block.away.nbytes for block, _ in wanted if block.away is not None)
+        if room < 0:
+            room += self._spill(-room, storages.keys())
+        if room < 0:
+            return False
+        for block, storage in wanted:
+            self._fetch(block, storage)
+        return True
+
+    def _is_away(self, key: int) -> bool:
+        block = self._blocks.get(key)
+        return block is not None and block.away is not None
+
+    def _spill(self, nbytes: int, kept: Iterable[int]) -> int:
+        """Send so many bytes away, or more, or what may go; how many."""
+        self.forget()
+        keep, gone = set(kept), 0
+        order = {key: place for place, key in enumerate(self._blocks)}
+        for key in sorted(self._blocks, key=lambda key: (self._blocks[key].rank, order[key])):
+            if gone >= nbytes:
+                break
+            block = self._blocks[key]
+            if key in keep or block.away is not None:
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(block.ref.cdata)  # pyright: ignore[reportAttributeAccessIssue]
+            if storage is None or not storage.resizable() or storage.nbytes() == 0:
+                continue
+            size = storage.nbytes()
+            if self.spilled + size > self.spill_limit:
+                continue
+            try:
+                block.away = _Away(self._bytes(storage))
+            except OSError:
+                break  # a disk that is full
+            storage.resize_(0)
+            self.spilled += size
+            self.moved += size
+            gone += size
+        return gone
+
+    def _fetch(self, block: _Block, storage: torch.UntypedStorage) -> None:
+        away = block.away
+        assert away is not None
+        storage.resize_(away.nbytes)
+        away.put(self._bytes(storage))
+        block.away = None
+        self.spilled -= away.nbytes
+        self.moved += away.nbytes
+
+    def _bytes(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)

@@ -1,0 +1,155 @@
+"""A worker that cannot hold everything: what waits on the host goes by role, comes back when used, and is right."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import marid
+from marid.errors import MemoryLimitError
+from marid.frontend.engines import engine_of
+from marid.remote import connect as connecting
+from marid.remote.residency import ORDER, Residency
+from tests.remote_helpers import worker_process
+from tests.remote_runs import decode, same, train
+
+DEVICE = "remote_accelerator:3"
+CPU = torch.device("cpu")
+MEGABYTE = 1 << 20
+
+
+@contextlib.contextmanager
+def limited(limit: str, spill: str) -> Iterator[Any]:
+    """A device of which so much is on the worker's device; its engine."""
+    with worker_process("--memory-limit", limit, "--spill", spill) as worker:
+        marid.connect(worker.address, first=3)
+        try:
+            yield engine_of(3)
+        finally:
+            gc.collect()
+            connecting.disconnect(3, force=True)
+
+
+def filled(count: int, size: int = MEGABYTE // 4) -> list[torch.Tensor]:
+    """So many tensors on the device, made one at a time: what is pending runs together."""
+    tensors = []
+    for i in range(count):
+        tensors.append(torch.full((size,), float(i), device=DEVICE))
+        tensors[-1].sum().item()
+    return tensors
+
+
+def held(residency: Residency, *tensors: torch.Tensor) -> list[bool]:
+    """Which of these tensors are here."""
+    return [tensor.untyped_storage().nbytes() > 0 for tensor in tensors]
+
+
+def test_the_least_precious_goes_first_then_the_least_recently_used() -> None:
+    residency = Residency(CPU, MEGABYTE)
+    weight, cache, old, new = (torch.arange(1000.0) + i for i in range(4))
+    for tensor, role in ((weight, "weight"), (cache, "kv cache"), (old, "activation"), (new, "activation")):
+        residency.note(tensor, ORDER.index(role))
+    assert residency.bring([old], 0)  # so that it is the newer one
+    for gone in ([True, True, True, False], [True, True, False, False], [True, False, False, False], [False] * 4):
+        assert residency.bring([], -1)
+        assert held(residency, weight, cache, old, new) == gone
+    assert residency.spilled == 16_000
+    assert not residency.bring([], -1)
+    assert residency.bring([weight, cache], 8000)
+    assert weight.tolist() == list(range(1000))
+    assert cache.sum().item() == sum(range(1, 1001))
+    assert residency.spilled == 8000
+    del old, new, tensor
+    residency.forget()
+    assert residency.spilled == 0
+
+
+def test_what_is_used_stays_and_views_go_with_their_memory() -> None:
+    residency = Residency(CPU, MEGABYTE)
+    base = torch.arange(1000.0)
+    view, other = base[10:20], torch.ones(1000)
+    for tensor in (base, view, other):
+        residency.note(tensor)
+    assert residency.bring([view], -1)
+    assert held(residency, base, other) == [True, False]
+    assert not residency.bring([view], -5000)
+    assert residency.bring([other], 0)  # in the place of the other one
+    assert held(residency, view, other) == [False, True]
+    assert residency.bring([view], 4000)
+    view.add_(1)
+    assert base[9:12].tolist() == [9.0, 11.0, 12.0]
+
+
+def test_no_more_waits_on_the_host_than_may() -> None:
+    residency = Residency(CPU, 5000)
+    first, second = torch.ones(1000), torch.ones(1000)
+    for tensor in (first, second):
+        residency.note(tensor)
+    assert not residency.bring([], -8000)
+    assert residency.spilled <= 5000
+
+
+def test_more_than_the_worker_holds() -> None:
+    """Twice the memory, each tensor right whenever it is read; what no spilling makes room for is refused."""
+    with limited("8m", "64m") as engine:
+        kept = filled(16)
+        stats = engine.worker_stats()
+        assert stats["bytes"] <= 8 * MEGABYTE
+        assert stats["spilled_bytes"] >= 8 * MEGABYTE
+        for i, tensor in enumerate(kept):
+            tensor.add_(1)
+            assert tensor[5].item() == i + 1
+            assert torch.nonzero(tensor[:1]).tolist() == [[0]]
+        with pytest.raises(MemoryLimitError):
+            torch.stack(kept).sum().item()
+        assert kept[3].sum().item() == 4 * MEGABYTE // 4
+        del kept, tensor
+        gc.collect()
+        assert engine.worker_stats()["spilled_bytes"] == 0
+
+
+def test_weights_stay_and_activations_go() -> None:
+    with limited("20m", "64m") as engine:
+        model = torch.nn.Linear(1024, 1024, bias=False).to(DEVICE)  # 4 MB
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 1024, device=DEVICE)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.weight.sum().item()
+        kept = filled(20)
+        before = engine.worker_stats()
+        assert before["spilled_bytes"] >= 3 * MEGABYTE
+        model.weight[0, 0].item()
+        after = engine.worker_stats()
+        assert after["spill_moved"] == before["spill_moved"]  # it was here all the time
+        assert kept[0].sum().item() == 0
+
+
+@pytest.mark.parametrize("hint", [None, "activation", "weight", "kv cache"])
+def test_hints_change_speed_only(hint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right, absent and wrong ones, under a limit that lets memory go out and in all the time."""
+    from marid.remote import engine as remote_engine
+
+    if hint is not None:
+        monkeypatch.setattr(remote_engine, "note_roles", lambda task, step: _all_are(task, hint))
+    with limited("600k", "64m") as engine:
+        others = filled(50, 4096)
+
+        def at(step: int) -> None:
+            assert others[4 * step].sum().item() == 4 * step * 4096
+
+        assert same(train(DEVICE, 12, at), train("cpu", 12))
+        assert same(decode(DEVICE, 12, at), decode("cpu", 12))
+        assert engine.worker_stats()["spill_moved"] > 20 * 4096 * 4
+
+
+def _all_are(task: Any, role: str) -> None:
+    for value in task.outputs:
+        value.concrete.block.role = role
+    for buffer in task.inputs:
+        buffer.block.role = role
