@@ -24,6 +24,7 @@ from marid.remote.checkpoint import take_checkpoint
 from marid.remote.copies import Arrival, Place
 from marid.remote.keys import ClientKey, make_client
 from marid.remote.local import start_workers
+from marid.remote.request_readers import read_requests
 from marid.report.traffic import traffic
 
 A, B = "remote_accelerator:3", "remote_accelerator:4"
@@ -366,7 +367,7 @@ def test_malformed_requests_of_other_workers_are_refused() -> None:
 )
 def test_malformed_requests_are_refused(data: list[Any]) -> None:
     with pytest.raises(marid.errors.WireError):
-        ask.read_requests([data], [])
+        read_requests([data], [])
 
 
 @pytest.mark.parametrize(

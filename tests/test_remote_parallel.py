@@ -19,6 +19,7 @@ from marid.errors import LazyTensorError, MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
 from marid.remote import requests as ask
+from marid.remote.request_readers import read_requests
 from marid.report.traffic import traffic
 
 A, B = "remote_accelerator:3", "remote_accelerator:4"
@@ -229,4 +230,4 @@ def test_a_member_that_does_not_come_is_waited_for_until_the_timeout() -> None:
 )
 def test_malformed_requests_are_refused(data: list[Any]) -> None:
     with pytest.raises(marid.errors.WireError):
-        ask.read_requests([data], [])
+        read_requests([data], [])

@@ -28,6 +28,7 @@ from marid.remote.machine import Machine, TooLarge, Warned, bytes_of
 from marid.remote.operators import operator_named
 from marid.remote.packing import packing_of
 from marid.remote.programs import digest_of
+from marid.remote.request_readers import read_requests
 from marid.remote.residency import ORDER
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
@@ -159,7 +160,7 @@ class Session:
         if message.seq > self.applied + 1:
             return self._plain({"expected": self.applied + 1}, 0)
         try:
-            requests = ask.read_requests(message.requests, message.segments)
+            requests = read_requests(message.requests, message.segments)
         except WireError as error:
             self._halt(max(message.seq, self.applied + 1), error)
             return self._plain({"error": self.failure}, self.applied)
