@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background, and for all that tests start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "conformance: takes long; runs only with -m conformance")
     config.addinivalue_line("markers", "in_process(reason): is about the engine of this process; not with --worker")
     if config.getoption("--worker") and (hasattr(config, "workerinput") or not config.getoption("numprocesses", 0)):

@@ -64,13 +64,14 @@ def train_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Te
 
 @contextmanager
 def interrupted(delay: float, error: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
-    """Raise ``error`` in the main thread after ``delay`` seconds, if the block lasts as long."""
+    """Raise ``error`` in the main thread after ``delay`` seconds, if the block lasts as long: by Ctrl-C's signal."""
 
     def interrupt(*_: Any) -> None:
         raise error
 
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    old = signal.signal(signal.SIGALRM, interrupt)
+    on_ctrl_c = signal.signal(signal.SIGINT, interrupt)
+    old = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     gc.disable()  # what is raised in a callback of the collector is lost
     try:
         signal.setitimer(signal.ITIMER_REAL, delay)
@@ -78,4 +79,5 @@ def interrupted(delay: float, error: type[BaseException] = KeyboardInterrupt) ->
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
+        signal.signal(signal.SIGINT, on_ctrl_c)
         gc.enable()

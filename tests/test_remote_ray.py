@@ -41,7 +41,7 @@ def test_what_does_not_make_sense_is_refused() -> None:
 def test_it_says_that_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LazyTensorError, match=r"pip install 'marid\[ray\]'"):
-        marid.connect("ray:auto", workers=1)
+        marid.connect("ray:auto", workers=1, first=5)
 
 
 # --- a cluster of this process ---------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from marid.remote.messages import Message, messages_of
 from marid.remote.offers import BATCH, Offers
 from marid.remote.progress import UploadProgress
 from marid.remote.requests import write_requests
+from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.work import (
     AskWork,
     CallWork,
@@ -192,9 +193,12 @@ class Delivery:
             return
         if not self._asked:
             self._since = time.monotonic()
-        first = self.link.send(message.requests)
-        self._asked += [(first + end, step) for end, step in message.ends]
-        del self._outbox[: len(message.ends)]
+
+        def sent_as(first: int) -> None:
+            self._asked.extend([(first + end, step) for end, step in message.ends])
+            del self._outbox[: len(message.ends)]
+
+        self.link.send(message.requests, sent_as)
 
     def wait(self, step: Work) -> None:
         """Send what there is to do, and wait until ``step`` was done or refused. Raises what came before it raised."""
@@ -244,8 +248,9 @@ class Delivery:
             self._recover(str(lost))
         applied, done = self.link.applied, 0
         while self._asked and self._asked[0][0] <= applied:
-            seq, step = self._asked.popleft()
-            step.done(self._answers.pop(seq) if seq in self._answers else self.link.wait(seq))
+            with Uninterrupted():
+                seq, step = self._asked.popleft()
+                step.done(self._answers.pop(seq) if seq in self._answers else self.link.wait(seq))
             done += 1
             if isinstance(step, UploadWork):
                 self._progress.done(step.contents[0].nbytes)
@@ -308,8 +313,8 @@ class Delivery:
         raise raised
 
     def _take_back(self, steps: list[Work], error: Exception) -> list[Work]:
-        """What was to be done behind a failure: runs are pending again, replays fail with ``error``. The steps that are
-        to be done all the same."""
+        """What was to be done behind a failure: runs are pending again, what else was to be made is lost to ``error``.
+        The steps that are to be done all the same."""
         kept: list[Work] = []
         gone: list[Work] = []
         for step in reversed(steps):
@@ -317,8 +322,7 @@ class Delivery:
                 kept.insert(0, step)
                 continue
             gone.append(step)
-            if isinstance(step, ReplayWork):
-                step.spoil(error)
+            step.spoil(error)
         self.journal.remove(gone)
         return kept
 
@@ -496,21 +500,6 @@ class Delivery:
         self.journal.remove([step])
         for block in (*step.makes, *step.writes):
             block.error = lost_error(reason, block)
-        for waiting in list(self._outbox):
-            if not set(step.handles).isdisjoint(waiting.inputs):
-                self._take_out(waiting, lost_error(reason, step.makes[0]))
-
-    def _take_out(self, step: Work, error: Exception) -> None:
-        """What a step that was not done needs is lost: whoever asks for what it is to make gets ``error``."""
-        if isinstance(step, CallWork) or step.refused():
-            return  # it fails on the worker
-        self._outbox.remove(step)
-        self.journal.remove([step])
-        if isinstance(step, ReplayWork):
-            step.spoil(error)
-        elif not isinstance(step, RunWork):
-            for block in step.makes:
-                block.error = error
 
 
 def _ours(link: Link) -> Link:

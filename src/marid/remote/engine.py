@@ -38,6 +38,7 @@ from marid.remote.requests import Handle, Request, Stats
 from marid.remote.roles import note_roles, role_of
 from marid.remote.specs import spec_from
 from marid.remote.transfers import PackWork, ReduceWork, TakeWork
+from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RolesWork, RunWork, UploadWork, Work
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
@@ -105,12 +106,13 @@ class RemoteEngine:
         sized = self._programs.find(task)
         base = self.remote.take(sized.known.program.slot_count)
         step = RunWork(sized, task.inputs, task.params, base, current_site())
-        self.remote.enter(sized, task.inputs, step)
-        for value in task.outputs:
-            value.concrete = self.remote.result(step, task.slots[value], value.node)
-        note_roles(task, step)
-        step.record(task, give_back)
-        self.delivery.do(step)
+        with Uninterrupted():
+            self.remote.enter(sized, task.inputs, step)
+            for value in task.outputs:
+                value.concrete = self.remote.result(step, task.slots[value], value.node)
+            note_roles(task, step)
+            step.record(task, give_back)
+            self.delivery.do(step)
         self._tell([*task.inputs, *[value.concrete for value in task.outputs]])
         return sized.transient_bytes
 
@@ -137,10 +139,12 @@ class RemoteEngine:
                 sized = prepared.ready = self._programs.find(prepared)
             base = self.remote.take(sized.known.program.slot_count)
             step = ReplayWork(sized, inputs, params, base, current_site(), prepared.nodes)
-            self.remote.enter(sized, inputs, step)
-            outputs = [self.remote.result(step, slot, prepared.nodes[0]) for slot in sized.known.program.output_slots]
-            step.buffers += outputs
-            self.delivery.do(step)
+            slots = sized.known.program.output_slots
+            with Uninterrupted():
+                self.remote.enter(sized, inputs, step)
+                outputs = [self.remote.result(step, slot, prepared.nodes[0]) for slot in slots]
+                step.buffers += outputs
+                self.delivery.do(step)
             return outputs
 
     # --- reading ---

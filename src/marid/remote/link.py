@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from marid.remote.requests import Request, write_requests
 from marid.remote.sockets import ClientSocket, Wake
 from marid.remote.specs import sizes_from
 from marid.remote.tensors import tensor_of
+from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.wire import VERSION, as_int, as_list, decode, dtype_named, encode
 
 __all__ = ["Link", "LinkLost", "RequestFailed", "SocketCounts"]
@@ -173,9 +174,10 @@ class Link:
 
     # --- requests ---
 
-    def send(self, requests: Sequence[Request]) -> int:
+    def send(self, requests: Sequence[Request], sent_as: Callable[[int], None] | None = None) -> int:
         """Send requests in one message; the number of the first, those of the others follow. Waits only while more is
-        in flight than the worker allows. Segments must stay as they are until they are answered.
+        in flight than the worker allows. Segments must stay as they are until they are answered. ``sent_as`` is told
+        that number too, and Ctrl-C comes before both or after both.
 
         Raises ``RequestFailed`` when one sent before has failed, and ``LinkLost``.
         """
@@ -183,7 +185,7 @@ class Link:
         nbytes = sum(memoryview(segment).nbytes for segment in segments)
         limits = self.welcome["limits"]
         while True:
-            with self._changed:
+            with Uninterrupted(), self._changed:
                 self._check()
                 full = len(self._unanswered) >= limits["messages"] or self._in_flight + nbytes > limits["in_flight"]
                 if not full or not self._unanswered:
@@ -192,6 +194,8 @@ class Link:
                     self._unanswered[sent.seq] = sent
                     self._in_flight += nbytes
                     self._queue.append(sent)
+                    if sent_as is not None:
+                        sent_as(sent.seq)
                     break
             self._pass_time(_SLICE)
         self._pass_on()

@@ -132,6 +132,11 @@ class Work:
         """Something before it has failed: whether it is to be sent again as it is."""
         return True
 
+    def spoil(self, error: Exception) -> None:
+        """It was refused, and is not sent again: let whoever reads what it was to make get ``error``."""
+        for block in self.makes:
+            block.error = error
+
     def retry(self, failure: dict[str, Any]) -> bool:
         """It has failed: whether it is to be sent again all the same."""
         return "missing" in failure
@@ -264,6 +269,9 @@ class RunWork(Work):
         self.take_back()
         self.forget()
         return False
+
+    def spoil(self, error: Exception) -> None:  # noqa: ARG002
+        return None  # its nodes are pending again
 
 
 class ReplayWork(RunWork):

@@ -1,0 +1,36 @@
+"""Bookkeeping that Ctrl-C must not split: what was sent is noted as sent, or was not sent."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+__all__ = ["Uninterrupted"]
+
+
+class Uninterrupted:
+    """A context in which Ctrl-C waits until its end. Only for work that does not wait itself; may be nested."""
+
+    __slots__ = ("_came", "_handler")
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        self._came: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # no other thread is interrupted
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = number, frame
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._came is not None:
+                self._handler(*self._came)
