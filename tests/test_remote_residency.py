@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,3 +155,22 @@ def _all_are(task: Any, role: str) -> None:
         value.concrete.block.role = role
     for buffer in task.inputs:
         buffer.block.role = role
+
+
+def test_what_others_may_collect_stays_on_the_host() -> None:
+    """The bytes of a copy are collected again, when its receiver was lost, from a worker that is full by then."""
+    with limited("8m", "64m"):
+        marid.connect(workers=1, first=4)
+        try:
+            x = torch.arange(MEGABYTE // 2, device=DEVICE, dtype=torch.float32)
+            y = x.to("remote_accelerator:4")
+            expected = y.sum().item()
+            kept = filled(12)
+            os.kill(connecting.connection_of(4).worker.process.pid, signal.SIGKILL)
+            assert y.sum().item() == expected
+            assert torch.equal(y.cpu(), torch.arange(MEGABYTE // 2, dtype=torch.float32))
+            assert [tensor.mean().item() for tensor in kept] == list(range(12))
+            del x, y, kept
+        finally:
+            gc.collect()
+            connecting.disconnect(4, force=True)

@@ -335,12 +335,14 @@ class Session:
         for slot, tensor in zip(prepared.program.output_slots, results, strict=True):
             self._keep(request.base + slot, tensor)
 
-    def _keep(self, handle: int, tensor: Any, role: str = "activation") -> None:
+    def _keep(self, handle: int, tensor: Any, role: str | None = "activation") -> None:
+        """A tensor was made for that handle; without a role it lies on the host, and stays there."""
         if not isinstance(tensor, torch.Tensor):
             raise WireError("a result that was to be kept is no tensor")
         if self.tensors.setdefault(handle, tensor) is not tensor:
             raise WireError(f"handle {handle} is taken")
-        self._machine.residency.note(tensor, ORDER.index(role))
+        if role is not None:
+            self._machine.residency.note(tensor, ORDER.index(role))
 
     def _upload(self, request: ask.Upload) -> None:
         packing = packing_of(request.shape, request.stride, request.dtype)
@@ -422,7 +424,7 @@ class Session:
             packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
             self._make_room(packing.nbytes)
             data = packing.pack(tensor).cpu().view(torch.uint8)
-        self._keep(request.handle, data)
+        self._keep(request.handle, data, None)  # collected by the thread of the sockets, at any time
 
     def _take(self, request: ask.Take) -> None:
         assert self.copies is not None
