@@ -169,9 +169,8 @@ def test_phases_of_a_training_step() -> None:
     optimizer.step()
     assert model.head.weight.metadata.execution_phase == "optimizer"
     assert (loss + 1).metadata.execution_phase == "forward"
-    phases = {node.scope.phase for node in marid.graph(*model.parameters()).operations}
+    phases = {node.scope.phase for node in marid.graph(*model.parameters()).operations}  # of what is pending: all of it
     assert phases == {"forward", "backward", "optimizer"}
-    assert marid.stats().ops_executed == 0
 
 
 def test_phase_after_a_backward_that_raised() -> None:
