@@ -25,7 +25,7 @@ from marid.remote.keys import ClientKey
 from marid.remote.sockets import ClientSocket, Wake
 from marid.remote.wire import VERSION, as_bytes, as_int, as_text, decode, encode
 
-__all__ = ["TICKET_BYTES", "Arrival", "Collectors", "Copies", "Offers", "Place", "Unreachable"]
+__all__ = ["TICKET_BYTES", "Arrival", "Collectors", "Copies", "Place", "Tickets", "Unreachable"]
 
 TICKET_BYTES = 32
 _KEY_BYTES = 32
@@ -47,11 +47,11 @@ class Unreachable(Exception):
 # --- where a tensor is -----------------------------------------------------------------------------------------------
 
 
-class Offers:
+class Tickets:
     """What the clients of this worker let others collect. Used under the lock of the sockets."""
 
     def __init__(self) -> None:
-        self._offers: OrderedDict[bytes, tuple[Any, int, bytes]] = OrderedDict()  # session, handle and key, by ticket
+        self._tickets: OrderedDict[bytes, tuple[Any, int, bytes]] = OrderedDict()  # session, handle and key, by ticket
         self.collected = 0
         """Bytes that others have collected."""
 
@@ -60,32 +60,32 @@ class Offers:
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
         handle = as_int(header.get("handle"), 0, 1 << 53, "a handle")
         peer = as_bytes(header.get("peer"), _KEY_BYTES, "a key")
-        known = self._offers.get(ticket)
+        known = self._tickets.get(ticket)
         if known is not None and known[0] is not session:
             raise WireError("a ticket is known already")
-        self._offers[ticket] = session, handle, peer
-        own = [one for one, (of, _, _) in self._offers.items() if of is session]
+        self._tickets[ticket] = session, handle, peer
+        own = [one for one, (of, _, _) in self._tickets.items() if of is session]
         for oldest in own[:-_TICKETS]:
-            del self._offers[oldest]
+            del self._tickets[oldest]
 
     def forget(self, session: Any) -> None:
         """A session has ended."""
-        for ticket in [one for one, (of, _, _) in self._offers.items() if of is session]:
-            del self._offers[ticket]
+        for ticket in [one for one, (of, _, _) in self._tickets.items() if of is session]:
+            del self._tickets[ticket]
 
     def admits(self, key: bytes) -> bool:
         """Whether somebody with that public key may collect anything."""
-        return any(peer == key for _, _, peer in self._offers.values())
+        return any(peer == key for _, _, peer in self._tickets.values())
 
     def answer(self, header: dict[str, Any], proved: str | None) -> tuple[dict[str, Any], list[Any]] | None:
         """A piece for another worker, which has ``proved`` its key (in hexadecimal digits; None on a worker without
         keys); None where there is nothing to say. Raises ``WireError``."""
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
-        offer = self._offers.get(ticket)
+        offer = self._tickets.get(ticket)
         if offer is None or (proved is not None and proved != offer[2].hex()):
             return {"kind": "later", "ticket": ticket}, []  # as if it were not known yet: who asks learns nothing
         if header.get("kind") == "collected":
-            del self._offers[ticket]
+            del self._tickets[ticket]
             return None
         packed: torch.Tensor | None = offer[0].tensors.get(offer[1])
         if packed is None or packed.dtype is not torch.uint8 or packed.dim() != 1:

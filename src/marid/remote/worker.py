@@ -23,7 +23,7 @@ import torch
 from marid.errors import AuthenticationError, WireError
 from marid.execute.flat import may_be_stopped
 from marid.remote.chunks import ChunkStore
-from marid.remote.copies import Collectors, Copies, Offers
+from marid.remote.copies import Collectors, Copies, Tickets
 from marid.remote.groups import Groups
 from marid.remote.keys import WorkerKeys
 from marid.remote.machine import Machine
@@ -109,8 +109,8 @@ class Worker:
         self._socket = ServerSocket(address, None if keys is None else WorkerKeys(keys))
         self.address = self._socket.address
         self._has_keys = keys is not None
-        self._offers = Offers()
-        self._socket.admits_peer = self._offers.admits
+        self._tickets = Tickets()
+        self._socket.admits_peer = self._tickets.admits
         self._collectors = Collectors(self._socket.wake)
         self._using = threading.Lock()
         """Of the socket and of what messages change: sessions, inboxes, who is next."""
@@ -269,7 +269,7 @@ class Worker:
             elif kind == "cancel":
                 session.cancel(*(as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "through")))
             elif kind == "offer":
-                self._offers.offer(session, header)
+                self._tickets.offer(session, header)
             elif kind == "source":
                 assert session.copies is not None
                 session.copies.tell(header)
@@ -282,7 +282,7 @@ class Worker:
         if header.get("boot") != self.boot:
             return  # whoever asks means another worker, or another life of this one
         proved = owner.removeprefix(PEER).decode() if self._has_keys else None
-        answer = self._offers.answer(header, proved)
+        answer = self._tickets.answer(header, proved)
         if answer is not None:
             self._send(route, *answer)
 
@@ -332,7 +332,7 @@ class Worker:
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.number, None) is not None:
             session.end()
-            self._offers.forget(session)
+            self._tickets.forget(session)
             self._schedule(session, Message(0, 0, 0, None, [], 0))
 
     def _refuse(self, route: bytes, reason: str, text: str) -> None:
@@ -348,5 +348,5 @@ class Worker:
     def stats(self) -> dict[str, Any]:
         """What was refused, and how many sessions there are."""
         refused = {**self.refusals.counts, "connection": self._socket.refused, "request": self.machine.refused}
-        copied = {"collected_bytes": self._collectors.received, "offered_bytes": self._offers.collected}
+        copied = {"collected_bytes": self._collectors.received, "offered_bytes": self._tickets.collected}
         return {"sessions": len(self._sessions), "refused": refused, **copied}
