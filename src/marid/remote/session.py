@@ -329,13 +329,13 @@ class Session:
                 request.until, request.keep, request.program, request.geometry, inputs, request.params, self._held
             )
             for slot, tensor in zip(request.keep, results, strict=True):
-                self._keep(request.base + slot, tensor)
+                self.keep(request.base + slot, tensor)
             return
         prepared, results = machine.run(request.program, request.geometry, inputs, list(request.params), self._held)
         for slot, tensor in zip(prepared.program.output_slots, results, strict=True):
-            self._keep(request.base + slot, tensor)
+            self.keep(request.base + slot, tensor)
 
-    def _keep(self, handle: int, tensor: Any, role: str | None = "activation") -> None:
+    def keep(self, handle: int, tensor: Any, role: str | None = "activation") -> None:
         """A tensor was made for that handle; without a role it lies on the host, and stays there."""
         if not isinstance(tensor, torch.Tensor):
             raise WireError("a result that was to be kept is no tensor")
@@ -359,7 +359,7 @@ class Session:
             if lacking:
                 raise Missing("chunks are not here", lacking)
             pieces = found
-        self._keep(request.handle, tensor_of(pieces, packing, request.dtype, self._machine.device), "input")
+        self.keep(request.handle, tensor_of(pieces, packing, request.dtype, self._machine.device), "input")
 
     def _fetch(self, request: ask.Fetch, segments: list[Any]) -> dict[str, Any]:
         tensor = self._tensor(request.handle)
@@ -389,7 +389,7 @@ class Session:
         made: list[torch.Tensor] = []
         returned = self._returned(called.returned, request.base, made)
         for index, tensor in enumerate(made):
-            self._keep(request.base + index, tensor)
+            self.keep(request.base + index, tensor)
         geometries = [spec_to(spec_of(tensor)) for tensor in tensors]
         state = None if called.state is None else called.state.numpy().tobytes()
         return {"returned": returned, "arguments": geometries, "state": state}
@@ -424,7 +424,7 @@ class Session:
             packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
             self._make_room(packing.nbytes)
             data = packing.pack(tensor).cpu().view(torch.uint8)
-        self._keep(request.handle, data, None)  # collected by the thread of the sockets, at any time
+        self.keep(request.handle, data, None)  # collected by the thread of the sockets, at any time
 
     def _take(self, request: ask.Take) -> None:
         assert self.copies is not None
@@ -439,7 +439,7 @@ class Session:
         if arrival.error is not None:
             raise arrival.error
         elements = arrival.data.view(request.dtype).to(self._machine.device)
-        self._keep(request.handle, packing.unpack(elements))
+        self.keep(request.handle, packing.unpack(elements))
 
     def reduced(self, request: ask.Reduce) -> torch.Tensor:
         """The tensor that is to be reduced in place: a copy of what the request names."""
@@ -447,10 +447,6 @@ class Session:
         self._make_room(source.numel() * source.itemsize)
         with concretely():
             return source.clone(memory_format=torch.contiguous_format)
-
-    def keep(self, handle: int, tensor: torch.Tensor) -> None:
-        """A tensor was made for that handle."""
-        self._keep(handle, tensor)
 
     def _tensor(self, handle: int) -> torch.Tensor:
         found = self.tensors.get(handle)

@@ -22,6 +22,7 @@ import torch
 
 from marid.errors import AuthenticationError, WireError
 from marid.execute.flat import may_be_stopped
+from marid.remote.addresses import endpoint
 from marid.remote.chunks import ChunkStore
 from marid.remote.copies import Collectors, Copies, Tickets
 from marid.remote.groups import Groups
@@ -31,7 +32,7 @@ from marid.remote.session import Cancelled, Message, Session
 from marid.remote.sockets import PEER, ServerSocket
 from marid.remote.wire import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
 
-__all__ = ["Limits", "Worker", "endpoint"]
+__all__ = ["Limits", "Worker"]
 
 _IDLE = 500  # milliseconds between looks at leases
 _WATCH = 0.03  # seconds between looks of the second thread
@@ -68,21 +69,6 @@ class Refusals:
     def note(self, reason: str) -> None:
         """One more, for a reason of a fixed set."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
-
-
-def endpoint(bind: str) -> tuple[str, bool]:
-    """The ZeroMQ endpoint of ``HOST:PORT``, ``tcp://...`` or ``ipc://...``, and whether only this machine reaches it.
-
-    Raises ``ValueError``.
-    """
-    if bind.startswith("ipc://"):
-        return bind, True
-    host, _, port = bind.removeprefix("tcp://").rpartition(":")
-    if not host or not (port.isdigit() or port == "*"):
-        raise ValueError(f"{bind!r} is no address: give HOST:PORT, for example 127.0.0.1:7070")
-    name = host.strip("[]")
-    loopback = name == "localhost" or name == "::1" or name.startswith("127.")
-    return f"tcp://{'127.0.0.1' if name == 'localhost' else host}:{'*' if port == '0' else port}", loopback
 
 
 class Worker:
