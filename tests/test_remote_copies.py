@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,23 +24,15 @@ from marid.remote.keys import ClientKey, make_client
 from marid.remote.local import start_workers
 from marid.remote.request_readers import read_requests
 from marid.report.traffic import traffic
+from tests.remote_helpers import connected, kill
 
 A, B = "remote_accelerator:3", "remote_accelerator:4"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
-    gc.collect()  # errors of other tests may hold tensors
-    marid.connect(workers=2, first=3)
-    yield
-    gc.collect()
-    connecting.disconnect(3, 4, force=True)
-
-
-def kill(*indices: int) -> None:
-    for index in indices:
-        connection: Any = connecting.connection_of(index)
-        os.kill(connection.worker.process.pid, signal.SIGKILL)
+    with connected(3, 4):
+        yield
 
 
 def remote() -> marid.RemoteStats:

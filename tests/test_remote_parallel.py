@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
-import signal
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,28 +19,20 @@ from marid.remote import connect as connecting
 from marid.remote import requests as ask
 from marid.remote.request_readers import read_requests
 from marid.report.traffic import traffic
+from tests.remote_helpers import connected, kill
 
 A, B = "remote_accelerator:3", "remote_accelerator:4"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
-    gc.collect()  # errors of other tests may hold tensors
-    marid.connect(workers=2, first=3)
-    yield
-    gc.collect()
-    connecting.disconnect(3, 4, force=True)
+    with connected(3, 4):
+        yield
 
 
 @pytest.fixture(scope="module")
 def group() -> Any:
     return marid.process_group([A, B], timeout=30)
-
-
-def kill(*indices: int) -> None:
-    for index in indices:
-        connection: Any = connecting.connection_of(index)
-        os.kill(connection.worker.process.pid, signal.SIGKILL)
 
 
 def example() -> Any:
