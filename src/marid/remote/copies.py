@@ -51,26 +51,28 @@ class Tickets:
     """What the clients of this worker let others collect. Used under the lock of the sockets."""
 
     def __init__(self) -> None:
-        self._tickets: OrderedDict[bytes, tuple[Any, int, bytes]] = OrderedDict()  # session, handle and key, by ticket
+        self._tickets: OrderedDict[bytes, tuple[Any, int, bytes]] = (
+            OrderedDict()
+        )  # workspace, handle and key, by ticket
         self.collected = 0
         """Bytes that others have collected."""
 
-    def offer(self, session: Any, header: dict[str, Any]) -> None:
+    def offer(self, workspace: Any, header: dict[str, Any]) -> None:
         """Take note of an offer. Raises ``WireError``."""
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
         handle = as_int(header.get("handle"), 0, 1 << 53, "a handle")
         peer = as_bytes(header.get("peer"), _KEY_BYTES, "a key")
         known = self._tickets.get(ticket)
-        if known is not None and known[0] is not session:
+        if known is not None and known[0] is not workspace:
             raise WireError("a ticket is known already")
-        self._tickets[ticket] = session, handle, peer
-        own = [one for one, (of, _, _) in self._tickets.items() if of is session]
+        self._tickets[ticket] = workspace, handle, peer
+        own = [one for one, (of, _, _) in self._tickets.items() if of is workspace]
         for oldest in own[:-_TICKETS]:
             del self._tickets[oldest]
 
-    def forget(self, session: Any) -> None:
-        """A session has ended."""
-        for ticket in [one for one, (of, _, _) in self._tickets.items() if of is session]:
+    def forget(self, workspace: Any) -> None:
+        """A client has left."""
+        for ticket in [one for one, (of, _, _) in self._tickets.items() if of is workspace]:
             del self._tickets[ticket]
 
     def admits(self, key: bytes) -> bool:

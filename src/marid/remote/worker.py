@@ -31,6 +31,7 @@ from marid.remote.machine import Machine
 from marid.remote.session import Cancelled, Message, Session
 from marid.remote.sockets import PEER, ServerSocket
 from marid.remote.wire import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
+from marid.remote.workspace import Workspace
 
 __all__ = ["Limits", "Worker"]
 
@@ -147,11 +148,7 @@ class Worker:
             message = session.inbox.popleft()
             session.inbox_bytes -= message.nbytes
         if message.requests is None:
-            assert session.copies is not None
-            assert session.groups is not None
-            session.tensors.clear()
-            session.copies.clear()
-            session.groups.clear()
+            session.clear()
             if not self._sessions:
                 self.machine.trim()
             return
@@ -240,7 +237,7 @@ class Worker:
             return
         number = as_bytes(header.get("session"), 16, "a session")
         session = self._sessions.get(number)
-        if session is not None and session.owner != owner:
+        if session is not None and session.workspace.owner != owner:
             self._refuse(route, "owner", "the session belongs to somebody else")
         elif kind == "hello":
             self._welcome(route, owner, number, session, header)
@@ -255,10 +252,9 @@ class Worker:
             elif kind == "cancel":
                 session.cancel(*(as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "through")))
             elif kind == "offer":
-                self._tickets.offer(session, header)
+                self._tickets.offer(session.workspace, header)
             elif kind == "source":
-                assert session.copies is not None
-                session.copies.tell(header)
+                session.workspace.copies.tell(header)
             elif kind == "bye":
                 self._end(session)
             else:
@@ -282,12 +278,7 @@ class Worker:
             if len(self._sessions) >= self.limits.sessions:
                 self._refuse(route, "sessions", "the worker has as many sessions as it may have")
                 return
-            session = Session(number, owner, self.machine, self._chunks, self.limits.replies)
-            own = session
-            session.others = lambda: sum(one.nbytes() for one in list(self._sessions.values()) if one is not own)
-            session.worker_stats = self.stats
-            session.copies = Copies(self._collectors)
-            session.groups = Groups(self.machine.device, self._socket.wake)
+            session = Session(number, self._workspace(owner))
             self._sessions[number] = session
         session.route, session.seen = route, time.monotonic()
         limits = {"in_flight": self.limits.in_flight // 2, "messages": self.limits.messages // 2}
@@ -296,6 +287,15 @@ class Worker:
         facts |= {"peer": self._collectors.key}
         state = {"applied": session.applied, "epoch": session.epoch}
         self._send(route, {"kind": "welcome", "session": number, "limits": limits, **facts, **state}, [])
+
+    def _workspace(self, owner: bytes) -> Workspace:
+        copies, groups = Copies(self._collectors), Groups(self.machine.device, self._socket.wake)
+        made = Workspace(owner, self.machine, self._chunks, copies, groups, self.limits.replies)
+        made.others = lambda: sum(
+            one.workspace.nbytes() for one in list(self._sessions.values()) if one.workspace is not made
+        )
+        made.worker_stats = self.stats
+        return made
 
     def _enqueue(self, route: bytes, session: Session, header: dict[str, Any], frames: list[Any]) -> None:
         epoch, seq, acked = (as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "seq", "acked"))
@@ -318,7 +318,7 @@ class Worker:
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.number, None) is not None:
             session.end()
-            self._tickets.forget(session)
+            self._tickets.forget(session.workspace)
             self._schedule(session, Message(0, 0, 0, None, [], 0))
 
     def _refuse(self, route: bytes, reason: str, text: str) -> None:
