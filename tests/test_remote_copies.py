@@ -16,8 +16,8 @@ import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
+from marid.remote import exchange, wire
 from marid.remote import requests as ask
-from marid.remote import wire
 from marid.remote.checkpoint import take_checkpoint
 from marid.remote.copies import Arrival, Place
 from marid.remote.keys import ClientKey, make_client
@@ -268,7 +268,7 @@ def offered(index: int, peer: bytes) -> tuple[bytes, bytes]:
     engine: Any = engine_of(index)
     tensor = torch.arange(1000, dtype=torch.int32).to(f"remote_accelerator:{index}")
     marid.materialize(tensor)
-    packed = engine.pack(tensor._value.concrete)  # pyright: ignore[reportAttributeAccessIssue]
+    packed = exchange.pack(engine, tensor._value.concrete)  # pyright: ignore[reportAttributeAccessIssue]
     ticket = os.urandom(32)
     engine.link.tell({"kind": "offer", "ticket": ticket, "handle": packed.handle, "peer": peer})
     engine.kept = packed
@@ -402,14 +402,14 @@ def test_the_client_relays_where_workers_are_out_of_reach(monkeypatch: pytest.Mo
     monkeypatch.setattr(transfers, "_FIRST", 1)
     source: Any = engine_of(3)
     target: Any = engine_of(4)
-    target._reached.clear()
+    target.reached.clear()
     monkeypatch.setattr(type(source.link), "place", property(lambda link: {**_nowhere, "of": link.boot}))
     marid.reset_stats()
     x = torch.randn(1000)
     for number in range(3):
         assert torch.equal((x.to(A) * number).to(B).cpu(), x * number)
     seen = remote()
-    target._reached.clear()
+    target.reached.clear()
     assert (seen.copies, seen.relayed) == (0, 3)
 
 

@@ -18,6 +18,7 @@ from marid.errors import LazyTensorError, MaterializationError, WorkerLostError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize
+from marid.remote import exchange
 from marid.remote.addresses import host_of, is_loopback
 from marid.remote.collectives import OPERATIONS
 from marid.remote.engine import RemoteEngine
@@ -174,7 +175,7 @@ def _reduced(given: list[Any], op: str, group: ProcessGroup) -> list[Any]:
     for engine in engines:
         engine.revive()
     number = group.formed()
-    steps = [engine.reduce(number, op, t._value.concrete) for engine, t in zip(engines, given, strict=True)]
+    steps = [exchange.reduce(engine, number, op, t._value.concrete) for engine, t in zip(engines, given, strict=True)]
     _finish(engines, steps)
     if len(engines) > 1:
         _keep_for_each_other(engines, steps)
@@ -183,7 +184,7 @@ def _reduced(given: list[Any], op: str, group: ProcessGroup) -> list[Any]:
 
 def _keep_for_each_other(engines: list[RemoteEngine], steps: list[ReduceWork]) -> None:
     """Let each member keep what its predecessor would need to have the result again."""
-    packed = [engine.pack(step.result) for engine, step in zip(engines, steps, strict=True)]
+    packed = [exchange.pack(engine, step.result) for engine, step in zip(engines, steps, strict=True)]
     for index, (engine, step) in enumerate(zip(engines, steps, strict=True)):
         other = (index + 1) % len(engines)
         copy = TakeWork(engines[other], engine, packed[other], step.result, step.site, False)
