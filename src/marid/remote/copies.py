@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import zmq
@@ -47,17 +47,25 @@ class Unreachable(Exception):
 # --- where a tensor is -----------------------------------------------------------------------------------------------
 
 
+class _Packed(Protocol):
+    """Who has packed tensors."""
+
+    def packed(self, handle: int, start: int, longest: int) -> tuple[memoryview, int] | None:
+        """So many bytes of a tensor at most, from a place on, and how many it has; None where there is none."""
+        ...
+
+
 class Tickets:
     """What the clients of this worker let others collect. Used under the lock of the sockets."""
 
     def __init__(self) -> None:
-        self._tickets: OrderedDict[bytes, tuple[Any, int, bytes]] = (
+        self._tickets: OrderedDict[bytes, tuple[_Packed, int, bytes]] = (
             OrderedDict()
         )  # workspace, handle and key, by ticket
         self.collected = 0
         """Bytes that others have collected."""
 
-    def offer(self, workspace: Any, header: dict[str, Any]) -> None:
+    def offer(self, workspace: _Packed, header: dict[str, Any]) -> None:
         """Take note of an offer. Raises ``WireError``."""
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
         handle = as_int(header.get("handle"), 0, 1 << 53, "a handle")
@@ -70,7 +78,7 @@ class Tickets:
         for oldest in own[:-_TICKETS]:
             del self._tickets[oldest]
 
-    def forget(self, workspace: Any) -> None:
+    def forget(self, workspace: _Packed) -> None:
         """A client has left."""
         for ticket in [one for one, (of, _, _) in self._tickets.items() if of is workspace]:
             del self._tickets[ticket]
@@ -89,13 +97,13 @@ class Tickets:
         if header.get("kind") == "collected":
             del self._tickets[ticket]
             return None
-        packed: torch.Tensor | None = offer[0].tensors.get(offer[1])
-        if packed is None or packed.dtype is not torch.uint8 or packed.dim() != 1:
+        start = as_int(header.get("start"), 0, 1 << 47, "a place")
+        found = offer[0].packed(offer[1], start, _PIECE)
+        if found is None:
             return {"kind": "later", "ticket": ticket}, []
-        start = as_int(header.get("start"), 0, packed.numel(), "a place")
-        piece = packed[start : start + _PIECE].cpu().numpy().data  # from here on its memory cannot be resized
+        piece, nbytes = found
         self.collected += len(piece)
-        return {"kind": "piece", "ticket": ticket, "start": start, "nbytes": packed.numel()}, [piece]
+        return {"kind": "piece", "ticket": ticket, "start": start, "nbytes": nbytes}, [piece]
 
 
 # --- where it is to be -----------------------------------------------------------------------------------------------

@@ -247,12 +247,25 @@ class Workspace:
 
     def _pack(self, request: ask.Pack) -> None:
         tensor = self._tensor(request.source)
+        self._make_room(tensor.numel() * tensor.itemsize, tensor)
         with concretely():
             tensor = tensor.resolve_conj().resolve_neg()
             packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
-            self._make_room(packing.nbytes)
             data = packing.pack(tensor).cpu().view(torch.uint8)
-        self.keep(request.handle, data, None)  # collected by the thread of the sockets, at any time
+        self.keep(request.handle, data, None)  # others may come for it at any time
+
+    def packed(self, handle: int, start: int, longest: int) -> tuple[memoryview, int] | None:
+        """So many bytes of a packed tensor at most, from a place on, and how many it has; None where there is none.
+        For the thread of the sockets."""
+        tensor = self.tensors.get(handle)
+        if tensor is None or tensor.dtype is not torch.uint8 or tensor.stride() != (1,):
+            return None
+        try:
+            with self.machine.residency.here(tensor):  # where it was made again from a checkpoint, it may be away
+                piece = tensor[start : start + longest].cpu().numpy()  # from here on its memory cannot be resized
+        except (OSError, RuntimeError):  # nothing to read it into
+            return None
+        return piece.data, tensor.numel()
 
     def _take(self, request: ask.Take) -> None:
         packing = packing_of(request.shape, request.stride, request.dtype)
@@ -274,7 +287,7 @@ class Workspace:
     def reduced(self, request: ask.Reduce) -> torch.Tensor:
         """The tensor that is to be reduced in place: a copy of what the request names."""
         source = self._tensor(request.source)
-        self._make_room(source.numel() * source.itemsize)
+        self._make_room(source.numel() * source.itemsize, source)
         with concretely():
             return source.clone(memory_format=torch.contiguous_format)
 
@@ -295,8 +308,8 @@ class Workspace:
         if role is not None:
             self.machine.residency.note(tensor, ORDER.index(role))
 
-    def _make_room(self, nbytes: int) -> None:
-        self.machine.make_room(nbytes, (), self._held)
+    def _make_room(self, nbytes: int, *used: torch.Tensor) -> None:
+        self.machine.make_room(nbytes, used, self._held)
 
     def _held(self) -> int:
         return self.nbytes() + self.others()
