@@ -193,7 +193,7 @@ def test_what_waits_on_the_host_is_packed_and_reduced() -> None:
     with worker_process("--memory-limit", "64m", "--spill", "512m") as worker, linked(worker) as link:
         x = torch.arange(4.0 * MEGABYTE)
         group = bytes(16)
-        meeting = link.send([ask.Meet(group, "127.0.0.1", 30)])
+        meeting = link.send([ask.Meet(group, 30)])
         link.wait(link.send([ask.Join(group, 0, 1, "127.0.0.1", link.wait(meeting), "127.0.0.1", 30)]))
         link.wait(link.send([upload(1, x)]))
         crowded(link)

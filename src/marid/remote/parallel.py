@@ -67,7 +67,7 @@ class ProcessGroup:
                 f"{self}: some of these workers are reached at addresses of this machine only ({', '.join(hosts)}), "
                 "where the others cannot find them; connect() to all of them by addresses of the network"
             )
-        meeting = engines[0].ask(Meet(number, hosts[0], self.timeout))
+        meeting = engines[0].ask(Meet(number, self.timeout))
         engines[0].finish(meeting)
         size = len(engines)
         joins = [
