@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,7 +22,7 @@ from marid.remote import connect as connecting
 from marid.remote import exchange, wire
 from marid.remote import requests as ask
 from marid.remote.checkpoint import take_checkpoint
-from marid.remote.copies import Arrival, Place
+from marid.remote.copies import Arrival, Collectors, Copies, Place
 from marid.remote.keys import ClientKey, make_client
 from marid.remote.local import start_workers
 from marid.remote.request_readers import read_requests
@@ -445,3 +448,62 @@ def test_a_source_that_was_disconnected_is_missed_only_when_its_copies_are_neede
     with pytest.raises(WorkerLostError, match=r"float32 tensor of shape \[3\].*is disconnected"):
         copied.cpu()
     assert (torch.ones(2, device=B) + 1).tolist() == [2.0, 2.0]
+
+
+# --- what clients may do to a worker that collects -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Copies]:
+    collectors = Collectors(lambda: None)
+    yield Copies(collectors)
+    collectors.close()
+
+
+def told(copies: Copies, ticket: bytes, address: str) -> None:
+    copies.tell({"ticket": ticket, "address": address, "key": None, "of": bytes(8), "patience": 60})
+
+
+def test_an_address_that_cannot_be_connected_to_ends_what_was_to_come_from_there() -> None:
+    with collecting() as copies:
+        told(copies, bytes(32), "ipc:///" + "x" * 190)
+        arrival = copies.expect(bytes(32), 100)
+        until = time.monotonic() + 20
+        while not arrival.has_ended and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "cannot be connected to" in str(arrival.error)
+        copies.clear()
+
+
+def test_a_worker_collects_from_a_bounded_number_of_others() -> None:
+    before = threading.active_count()
+    with collecting() as copies:
+        arrival = copies.expect(bytes(32), 100)
+        for port in range(1000, 1300):
+            told(copies, bytes(32), f"tcp://127.0.0.1:{port}")
+        assert "as many others" in str(arrival.error)
+        assert threading.active_count() - before < 100
+        copies.clear()
+
+
+def test_what_is_missing_may_be_asked_for_again_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marid.remote.copies._PIECE", 1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            arrival = Arrival(bytes(32), 3000)
+            taking = threading.Thread(target=_take_all, args=(arrival,))
+            taking.start()
+            while taking.is_alive():
+                arrival.restart()
+                arrival.due(time.monotonic())
+                arrival.later(time.monotonic())
+            assert arrival.is_complete
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _take_all(arrival: Arrival) -> None:
+    for start in range(3000):
+        arrival.take({"nbytes": 3000, "start": start}, [b"x"])

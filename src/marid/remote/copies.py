@@ -8,6 +8,7 @@ asked for again; the ticket is used up when the last piece has come.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -35,6 +36,7 @@ _TICKETS = 4096  # of one session
 _AGAIN = 1.0  # seconds after which a piece is asked for again
 _LATER = 0.02  # seconds after which one is asked for that is not there yet
 _IDLE = 60.0  # seconds that a connection is kept without use
+_CONNECTIONS = 64  # of one worker, with a thread each
 _RETRY = 0.2  # seconds between attempts to connect
 _ADDRESS = re.compile(r"tcp://[\w.:%\[\]-]{1,200}:\d{1,5}|ipc:///[^\0]{1,200}", re.ASCII)
 _NOBODY = bytes(16)
@@ -102,6 +104,7 @@ class Tickets:
         if found is None:
             return {"kind": "later", "ticket": ticket}, []
         piece, nbytes = found
+        as_int(start, 0, nbytes, "a place")
         self.collected += len(piece)
         return {"kind": "piece", "ticket": ticket, "start": start, "nbytes": nbytes}, [piece]
 
@@ -138,6 +141,7 @@ class Arrival:
         self.patience = 0.0
         self.told = time.monotonic()
         self._memory = self.data.numpy().data
+        self._changing = threading.Lock()  # what is missing: two threads ask for it
         self._missing = OrderedDict.fromkeys(range(0, nbytes, _PIECE), 0.0)  # pieces, and when to ask for them (again)
 
     @property
@@ -152,21 +156,22 @@ class Arrival:
 
     def restart(self) -> None:
         """Ask for all that is missing."""
-        for start in self._missing:
-            self._missing[start] = 0.0
+        with self._changing:
+            self._missing = OrderedDict.fromkeys(self._missing, 0.0)
 
     def due(self, now: float) -> list[int]:
         """The pieces to ask for."""
-        wanted = list(self._missing.items())[:_WINDOW]
-        found = [start for start, at in wanted if at <= now]
-        for start in found:
-            self._missing[start] = now + _AGAIN
+        with self._changing:
+            found = [start for start, at in itertools.islice(self._missing.items(), _WINDOW) if at <= now]
+            for start in found:
+                self._missing[start] = now + _AGAIN
         return found
 
     def later(self, now: float) -> None:
         """It is not there yet."""
-        for start in list(self._missing)[:_WINDOW]:
-            self._missing[start] = min(self._missing[start], now + _LATER)
+        with self._changing:
+            for start in itertools.islice(self._missing, _WINDOW):
+                self._missing[start] = min(self._missing[start], now + _LATER)
 
     def take(self, header: dict[str, Any], segments: list[Any]) -> None:
         """A piece has come; one that has come before is ignored. Raises ``WireError``."""
@@ -181,7 +186,8 @@ class Arrival:
         if len(piece) != min(_PIECE, nbytes - start):
             raise WireError("a piece is longer or shorter than what was asked for")
         self._memory[start : start + len(piece)] = piece
-        del self._missing[start]
+        with self._changing:
+            self._missing.pop(start, None)
 
 
 class Collectors:
@@ -208,6 +214,10 @@ class Collectors:
                     collector.arrivals.pop(arrival.ticket, None)
             collector = self._threads.get(place)
             if collector is None:
+                if len(self._threads) >= _CONNECTIONS:
+                    arrival.error = Unreachable("the worker collects from as many others as it may already")
+                    self.changed()
+                    return
                 collector = self._threads[place] = _Collector(self, place)
             if arrival.ticket not in collector.arrivals:
                 arrival.told = time.monotonic()
@@ -235,6 +245,18 @@ class Collectors:
 
     def serve(self, of: _Collector) -> None:
         """What the thread of one connection does."""
+        try:
+            self._serve(of)
+        except zmq.ZMQError as error:  # no such address, or no socket to be had
+            with self._lock:
+                del self._threads[of.place]
+            for arrival in of.arrivals.values():
+                arrival.error = Unreachable(f"the worker at {of.place.address} cannot be connected to: {error}")
+            self.changed()
+        finally:
+            of.wake.close()
+
+    def _serve(self, of: _Collector) -> None:
         key = None if of.place.key is None else ClientKey(*self._pair, z85.encode(of.place.key))
         heard = used = time.monotonic()
         link = ClientSocket(self._context, of.place.address, key, of.wake)
@@ -268,7 +290,6 @@ class Collectors:
             if ended:
                 self.changed()
         link.close()
-        of.wake.close()
 
     def _take(self, place: Place, link: ClientSocket, arrivals: dict[bytes, Arrival], frames: list[Any]) -> None:
         try:
