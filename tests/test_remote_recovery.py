@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from marid.remote.checkpoint import take_checkpoint
 from marid.remote.engine import RemoteEngine
 from marid.remote.work import RunWork
 from marid.report.traffic import traffic
+from tests.remote_helpers import worker_process
 from tests.remote_runs import decode, same, train
 
 DEVICE = "remote_accelerator:7"
@@ -195,3 +197,20 @@ def test_a_worker_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(WorkerLostError, match="no worker"):
             x.cpu()
     assert x.tolist() == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("started_here", [True, False])
+def test_a_worker_that_is_gone_is_not_waited_for_at_the_end(started_here: bool) -> None:
+    """Nor is another one started, to be asked what it has done."""
+    with worker_process() as other:
+        marid.connect(*([] if started_here else [other.address]), workers=int(started_here), first=6)
+        x = torch.arange(5.0, device="remote_accelerator:6") * 2
+        assert x.sum().item() == 20.0
+        connection: Any = connecting.connection_of(6)
+        worker = connection.worker if started_here else other
+        worker.process.kill()
+        worker.process.wait()
+        started = time.monotonic()
+        connecting.disconnect(6, force=True)
+        assert time.monotonic() - started < 10
+        assert not started_here or connection.worker is worker

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from marid.remote.checkpoint import keep_short
 from marid.remote.contents import LARGE, Content, FileContent, content_of
 from marid.remote.delivery import Connection, Delivery
 from marid.remote.known import Programs, Sized
-from marid.remote.link import Link
+from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.memory import Memory
 from marid.remote.operators import operator_name
 from marid.remote.requests import Handle, Request, Stats
@@ -49,6 +50,8 @@ _EAGER_BYTES = 4 << 20  # uploads are sent without being asked for once there ar
 _USUAL = "activation"  # what a worker takes the memory of results for until it is told
 _AHEAD = 8  # runs that were sent before anybody needs them, each of some thousand operations
 _RESULTS = 1 << 12  # handles set aside for what an operator returns
+_FAREWELL = 3.0  # seconds for a worker's last answer
+_LOOK = 0.2  # between looks at whether it is there
 _NODES = 4000  # in one program; a request has no more than 16,384 inputs or numbers
 
 
@@ -368,10 +371,23 @@ class RemoteEngine:
         pass
 
     def close(self) -> None:
-        """Say good-bye to the worker, having asked it for its last statistics."""
+        """Say good-bye to the worker, having asked it for its last statistics if it still answers."""
         with contextlib.suppress(LazyTensorError, RuntimeError):  # at the end of the process, ZeroMQ may have ended
-            self._last_stats = self.worker_stats()
+            self._last_stats = self._stats_at_once()
         self.delivery.close()
+
+    def _stats_at_once(self) -> dict[str, Any]:
+        """The same as ``worker_stats`` of a worker that is there; nothing is done to have it back."""
+        with self.lock:
+            until = time.monotonic() + _FAREWELL
+            try:
+                seq = 0 if self.delivery.closed else self.link.send([Stats()])
+                while seq and not self.delivery.is_lost and time.monotonic() < until:
+                    with contextlib.suppress(TimeoutError):
+                        return self.link.wait(seq, _LOOK) or {}
+            except (LinkLost, RequestFailed):
+                pass  # said already, or of no interest any more
+            return self._last_stats
 
     def worker_stats(self) -> dict[str, Any]:
         """What the worker says of itself and of our session."""
