@@ -14,11 +14,14 @@ import pytest
 import torch
 import zmq
 
+from marid.errors import WireError
 from marid.frontend import handles
+from marid.remote import groups as groups_of
 from marid.remote import requests as ask
 from marid.remote import wire
 from marid.remote.chunks import ChunkStore
-from marid.remote.copies import Collectors, Copies
+from marid.remote.collectives import Job
+from marid.remote.copies import Collectors, Copies, Tickets
 from marid.remote.groups import Groups
 from marid.remote.link import Link
 from marid.remote.local import LocalWorker
@@ -73,6 +76,10 @@ class Attacker:
         header |= {"epoch": self.epoch, "seq": self.seq, "acked": self.seq - 1, "requests": requests, **fields}
         return [wire.encode(header), *[bytes(segment) for segment in segments or []]]
 
+    def cancel(self) -> None:
+        header = {"v": wire.VERSION, "kind": "cancel", "session": self.session, "boot": self.boot}
+        self.send([wire.encode({**header, "epoch": self.epoch, "through": 1 << 50})])
+
     def close(self) -> None:
         self.socket.close()
         self._context.term()
@@ -114,6 +121,9 @@ def _valid() -> list[tuple[list[Any], list[Any]]]:
             ask.Stats(),
             ask.Load("/nothing", 9, 1, (b"\0" * 32,)),
         ],
+        [upload(1, torch.arange(100)), ask.Pack(2, 1), *_together(3)],
+        [ask.Take(1, bytes(32), torch.float32, (2, 3), (3, 1))],  # which waits for a piece that nobody has
+        [ask.Meet(bytes(16), 5), ask.Join(bytes(16), 0, 1, "127.0.0.1", 9, "127.0.0.1", 1)],
     ]
     return [ask.write_requests(requests) for requests in sent]
 
@@ -121,10 +131,41 @@ def _valid() -> list[tuple[list[Any], list[Any]]]:
 def _messages(attacker: Attacker, valid: list[tuple[list[Any], list[Any]]]) -> list[Frames]:
     """They and the other kinds of messages, as the worker would take them next."""
     base = {"v": wire.VERSION, "session": attacker.session, "boot": attacker.boot}
-    others = [{"kind": "ping"}, {"kind": "cancel", "epoch": 0, "through": 0}, {"kind": "hello"}]
+    others = [{"kind": "ping"}, {"kind": "cancel", "epoch": 0, "through": 0}, {"kind": "hello"}, *_between_workers()]
     return [
         *[attacker.work(data, segments) for data, segments in valid],
         *[[wire.encode({**base, **fields})] for fields in others],
+    ]
+
+
+def _between_workers() -> list[dict[str, Any]]:
+    """What is said of copies, to the worker that has a tensor and to the one that is to have it."""
+    known = {"ticket": bytes(32), "session": bytes(16)}
+    return [
+        {"kind": "offer", "ticket": bytes(32), "handle": 2, "peer": bytes(32)},
+        {**known, "kind": "collect", "start": 0},
+        {**known, "kind": "collected"},
+        {"kind": "source", "ticket": bytes(32), "address": None},
+        {
+            "kind": "source",
+            "ticket": bytes(32),
+            "address": "tcp://127.0.0.1:9",
+            "key": bytes(32),
+            "of": bytes(8),
+            "patience": 1,
+        },
+    ]
+
+
+def _together(handle: int) -> list[ask.Request]:
+    """Copies and reductions that need nobody else."""
+    group = b"together".ljust(16)
+    return [
+        ask.Take(handle, bytes(32), torch.float32, (0, 3), (3, 1)),
+        ask.Meet(group, 5),
+        ask.Join(group, 0, 1, "127.0.0.1", 9, "127.0.0.1", 5),
+        ask.Reduce(group, "mean", handle + 1, handle),
+        ask.Leave(group),
     ]
 
 
@@ -181,6 +222,8 @@ def _attack(worker: LocalWorker, count: int, seed: int) -> None:
         for number in range(count):
             if number % 4 == 0:
                 attacker.drain()
+            if number % 40 == 0:  # so that it goes on where it waits for others
+                attacker.cancel()
             attacker.send(_damaged(choose.choice(_messages(attacker, valid)), choose))
             if number % 500 == 499:
                 attacker.send([wire.encode({"v": wire.VERSION, "kind": "hello", "session": attacker.session})])
@@ -224,7 +267,9 @@ def _fuzz_session(count: int, seed: int) -> None:
         ask.Fetch(1, (0, (2,), (3,))),
         ask.Call("aten.add.Tensor", (ask.Handle(1), 2.0), (("alpha", 1),), None, 300),
         *_repeated(recorded, 1, 400),
-        ask.Free((100, 101, 102, 103, 104, 105, 106, 107, 108, 300)),
+        ask.Pack(600, 1),
+        *_together(610),
+        ask.Free((*range(100, 109), 300, *range(600, 620))),
     ]
     data, segments = ask.write_requests(good)
     collectors = Collectors(lambda: None)
@@ -243,11 +288,86 @@ def _fuzz_session(count: int, seed: int) -> None:
         packed = wire.unpack_plain(wire.pack_plain(damaged), 1 << 14)
         epoch = session.epoch + (session.failure is not None)
         seq = session.applied + 1 if session.failure is None else session.failure["seq"] + 1
-        answer = session.answer(Message(epoch, seq, seq - 1, packed, pieces, 100))
+        message = Message(epoch, seq, seq - 1, packed, pieces, 100)
+        answer = session.answer(message)
+        if answer is None:
+            assert session.waiting is not None
+            session.cancel(session.epoch, session.applied + 1)
+            assert session.may_go_on
+            answer = session.answer(message)
+            assert answer is not None
         wire.encode({"v": 1, **answer.fields})
         failed += session.failure is not None
         assert len(workspace.tensors) < 10_000
     assert failed > count // 4
+    session.clear()
+    collectors.close()
+
+
+class _Alone:
+    """A group with one member and without a thread, and where it meets."""
+
+    port = 9
+
+    def __init__(self, *_: Any) -> None:
+        self.is_closed = False
+
+    def join(self, *_: Any) -> Job:
+        return self._done()
+
+    def reduce(self, *_: Any) -> Job:
+        assert not self.is_closed
+        return self._done()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _done(self) -> Job:
+        job = Job(lambda: None)
+        job.run()
+        return job
+
+
+@pytest.fixture(autouse=True)
+def _no_groups_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_of, "Group", _Alone)
+    monkeypatch.setattr(groups_of, "Store", _Alone)
+
+
+def _fuzz_copies(count: int, seed: int) -> None:
+    """Damaged messages about copies, understood in this process: they are right, or a ``WireError``."""
+    choose = random.Random(seed)
+    collectors = Collectors(lambda: None)
+    copies, tickets = Copies(collectors), Tickets()
+    machine = Machine(torch.device("cpu"))
+    groups = Groups(machine.device, lambda: None)
+    workspace = Workspace(b"", machine, ChunkStore(1 << 20), copies, groups, 1 << 20)
+    workspace.tensors[2] = torch.arange(100, dtype=torch.uint8)
+    copies.expect(bytes(32), 6)
+    refused = 0
+    for number in range(count):
+        header = choose.choice(_between_workers())
+        name = choose.choice(list(header))
+        if number % 4:
+            header[name] = _mutated(header[name], choose)
+        plain = wire.unpack_plain(wire.pack_plain(header), 1 << 14)
+        try:
+            if plain["kind"] == "offer":
+                tickets.offer(workspace, plain)
+            elif plain["kind"] == "source":
+                copies.tell(plain)
+            else:
+                answer = tickets.answer(plain, choose.choice([None, bytes(32).hex(), "other"]))
+                wire.encode({"v": 1, **answer[0]} if answer else {})
+        except WireError:
+            refused += 1
+    assert refused > count // 4
+    workspace.clear()
+    collectors.close()
+
+
+def test_damaged_messages_about_copies_do_no_harm() -> None:
+    _fuzz_copies(5000, 1)
 
 
 def _mutated(value: Any, choose: random.Random) -> Any:
@@ -287,6 +407,11 @@ def test_damaged_requests_do_no_harm() -> None:
 def test_a_hundred_thousand_damaged_requests_do_no_harm() -> None:
     for seed in range(10):
         _fuzz_session(10_000, seed)
+
+
+@pytest.mark.conformance
+def test_a_hundred_thousand_damaged_messages_about_copies_do_no_harm() -> None:
+    _fuzz_copies(100_000, 2)
 
 
 # --- messages that are well made -------------------------------------------------------------------------------------
