@@ -15,6 +15,7 @@ import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
+from marid.remote.link import Link
 from tests.helpers import interrupted
 
 DEVICE = "remote_accelerator:5"
@@ -155,6 +156,29 @@ def test_ctrl_c_again_and_again_loses_nothing() -> None:
         assert y.item() == expected
         assert count.item() == turn + 1
     assert marid.stats().pending_nodes == 0
+
+
+def test_ctrl_c_with_the_answer_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer has come, and is taken by whoever reads next; one that comes while the worker is stopped is too."""
+    reach, left = Link.reach, 2
+
+    def interrupted(link: Link, *args: Any) -> None:
+        nonlocal left
+        reach(link, *args)
+        if left:
+            left -= 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Link, "cancel", lambda _: None)  # too late to stop anything
+    monkeypatch.setattr(Link, "reach", interrupted)
+    x = on(1.0, 2.0) * 2
+    with pytest.raises(KeyboardInterrupt):
+        x.cpu()
+    assert x.tolist() == [2.0, 4.0]
+    left = 1
+    with pytest.raises(KeyboardInterrupt):
+        torch.nonzero(x)
+    assert torch.nonzero(x).tolist() == [[0], [1]]
 
 
 def test_ctrl_c_leaves_replays_alone() -> None:

@@ -252,7 +252,11 @@ class RemoteEngine:
             step.reads = tuple(dict.fromkeys([buffer.block for buffer in buffers]))
             step.writes = step.reads if op.mutates else ()
             self.delivery.do(step)
-            self._await(step)
+            try:
+                self._await(step)
+            except BaseException:
+                self.delivery.withdraw(step)
+                raise
             if step.error is not None:
                 raise step.error
             return self._called(step, buffers)

@@ -207,15 +207,17 @@ class ServerSocket:
 
 
 def _events(monitor: zmq.Socket[bytes]) -> Iterator[int]:
-    with contextlib.suppress(zmq.Again):
-        while True:
-            yield int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
+    while _has_message(monitor):
+        yield int.from_bytes(monitor.recv_multipart()[0][:2], "little")
 
 
 def _received(one: zmq.Socket[bytes]) -> Iterator[list[Any]]:
     for _ in range(_BURST):
-        try:
-            frames: Any = one.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        if not _has_message(one):
             return
+        frames: Any = one.recv_multipart(copy=False)
         yield frames if len(frames) <= SEGMENTS + 3 else frames[:1]  # nobody has use for the rest
+
+
+def _has_message(one: zmq.Socket[bytes]) -> bool:
+    return bool(int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN)  # a tenth of what an exception costs
