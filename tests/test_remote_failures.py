@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,6 +134,23 @@ def test_a_call_on_a_lost_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(WorkerLostError, match="600000"):
             torch.nonzero(lost)
         assert torch.nonzero(fine).tolist() == [[1]]
+
+
+_LEFT = """
+import os, signal, torch, marid
+from marid.remote.connect import connection_of
+marid.connect(workers=1)
+kept = torch.ones(3, device="remote_accelerator") * 2
+print(kept.tolist())
+os.kill(connection_of(0).worker.process.pid, signal.SIGKILL)
+"""
+
+
+def test_a_worker_that_is_lost_at_the_end_is_not_replaced() -> None:
+    """Nobody will read what it held."""
+    done = subprocess.run([sys.executable, "-c", _LEFT], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[2.0, 2.0, 2.0]\n")
+    assert done.stderr == ""
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

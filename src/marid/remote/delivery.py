@@ -82,6 +82,8 @@ class Delivery:
         self.holding = False
         """Whether nothing may be freed now."""
         self.closed = False
+        self.ending = False
+        """Whether no other worker is to be taken if this one is lost."""
         self._successor: Successor | None = None
         """Of a worker that was lost, while it is told what is needed."""
 
@@ -412,7 +414,7 @@ class Delivery:
             self._outbox = self.steps()  # stays so if no worker is to be had
             self._asked.clear()
         self.drop()
-        if self.closed:
+        if self.closed or self.ending:
             raise WorkerLostError(f"the {self._connection.name} was disconnected")
         self.count()
         self.link.close()

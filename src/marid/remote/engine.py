@@ -444,7 +444,8 @@ class RemoteEngine:
         pass
 
     def close(self) -> None:
-        """Say good-bye to the worker, having asked it for its last statistics."""
+        """Say good-bye to the worker, having asked it for its last statistics if it is there still."""
+        self.delivery.ending = True
         with contextlib.suppress(LazyTensorError, RuntimeError):  # at the end of the process, ZeroMQ may have ended
             self._last_stats = self.worker_stats()
         self.delivery.close()
