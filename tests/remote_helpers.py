@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +15,7 @@ import marid
 from marid.frontend import handles
 from marid.frontend.materialize import pending_nodes
 from marid.graph.program import bind
+from marid.remote import connect as connecting
 from marid.remote import requests as ask
 from marid.remote.keys import ClientKey
 from marid.remote.link import Link
@@ -20,7 +24,7 @@ from marid.remote.packing import packing_of
 from marid.remote.programs import body_of, digest_of, geometry_of
 from marid.remote.tensors import segments_of
 
-__all__ = ["Recorded", "linked", "upload", "worker_process"]
+__all__ = ["Recorded", "connected", "kill", "linked", "upload", "worker_process"]
 
 
 class Recorded:
@@ -78,6 +82,24 @@ def worker_process(*options: str, transport: str = "tcp") -> Iterator[LocalWorke
         yield worker
     finally:
         worker.stop()
+
+
+@contextlib.contextmanager
+def connected(*indices: int) -> Iterator[None]:
+    """These devices, one behind the other, are workers on this machine."""
+    gc.collect()  # errors of other tests may hold tensors
+    marid.connect(workers=len(indices), first=indices[0])
+    try:
+        yield
+    finally:
+        gc.collect()
+        connecting.disconnect(*indices, force=True)
+
+
+def kill(*indices: int) -> None:
+    """End the workers of these devices, without a chance to say so."""
+    for index in indices:
+        os.kill(connecting.connection_of(index).worker.process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
-import signal
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,31 +19,23 @@ import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
+from marid.remote import exchange, wire
 from marid.remote import requests as ask
-from marid.remote import wire
 from marid.remote.checkpoint import take_checkpoint
-from marid.remote.copies import Arrival, Place
+from marid.remote.copies import Arrival, Collectors, Copies, Place
 from marid.remote.keys import ClientKey, make_client
 from marid.remote.local import start_workers
 from marid.remote.request_readers import read_requests
 from marid.report.traffic import traffic
+from tests.remote_helpers import connected, kill
 
 A, B = "remote_accelerator:3", "remote_accelerator:4"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
-    gc.collect()  # errors of other tests may hold tensors
-    marid.connect(workers=2, first=3)
-    yield
-    gc.collect()
-    connecting.disconnect(3, 4, force=True)
-
-
-def kill(*indices: int) -> None:
-    for index in indices:
-        connection: Any = connecting.connection_of(index)
-        os.kill(connection.worker.process.pid, signal.SIGKILL)
+    with connected(3, 4):
+        yield
 
 
 def remote() -> marid.RemoteStats:
@@ -278,7 +271,7 @@ def offered(index: int, peer: bytes) -> tuple[bytes, bytes]:
     engine: Any = engine_of(index)
     tensor = torch.arange(1000, dtype=torch.int32).to(f"remote_accelerator:{index}")
     marid.materialize(tensor)
-    packed = engine.pack(tensor._value.concrete)  # pyright: ignore[reportAttributeAccessIssue]
+    packed = exchange.pack(engine, tensor._value.concrete)  # pyright: ignore[reportAttributeAccessIssue]
     ticket = os.urandom(32)
     engine.link.tell({"kind": "offer", "ticket": ticket, "handle": packed.handle, "peer": peer})
     engine.kept = packed
@@ -412,14 +405,14 @@ def test_the_client_relays_where_workers_are_out_of_reach(monkeypatch: pytest.Mo
     monkeypatch.setattr(transfers, "_FIRST", 1)
     source: Any = engine_of(3)
     target: Any = engine_of(4)
-    target._reached.clear()
+    target.reached.clear()
     monkeypatch.setattr(type(source.link), "place", property(lambda link: {**_nowhere, "of": link.boot}))
     marid.reset_stats()
     x = torch.randn(1000)
     for number in range(3):
         assert torch.equal((x.to(A) * number).to(B).cpu(), x * number)
     seen = remote()
-    target._reached.clear()
+    target.reached.clear()
     assert (seen.copies, seen.relayed) == (0, 3)
 
 
@@ -455,3 +448,62 @@ def test_a_source_that_was_disconnected_is_missed_only_when_its_copies_are_neede
     with pytest.raises(WorkerLostError, match=r"float32 tensor of shape \[3\].*is disconnected"):
         copied.cpu()
     assert (torch.ones(2, device=B) + 1).tolist() == [2.0, 2.0]
+
+
+# --- what clients may do to a worker that collects -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Copies]:
+    collectors = Collectors(lambda: None)
+    yield Copies(collectors)
+    collectors.close()
+
+
+def told(copies: Copies, ticket: bytes, address: str) -> None:
+    copies.tell({"ticket": ticket, "address": address, "key": None, "of": bytes(8), "patience": 60})
+
+
+def test_an_address_that_cannot_be_connected_to_ends_what_was_to_come_from_there() -> None:
+    with collecting() as copies:
+        told(copies, bytes(32), "ipc:///" + "x" * 190)
+        arrival = copies.expect(bytes(32), 100)
+        until = time.monotonic() + 20
+        while not arrival.has_ended and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "cannot be connected to" in str(arrival.error)
+        copies.clear()
+
+
+def test_a_worker_collects_from_a_bounded_number_of_others() -> None:
+    before = threading.active_count()
+    with collecting() as copies:
+        arrival = copies.expect(bytes(32), 100)
+        for port in range(1000, 1300):
+            told(copies, bytes(32), f"tcp://127.0.0.1:{port}")
+        assert "as many others" in str(arrival.error)
+        assert threading.active_count() - before < 100
+        copies.clear()
+
+
+def test_what_is_missing_may_be_asked_for_again_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marid.remote.copies._PIECE", 1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            arrival = Arrival(bytes(32), 3000)
+            taking = threading.Thread(target=_take_all, args=(arrival,))
+            taking.start()
+            while taking.is_alive():
+                arrival.restart()
+                arrival.due(time.monotonic())
+                arrival.later(time.monotonic())
+            assert arrival.is_complete
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _take_all(arrival: Arrival) -> None:
+    for start in range(3000):
+        arrival.take({"nbytes": 3000, "start": start}, [b"x"])

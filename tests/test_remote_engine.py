@@ -361,6 +361,29 @@ def test_marks_change_accounts_and_no_values() -> None:
     assert [one.role for one in remote().moved if one.down >= 4000] == ["kv cache"]
 
 
+def test_a_fork_that_ends_leaves_the_workers_and_what_is_kept_for_them(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch, marid\n"
+        "from marid.remote.connect import connection_of\n"
+        "marid.settings.journal_memory = 0\n"
+        "marid.connect(workers=1)\n"
+        "x = torch.ones(1 << 20, device='cpu').to('remote_accelerator')\n"
+        "print(x.sum().item())\n"
+        "before = connection_of(0).worker.process.pid\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    del x\n"
+        "    sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert connection_of(0).worker.is_alive\n"
+        "connection_of(0).worker.process.kill()\n"
+        "print((x * 2).sum().item())\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == ["1048576.0", "2097152.0"], done.stderr
+
+
 def test_the_summary_of_a_script_shows_what_was_moved(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(

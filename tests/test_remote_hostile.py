@@ -18,12 +18,15 @@ from marid.frontend import handles
 from marid.remote import requests as ask
 from marid.remote import wire
 from marid.remote.chunks import ChunkStore
+from marid.remote.copies import Collectors, Copies
+from marid.remote.groups import Groups
 from marid.remote.link import Link
 from marid.remote.local import LocalWorker
 from marid.remote.machine import Machine
 from marid.remote.programs import changes_between, digest_of, geometry_of
 from marid.remote.session import Message, Session
 from marid.remote.switches import Switches
+from marid.remote.workspace import Workspace
 from tests.helpers import DEVICE
 from tests.remote_helpers import Recorded, linked, upload, worker_process
 
@@ -224,14 +227,17 @@ def _fuzz_session(count: int, seed: int) -> None:
         ask.Free((100, 101, 102, 103, 104, 105, 106, 107, 108, 300)),
     ]
     data, segments = ask.write_requests(good)
-    session = Session(b"\0" * 16, b"", machine, ChunkStore(1 << 20), 1 << 20)
+    collectors = Collectors(lambda: None)
+    groups = Groups(machine.device, lambda: None)
+    workspace = Workspace(b"", machine, ChunkStore(1 << 20), Copies(collectors), groups, 1 << 20)
+    session = Session(b"\0" * 16, workspace)
     assert session.answer(Message(0, 1, 0, wire.unpack_plain(wire.pack_plain(data), 1 << 14), segments, 100)).fields[
         "applied"
     ] == len(good), "not one of these fails as long as nothing is damaged"
     failed = 0
     for number in range(count):
         if number % 200 == 0:
-            session.tensors.clear()
+            workspace.tensors.clear()
         damaged = [_mutated(one, choose) if choose.random() < 0.3 else one for one in data]
         pieces = [_damaged([bytes(one)], choose)[0] if choose.random() < 0.1 else one for one in segments]
         packed = wire.unpack_plain(wire.pack_plain(damaged), 1 << 14)
@@ -240,7 +246,7 @@ def _fuzz_session(count: int, seed: int) -> None:
         answer = session.answer(Message(epoch, seq, seq - 1, packed, pieces, 100))
         wire.encode({"v": 1, **answer.fields})
         failed += session.failure is not None
-        assert len(session.tensors) < 10_000
+        assert len(workspace.tensors) < 10_000
     assert failed > count // 4
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
-import signal
+import socket
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,32 +18,28 @@ import torch
 import marid
 from marid.errors import LazyTensorError, MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
+from marid.remote import collectives
 from marid.remote import connect as connecting
 from marid.remote import requests as ask
+from marid.remote.collectives import CollectiveFailed, Store
+from marid.remote.groups import Groups
 from marid.remote.request_readers import read_requests
+from marid.remote.waits import Waits
 from marid.report.traffic import traffic
+from tests.remote_helpers import connected, kill
 
 A, B = "remote_accelerator:3", "remote_accelerator:4"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
-    gc.collect()  # errors of other tests may hold tensors
-    marid.connect(workers=2, first=3)
-    yield
-    gc.collect()
-    connecting.disconnect(3, 4, force=True)
+    with connected(3, 4):
+        yield
 
 
 @pytest.fixture(scope="module")
 def group() -> Any:
     return marid.process_group([A, B], timeout=30)
-
-
-def kill(*indices: int) -> None:
-    for index in indices:
-        connection: Any = connecting.connection_of(index)
-        os.kill(connection.worker.process.pid, signal.SIGKILL)
 
 
 def example() -> Any:
@@ -198,7 +195,7 @@ def test_a_member_that_does_not_come_is_waited_for_until_the_timeout() -> None:
     """Meanwhile the worker does other work."""
     engine: Any = engine_of(3)
     number = os.urandom(16)
-    meeting = engine.ask(ask.Meet(number, "127.0.0.1", 2))
+    meeting = engine.ask(ask.Meet(number, 2))
     engine.finish(meeting)
     from marid.remote.link import Link, RequestFailed
 
@@ -216,9 +213,9 @@ def test_a_member_that_does_not_come_is_waited_for_until_the_timeout() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        ["meet", b"short", "127.0.0.1", 5],
-        ["meet", bytes(16), "no host!", 5],
-        ["meet", bytes(16), "127.0.0.1", 0],
+        ["meet", b"short", 5],
+        ["meet", bytes(16), "5"],
+        ["meet", bytes(16), 0],
         ["join", bytes(16), 2, 2, "127.0.0.1", 80, "127.0.0.1", 5],
         ["join", bytes(16), 0, 0, "127.0.0.1", 80, "127.0.0.1", 5],
         ["join", bytes(16), 0, 2, "127.0.0.1", 0, "127.0.0.1", 5],
@@ -231,3 +228,31 @@ def test_a_member_that_does_not_come_is_waited_for_until_the_timeout() -> None:
 def test_malformed_requests_are_refused(data: list[Any]) -> None:
     with pytest.raises(marid.errors.WireError):
         read_requests([data], [])
+
+
+# --- what a client may do to a worker with groups --------------------------------------------------------------------
+
+
+def test_groups_that_nobody_joins_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread ends with what it waits for, whoever has left the group."""
+    free = threading.BoundedSemaphore(2)
+    monkeypatch.setattr(collectives, "_threads", free)
+    groups = Groups(torch.device("cpu"), lambda: None)
+    holder: Any = None
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for number in range(3):
+            group = bytes([number] * 16)
+            with pytest.raises(Waits if number < 2 else CollectiveFailed):
+                groups.do(ask.Join(group, 1, 2, "127.0.0.1", port, "127.0.0.1", 3), holder)
+            groups.do(ask.Leave(group), holder)
+        assert not groups._jobs
+    for _ in range(2):
+        assert free.acquire(timeout=60)  # they have ended
+
+
+def test_no_address_of_a_client_keeps_a_worker_waiting() -> None:
+    """Whatever host members are to meet at, the worker where they meet is ready at once."""
+    started = time.monotonic()
+    assert Store(3600).port
+    assert time.monotonic() - started < 30

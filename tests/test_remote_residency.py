@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 import marid
 from marid.errors import MemoryLimitError
 from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
+from marid.remote import requests as ask
+from marid.remote import wire
+from marid.remote.link import Link
 from marid.remote.residency import ORDER, Residency
-from tests.remote_helpers import worker_process
+from tests.remote_helpers import linked, upload, worker_process
 from tests.remote_runs import decode, same, train
 
 DEVICE = "remote_accelerator:3"
@@ -174,3 +178,52 @@ def test_what_others_may_collect_stays_on_the_host() -> None:
         finally:
             gc.collect()
             connecting.disconnect(4, force=True)
+
+
+# --- what others have of it ------------------------------------------------------------------------------------------
+
+
+def crowded(link: Link, count: int = 10) -> None:
+    """Upload so much that what was there before waits on the host."""
+    for handle in range(1000, 1000 + count):
+        link.wait(link.send([upload(handle, torch.full((4 * MEGABYTE,), 1.0))]))
+
+
+def test_what_waits_on_the_host_is_packed_and_reduced() -> None:
+    with worker_process("--memory-limit", "64m", "--spill", "512m") as worker, linked(worker) as link:
+        x = torch.arange(4.0 * MEGABYTE)
+        group = bytes(16)
+        meeting = link.send([ask.Meet(group, 30)])
+        link.wait(link.send([ask.Join(group, 0, 1, "127.0.0.1", link.wait(meeting), "127.0.0.1", 30)]))
+        link.wait(link.send([upload(1, x)]))
+        crowded(link)
+        assert torch.equal(link.wait(link.send([ask.Pack(2, 1), ask.Fetch(2)]) + 1).view(torch.float32), x)
+        crowded_again = link.send([ask.Free(tuple(range(1000, 1010))), ask.Free((2,))])
+        link.wait(crowded_again + 1)
+        crowded(link)
+        assert torch.equal(link.wait(link.send([ask.Reduce(group, "sum", 3, 1), ask.Fetch(3)]) + 1), x)
+
+
+def test_what_others_may_collect_comes_back_for_them() -> None:
+    """Also tensors that were not packed, whatever they are: the worker lives on."""
+    with worker_process("--memory-limit", "64m", "--spill", "512m") as worker, linked(worker) as link:
+        data = torch.arange(16 * MEGABYTE).to(torch.uint8)
+        link.wait(link.send([upload(1, data), upload(2, data[:100:2]), upload(3, data[:1].expand(100))]))
+        crowded(link)
+        context = zmq.Context()
+        with context.socket(zmq.DEALER) as other:
+            other.linger = 0
+            other.connect(worker.address)
+            ends = {1: "piece", 2: "later", 3: "later"}
+            for handle, kind in ends.items():
+                ticket = bytes([handle] * 32)
+                link.tell({"kind": "offer", "ticket": ticket, "handle": handle, "peer": link.welcome["peer"]})
+                link.wait(link.send([ask.Stats()]))
+                collect = {"v": wire.VERSION, "kind": "collect", "session": bytes(16), "boot": link.boot}
+                other.send(wire.encode({**collect, "ticket": ticket, "start": 4 * MEGABYTE}))
+                assert other.poll(10_000)
+                header, *segments = other.recv_multipart()
+                assert wire.decode(header)["kind"] == kind
+                assert not segments or segments[0] == bytes(data[4 * MEGABYTE : 8 * MEGABYTE].tolist())
+        context.term()
+        assert link.wait(link.send([ask.Fetch(1, (16 * MEGABYTE - 3, (3,), (1,)))])).tolist() == [253, 254, 255]

@@ -14,12 +14,13 @@ import torch
 
 from marid.errors import AuthenticationError, WireError, WorkerLostError
 from marid.remote import requests as ask
+from marid.remote.addresses import endpoint
 from marid.remote.chunks import CHUNK_BYTES, chunks_of
 from marid.remote.keys import ClientKey, make_client, make_worker
 from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.local import LocalWorker, start_workers
 from marid.remote.tensors import memory_of
-from marid.remote.worker import Worker, endpoint
+from marid.remote.worker import Worker
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded, linked, upload, worker_process
 
@@ -541,6 +542,8 @@ def test_addresses() -> None:
     assert endpoint("tcp://localhost:7070") == ("tcp://127.0.0.1:7070", True)
     assert endpoint("ipc:///tmp/x") == ("ipc:///tmp/x", True)
     assert endpoint("gpu.example.org:7070") == ("tcp://gpu.example.org:7070", False)
+    assert endpoint("127.example.org:7070") == ("tcp://127.example.org:7070", False)  # a name like any other
+    assert endpoint("[::1]:7070") == ("tcp://[::1]:7070", True)
     for wrong in ("", "7070", "host", "host:port"):
         with pytest.raises(ValueError, match="HOST:PORT"):
             endpoint(wrong)

@@ -24,6 +24,7 @@ __all__ = ["OPERATIONS", "CollectiveFailed", "Group", "Job", "Store", "host_of"]
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 """How tensors may be reduced; for a mean, the sum is divided."""
+_threads = threading.BoundedSemaphore(256)  # that of a group that was left ends with what it waits for
 _HOST = re.compile(r"[\w.:-]{1,253}", re.ASCII)
 
 
@@ -41,11 +42,11 @@ def host_of(text: str) -> str:
 class Store:
     """Where the members of a group meet, on the worker of the first one."""
 
-    def __init__(self, host: str, timeout: float) -> None:
-        try:
-            self.store = TCPStore(host, 0, None, True, timedelta(seconds=timeout), False)
+    def __init__(self, timeout: float) -> None:
+        try:  # it listens at all addresses, and is a client of its own: by one that no network can keep it waiting for
+            self.store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), False)
         except (RuntimeError, ValueError) as error:
-            raise CollectiveFailed(f"no store on {host}: {error}") from error
+            raise CollectiveFailed(f"no store: {error}") from error
         self.port = self.store.port
 
 
@@ -61,7 +62,7 @@ class Job:
         """Do it; on the thread of the group."""
         try:
             self._do()
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # whoever waits for it is told
             self.error = CollectiveFailed(str(error))
         self.is_over = True
 
@@ -74,6 +75,8 @@ class Group:
         self._group: Any = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._changed = changed
+        if not _threads.acquire(blocking=False):
+            raise CollectiveFailed("as many groups as there may be wait for their members, or their timeouts")
         threading.Thread(target=self._serve, name="marid-group", daemon=True).start()
 
     def join(self, store: Store | None, host: str, port: int, own: str) -> Job:
@@ -125,3 +128,4 @@ class Group:
             job.run()
             self._changed()
         self._group = None
+        _threads.release()

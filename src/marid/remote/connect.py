@@ -82,6 +82,7 @@ class _Local:
 
 
 _connected: dict[int, tuple[RemoteEngine, Any]] = {}
+os.register_at_fork(after_in_child=_connected.clear)  # the workers are the parent's, also when the child ends
 
 
 def connect(

@@ -8,13 +8,14 @@ asked for again; the ticket is used up when the last piece has come.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import zmq
@@ -25,7 +26,7 @@ from marid.remote.keys import ClientKey
 from marid.remote.sockets import ClientSocket, Wake
 from marid.remote.wire import VERSION, as_bytes, as_int, as_text, decode, encode
 
-__all__ = ["TICKET_BYTES", "Arrival", "Collectors", "Copies", "Offers", "Place", "Unreachable"]
+__all__ = ["TICKET_BYTES", "Arrival", "Collectors", "Copies", "Place", "Tickets", "Unreachable"]
 
 TICKET_BYTES = 32
 _KEY_BYTES = 32
@@ -35,6 +36,7 @@ _TICKETS = 4096  # of one session
 _AGAIN = 1.0  # seconds after which a piece is asked for again
 _LATER = 0.02  # seconds after which one is asked for that is not there yet
 _IDLE = 60.0  # seconds that a connection is kept without use
+_CONNECTIONS = 64  # of one worker, with a thread each
 _RETRY = 0.2  # seconds between attempts to connect
 _ADDRESS = re.compile(r"tcp://[\w.:%\[\]-]{1,200}:\d{1,5}|ipc:///[^\0]{1,200}", re.ASCII)
 _NOBODY = bytes(16)
@@ -47,53 +49,64 @@ class Unreachable(Exception):
 # --- where a tensor is -----------------------------------------------------------------------------------------------
 
 
-class Offers:
+class _Packed(Protocol):
+    """Who has packed tensors."""
+
+    def packed(self, handle: int, start: int, longest: int) -> tuple[memoryview, int] | None:
+        """So many bytes of a tensor at most, from a place on, and how many it has; None where there is none."""
+        ...
+
+
+class Tickets:
     """What the clients of this worker let others collect. Used under the lock of the sockets."""
 
     def __init__(self) -> None:
-        self._offers: OrderedDict[bytes, tuple[Any, int, bytes]] = OrderedDict()  # session, handle and key, by ticket
+        self._tickets: OrderedDict[bytes, tuple[_Packed, int, bytes]] = (
+            OrderedDict()
+        )  # workspace, handle and key, by ticket
         self.collected = 0
         """Bytes that others have collected."""
 
-    def offer(self, session: Any, header: dict[str, Any]) -> None:
+    def offer(self, workspace: _Packed, header: dict[str, Any]) -> None:
         """Take note of an offer. Raises ``WireError``."""
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
         handle = as_int(header.get("handle"), 0, 1 << 53, "a handle")
         peer = as_bytes(header.get("peer"), _KEY_BYTES, "a key")
-        known = self._offers.get(ticket)
-        if known is not None and known[0] is not session:
+        known = self._tickets.get(ticket)
+        if known is not None and known[0] is not workspace:
             raise WireError("a ticket is known already")
-        self._offers[ticket] = session, handle, peer
-        own = [one for one, (of, _, _) in self._offers.items() if of is session]
+        self._tickets[ticket] = workspace, handle, peer
+        own = [one for one, (of, _, _) in self._tickets.items() if of is workspace]
         for oldest in own[:-_TICKETS]:
-            del self._offers[oldest]
+            del self._tickets[oldest]
 
-    def forget(self, session: Any) -> None:
-        """A session has ended."""
-        for ticket in [one for one, (of, _, _) in self._offers.items() if of is session]:
-            del self._offers[ticket]
+    def forget(self, workspace: _Packed) -> None:
+        """A client has left."""
+        for ticket in [one for one, (of, _, _) in self._tickets.items() if of is workspace]:
+            del self._tickets[ticket]
 
     def admits(self, key: bytes) -> bool:
         """Whether somebody with that public key may collect anything."""
-        return any(peer == key for _, _, peer in self._offers.values())
+        return any(peer == key for _, _, peer in self._tickets.values())
 
     def answer(self, header: dict[str, Any], proved: str | None) -> tuple[dict[str, Any], list[Any]] | None:
         """A piece for another worker, which has ``proved`` its key (in hexadecimal digits; None on a worker without
         keys); None where there is nothing to say. Raises ``WireError``."""
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
-        offer = self._offers.get(ticket)
+        offer = self._tickets.get(ticket)
         if offer is None or (proved is not None and proved != offer[2].hex()):
             return {"kind": "later", "ticket": ticket}, []  # as if it were not known yet: who asks learns nothing
         if header.get("kind") == "collected":
-            del self._offers[ticket]
+            del self._tickets[ticket]
             return None
-        packed: torch.Tensor | None = offer[0].tensors.get(offer[1])
-        if packed is None or packed.dtype is not torch.uint8 or packed.dim() != 1:
+        start = as_int(header.get("start"), 0, 1 << 47, "a place")
+        found = offer[0].packed(offer[1], start, _PIECE)
+        if found is None:
             return {"kind": "later", "ticket": ticket}, []
-        start = as_int(header.get("start"), 0, packed.numel(), "a place")
-        piece = packed[start : start + _PIECE].cpu().numpy().data  # from here on its memory cannot be resized
+        piece, nbytes = found
+        as_int(start, 0, nbytes, "a place")
         self.collected += len(piece)
-        return {"kind": "piece", "ticket": ticket, "start": start, "nbytes": packed.numel()}, [piece]
+        return {"kind": "piece", "ticket": ticket, "start": start, "nbytes": nbytes}, [piece]
 
 
 # --- where it is to be -----------------------------------------------------------------------------------------------
@@ -128,6 +141,7 @@ class Arrival:
         self.patience = 0.0
         self.told = time.monotonic()
         self._memory = self.data.numpy().data
+        self._changing = threading.Lock()  # what is missing: two threads ask for it
         self._missing = OrderedDict.fromkeys(range(0, nbytes, _PIECE), 0.0)  # pieces, and when to ask for them (again)
 
     @property
@@ -142,21 +156,22 @@ class Arrival:
 
     def restart(self) -> None:
         """Ask for all that is missing."""
-        for start in self._missing:
-            self._missing[start] = 0.0
+        with self._changing:
+            self._missing = OrderedDict.fromkeys(self._missing, 0.0)
 
     def due(self, now: float) -> list[int]:
         """The pieces to ask for."""
-        wanted = list(self._missing.items())[:_WINDOW]
-        found = [start for start, at in wanted if at <= now]
-        for start in found:
-            self._missing[start] = now + _AGAIN
+        with self._changing:
+            found = [start for start, at in itertools.islice(self._missing.items(), _WINDOW) if at <= now]
+            for start in found:
+                self._missing[start] = now + _AGAIN
         return found
 
     def later(self, now: float) -> None:
         """It is not there yet."""
-        for start in list(self._missing)[:_WINDOW]:
-            self._missing[start] = min(self._missing[start], now + _LATER)
+        with self._changing:
+            for start in itertools.islice(self._missing, _WINDOW):
+                self._missing[start] = min(self._missing[start], now + _LATER)
 
     def take(self, header: dict[str, Any], segments: list[Any]) -> None:
         """A piece has come; one that has come before is ignored. Raises ``WireError``."""
@@ -171,7 +186,8 @@ class Arrival:
         if len(piece) != min(_PIECE, nbytes - start):
             raise WireError("a piece is longer or shorter than what was asked for")
         self._memory[start : start + len(piece)] = piece
-        del self._missing[start]
+        with self._changing:
+            self._missing.pop(start, None)
 
 
 class Collectors:
@@ -198,6 +214,10 @@ class Collectors:
                     collector.arrivals.pop(arrival.ticket, None)
             collector = self._threads.get(place)
             if collector is None:
+                if len(self._threads) >= _CONNECTIONS:
+                    arrival.error = Unreachable("the worker collects from as many others as it may already")
+                    self.changed()
+                    return
                 collector = self._threads[place] = _Collector(self, place)
             if arrival.ticket not in collector.arrivals:
                 arrival.told = time.monotonic()
@@ -225,6 +245,18 @@ class Collectors:
 
     def serve(self, of: _Collector) -> None:
         """What the thread of one connection does."""
+        try:
+            self._serve(of)
+        except zmq.ZMQError as error:  # no such address, or no socket to be had
+            with self._lock:
+                del self._threads[of.place]
+            for arrival in of.arrivals.values():
+                arrival.error = Unreachable(f"the worker at {of.place.address} cannot be connected to: {error}")
+            self.changed()
+        finally:
+            of.wake.close()
+
+    def _serve(self, of: _Collector) -> None:
         key = None if of.place.key is None else ClientKey(*self._pair, z85.encode(of.place.key))
         heard = used = time.monotonic()
         link = ClientSocket(self._context, of.place.address, key, of.wake)
@@ -258,7 +290,6 @@ class Collectors:
             if ended:
                 self.changed()
         link.close()
-        of.wake.close()
 
     def _take(self, place: Place, link: ClientSocket, arrivals: dict[bytes, Arrival], frames: list[Any]) -> None:
         try:

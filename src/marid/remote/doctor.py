@@ -13,10 +13,10 @@ import torch
 
 from marid.errors import LazyTensorError
 from marid.remote import requests as ask
+from marid.remote.addresses import endpoint
 from marid.remote.chunks import CHUNK_BYTES
 from marid.remote.keys import ClientKey
 from marid.remote.link import Link, LinkLost, RequestFailed
-from marid.remote.worker import endpoint
 from marid.report.units import bytes_text
 
 __all__ = ["examine"]

@@ -25,6 +25,7 @@ from marid.graph.node import Draw, Node, Operation, Value, fail, failure_of, inp
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
+from marid.remote import exchange
 from marid.remote.buffers import Block, RemoteBuffer, extent_of, geometry_of_spec
 from marid.remote.checkpoint import keep_short
 from marid.remote.contents import LARGE, Content, FileContent, content_of
@@ -33,11 +34,10 @@ from marid.remote.known import Programs, Sized
 from marid.remote.link import Link
 from marid.remote.memory import Memory
 from marid.remote.operators import operator_name
-from marid.remote.packing import packing_of
 from marid.remote.requests import Handle, Request, Stats
+from marid.remote.returns import Returns
 from marid.remote.roles import note_roles, role_of
 from marid.remote.specs import spec_from
-from marid.remote.transfers import PackWork, ReduceWork, TakeWork
 from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RolesWork, RunWork, UploadWork, Work
 from marid.report.traffic import traffic
@@ -66,9 +66,7 @@ class RemoteEngine:
         self._programs = Programs()
         self._twisters = Twisters()
         self._unsent = 0  # bytes of uploads
-        self._reached: weakref.WeakKeyDictionary[RemoteEngine, tuple[tuple[Link, Link], bool]]
-        self._reached = weakref.WeakKeyDictionary()
-        """The workers that were to be reached from this one for a copy, by the sessions on both: whether they were."""
+        self.reached: weakref.WeakKeyDictionary[Any, tuple[tuple[Link, Link], bool]] = weakref.WeakKeyDictionary()
         self._last_stats: dict[str, Any] = {}
 
     # --- what is recorded ---
@@ -262,7 +260,7 @@ class RemoteEngine:
             return self._called(step, buffers)
 
     def _called(self, step: CallWork, buffers: list[RemoteBuffer]) -> Called:
-        parts = _Returns(self.remote, buffers, step)
+        parts = Returns(self.remote, buffers, step)
         returned = parts.read(step.result["returned"])
         geometries = [geometry_of_spec(spec_from(spec)) for spec in step.result["arguments"]]
         for buffer, geometry in zip(buffers, geometries, strict=True):
@@ -310,64 +308,7 @@ class RemoteEngine:
         return buffer
 
     def take(self, source: Engine, buffer: RemoteBuffer) -> RemoteBuffer | None:
-        if not isinstance(source, RemoteEngine) or buffer.geometry.conj or buffer.geometry.neg or not buffer.nbytes:
-            return None
-        links = source.link, self.link
-        known = self._reached.get(source)
-        if known is not None and known[0] == links and not known[1]:
-            traffic.add(relayed=1)
-            return None
-        packed = source.pack(buffer)
-        with self.lock:
-            self.delivery.settle()
-            geometry = buffer.geometry._replace(offset=0)
-            taken = self.remote.made(self.remote.take(1), geometry, Block(geometry, current_site()), None)
-            is_first = known is None or known[0] != links
-            step = TakeWork(source, self, packed, taken, current_site(), is_first)
-            self.delivery.do(step)
-            if not is_first:
-                self.delivery.flush()
-                return taken
-            reached = self._reach(step)
-            self._reached[source] = (source.link, self.link), reached
-            if not reached:
-                traffic.add(relayed=1)
-            return taken if reached else None
-
-    def _reach(self, step: TakeWork) -> bool:
-        """Wait for the first copy from another worker; whether this one reaches it. Raises, when that is known, what
-        has gone wrong before."""
-        raised: MaterializationError | None = None
-        try:
-            while not step.answered and step.error is None:
-                try:
-                    self._await(step)
-                except MaterializationError as error:
-                    raised = raised or error
-                except RuntimeError:
-                    if step.error is None or step.error.get("type") != "Unreachable":
-                        raise
-        finally:
-            step.commit()
-        if raised is not None:
-            raise raised
-        return step.answered
-
-    def pack(self, buffer: RemoteBuffer) -> RemoteBuffer:
-        """A snapshot of a tensor, as bytes that other workers may be let collect; waits until there is one."""
-        with self.lock:
-            self.delivery.settle()
-            if buffer.block.error is not None:
-                raise buffer.block.error
-            of = buffer.geometry
-            flat = Geometry((packing_of(of.shape, of.stride, of.dtype).nbytes,), (1,), 0, torch.uint8)
-            packed = self.remote.made(self.remote.take(1), flat, Block(flat, current_site()), None)
-            step = PackWork(buffer, packed, current_site())
-            self.delivery.do(step)
-            self._await(step)
-            if packed.block.error is not None:
-                raise packed.block.error
-            return packed
+        return exchange.take(self, source, buffer) if isinstance(source, RemoteEngine) else None
 
     @property
     def is_closed(self) -> bool:
@@ -378,19 +319,6 @@ class RemoteEngine:
     def is_lost(self) -> bool:
         """Whether what the worker held is gone, or not all there again."""
         return self.delivery.is_lost
-
-    def reduce(self, group: bytes, operation: str, buffer: RemoteBuffer) -> ReduceWork:
-        """Have a tensor reduced with those of the other members of a group; ``finish`` waits for it."""
-        with self.lock:
-            self.delivery.settle()
-            if buffer.block.error is not None:
-                raise buffer.block.error
-            geometry = buffer.geometry._replace(offset=0)
-            made = self.remote.made(self.remote.take(1), geometry, Block(geometry, current_site()), None)
-            step = ReduceWork(group, operation, buffer, made, current_site())
-            self.delivery.do(step)
-            self.delivery.flush()
-            return step
 
     def flush(self) -> None:
         """Send all that there is to do. Raises as ``run``."""
@@ -496,40 +424,6 @@ class _Read(FetchWork):
         tensor = result
         self._buffer.brought = self._version, tensor
         traffic.moved(self.site, role_of(self._buffer.block), down=tensor.numel() * tensor.element_size())
-
-
-class _Returns:
-    """Reads what an operator returned on the worker, noting the new blocks and handles."""
-
-    def __init__(self, memory: Memory, buffers: list[RemoteBuffer], step: CallWork) -> None:
-        self.blocks: list[Block] = []
-        self.handles: list[int] = []
-        self.extra: list[int] = []
-        self._memory = memory
-        self._buffers = buffers
-        self._site = step.site
-
-    def read(self, item: Any) -> Any:
-        if isinstance(item, list):
-            return [self.read(one) for one in item]
-        if not isinstance(item, dict):
-            return item
-        if "c" in item:
-            return complex(*item["c"])
-        handle, spec, layout, same_as, base = item["t"]
-        if layout is not None:
-            return Returned(None, None, layout)
-        geometry = geometry_of_spec(spec_from(spec))
-        if same_as is not None:
-            self.extra.append(handle)
-            return Returned(self._buffers[same_as], geometry, None, same_as, base)
-        self.handles.append(handle)
-        if base is None:
-            self.blocks.append(Block(geometry, self._site))
-            block = self.blocks[-1]
-        else:
-            block = self._buffers[base].block
-        return Returned(self._memory.made(handle, geometry, block, None), geometry, None, None, base)
 
 
 def _handle_of(value: Value) -> Handle:

@@ -37,14 +37,14 @@ class Groups:
         self._changed = changed
         self._stores: dict[bytes, Store] = {}
         self._groups: dict[bytes, Group] = {}
-        self._jobs: dict[ask.Request, tuple[Job, torch.Tensor | None]] = {}  # what a request waits for
+        self._jobs: dict[ask.Join | ask.Reduce, tuple[Job, torch.Tensor | None]] = {}  # what a request waits for
 
     def do(self, request: Any, holder: _Holder) -> int | None:
         """Do what a request says. Raises ``Waits`` while others have to do their part, and ``CollectiveFailed``."""
         if isinstance(request, ask.Meet):
             if len(self._stores) + len(self._groups) >= _GROUPS:
                 raise WireError("a session has more groups than it may have")
-            store = self._stores[request.group] = Store(request.host, request.timeout)
+            store = self._stores[request.group] = Store(request.timeout)
             return store.port
         if isinstance(request, ask.Leave):
             self._leave(request.group)
@@ -79,6 +79,8 @@ class Groups:
 
     def _leave(self, number: bytes) -> None:
         self._stores.pop(number, None)
+        for request in [one for one in self._jobs if one.group == number]:
+            del self._jobs[request]
         group = self._groups.pop(number, None)
         if group is not None:
             group.close()
@@ -87,4 +89,3 @@ class Groups:
         """The session has ended."""
         for number in {*self._stores, *self._groups}:
             self._leave(number)
-        self._jobs.clear()

@@ -18,6 +18,9 @@ from marid.errors import LazyTensorError, MaterializationError, WorkerLostError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize
+from marid.remote import exchange
+from marid.remote.addresses import host_of, is_loopback
+from marid.remote.collectives import OPERATIONS
 from marid.remote.engine import RemoteEngine
 from marid.remote.link import Link
 from marid.remote.requests import Join, Leave, Meet
@@ -27,7 +30,6 @@ from marid.semantics.scopes import current_site
 
 __all__ = ["ProcessGroup", "all_reduce", "process_group"]
 
-_OPERATIONS = ("sum", "mean", "max", "min")
 _ATTEMPTS = 3
 
 
@@ -59,13 +61,13 @@ class ProcessGroup:
         if self._number and all(a is b for a, b in zip(links, self._links, strict=True)):
             return self._number
         number = os.urandom(16)
-        hosts = [_host(engine.link.address) for engine in engines]
-        if len(hosts) > 1 and any(_is_loopback(host) for host in hosts) and not all(map(_is_loopback, hosts)):
+        hosts = [host_of(engine.link.address) for engine in engines]
+        if len(hosts) > 1 and any(is_loopback(host) for host in hosts) and not all(map(is_loopback, hosts)):
             raise LazyTensorError(
                 f"{self}: some of these workers are reached at addresses of this machine only ({', '.join(hosts)}), "
                 "where the others cannot find them; connect() to all of them by addresses of the network"
             )
-        meeting = engines[0].ask(Meet(number, hosts[0], self.timeout))
+        meeting = engines[0].ask(Meet(number, self.timeout))
         engines[0].finish(meeting)
         size = len(engines)
         joins = [
@@ -137,8 +139,8 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", *, group: Proce
 
 
 def _check(tensors: Sequence[torch.Tensor], op: str, group: ProcessGroup) -> None:
-    if op not in _OPERATIONS:
-        raise ValueError(f"all_reduce() can do {', '.join(_OPERATIONS)}, but was asked for {op!r}")
+    if op not in OPERATIONS:
+        raise ValueError(f"all_reduce() can do {', '.join(OPERATIONS)}, but was asked for {op!r}")
     if len(tensors) != len(group.devices):
         raise ValueError(f"all_reduce() got {len(tensors)} tensor(s) for the {len(group.devices)} members of {group}")
     first = tensors[0]
@@ -173,7 +175,7 @@ def _reduced(given: list[Any], op: str, group: ProcessGroup) -> list[Any]:
     for engine in engines:
         engine.revive()
     number = group.formed()
-    steps = [engine.reduce(number, op, t._value.concrete) for engine, t in zip(engines, given, strict=True)]
+    steps = [exchange.reduce(engine, number, op, t._value.concrete) for engine, t in zip(engines, given, strict=True)]
     _finish(engines, steps)
     if len(engines) > 1:
         _keep_for_each_other(engines, steps)
@@ -182,7 +184,7 @@ def _reduced(given: list[Any], op: str, group: ProcessGroup) -> list[Any]:
 
 def _keep_for_each_other(engines: list[RemoteEngine], steps: list[ReduceWork]) -> None:
     """Let each member keep what its predecessor would need to have the result again."""
-    packed = [engine.pack(step.result) for engine, step in zip(engines, steps, strict=True)]
+    packed = [exchange.pack(engine, step.result) for engine, step in zip(engines, steps, strict=True)]
     for index, (engine, step) in enumerate(zip(engines, steps, strict=True)):
         other = (index + 1) % len(engines)
         copy = TakeWork(engines[other], engine, packed[other], step.result, step.site, False)
@@ -202,13 +204,3 @@ def _finish(engines: list[RemoteEngine], steps: Sequence[AskWork | ReduceWork]) 
         raise raised
     if not all(step.answered for step in steps):
         raise WorkerLostError(f"a member of a process group did not do its part at {current_site()}")
-
-
-def _host(address: str) -> str:
-    return (
-        "127.0.0.1" if address.startswith("ipc://") else address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -247,7 +247,7 @@ def _group(value: Any) -> bytes:
 
 
 def _meet(data: list[Any], _segments: Sequence[Buffer]) -> Meet:
-    return Meet(_group(data[0]), host_of(as_text(data[1], 253, "a host")), as_int(data[2], 1, 3600, "a timeout"))
+    return Meet(_group(data[0]), as_int(data[1], 1, 3600, "a timeout"))
 
 
 def _join(data: list[Any], _segments: Sequence[Buffer]) -> Join:
@@ -286,7 +286,7 @@ _READERS = {
     "load": (_load, {4}),
     "pack": (_pack, {2}),
     "take": (_take, {5}),
-    "meet": (_meet, {3}),
+    "meet": (_meet, {2}),
     "join": (_join, {7}),
     "reduce": (_reduce, {4}),
     "leave": (_leave, {1}),

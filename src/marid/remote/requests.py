@@ -218,10 +218,9 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Let the members of a group meet here, at ``host``: the answer is the port."""
+    """Let the members of a group meet here: the answer is the port."""
 
     group: bytes
-    host: str
     timeout: int
 
 
@@ -359,7 +358,7 @@ def _write(request: Request, segments: list[Buffer]) -> list[Any]:
         geometry = [dtype_name(request.dtype), list(request.shape), list(request.stride)]
         return ["take", request.handle, request.ticket, *geometry]
     if isinstance(request, Meet):
-        return ["meet", request.group, request.host, request.timeout]
+        return ["meet", request.group, request.timeout]
     if isinstance(request, Join):
         where = [request.host, request.port, request.own, request.timeout]
         return ["join", request.group, request.rank, request.size, *where]

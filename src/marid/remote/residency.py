@@ -10,9 +10,11 @@ On the host it is pageable memory for a device that is none, and a file that nob
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -75,6 +77,7 @@ class Residency:
         """Bytes that went out or came back, ever."""
         self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by storage, the least recently used first
         self._look_at = 1024
+        self._moving = threading.Lock()
 
     def note(self, tensor: torch.Tensor, rank: int = _USUAL) -> None:
         """A tensor is held from now on."""
@@ -104,6 +107,10 @@ class Residency:
         than none if what runs needs more than that; whether there is as much."""
         if not self.spill_limit:
             return room >= 0
+        with self._moving:
+            return self._bring(tensors, room)
+
+    def _bring(self, tensors: Iterable[torch.Tensor], room: int) -> bool:
         storages = {one._cdata: one for one in [tensor.untyped_storage() for tensor in tensors]}
         for key in storages:
             if key in self._blocks:
@@ -117,6 +124,15 @@ class Residency:
         for block, storage in wanted:
             self._fetch(block, storage)
         return True
+
+    @contextlib.contextmanager
+    def here(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Have the memory of a tensor here as long as this lasts, whatever room there is; for any thread."""
+        with self._moving:
+            storage = tensor.untyped_storage()
+            if self._is_away(storage._cdata):
+                self._fetch(self._blocks[storage._cdata], storage)
+            yield
 
     def _is_away(self, key: int) -> bool:
         block = self._blocks.get(key)

@@ -88,7 +88,7 @@ class ChunkFile:
     def __init__(self, folder: Path, data: Any) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, delete=False, buffering=0) as file:
             self._path = Path(file.name)
-            weakref.finalize(self, _remove, self._path).atexit = False
+            weakref.finalize(self, _remove, self._path, os.getpid()).atexit = False
             rest = memoryview(data).cast("B")
             while len(rest):
                 rest = rest[file.write(rest) :]
@@ -112,18 +112,24 @@ def chunk_file(digest: bytes, data: Any) -> ChunkFile:
         return found
 
 
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
+def _remove(path: Path, process: int) -> None:
+    if process == os.getpid():  # what a fork has is a copy; the files are the parent's
+        path.unlink(missing_ok=True)
+
+
+def _remove_folder(folder: Path, process: int) -> None:
+    if process == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _spool_folder() -> Path:
     global _folder
-    if _folder is None or not _folder.exists():
+    if _folder is None or not _folder.name.startswith(f"{os.getpid()}-") or not _folder.exists():
         above = settings.cache_dir / "spool"
         above.mkdir(parents=True, exist_ok=True, mode=0o700)
         _forget_dead(above)
         _folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=above))  # readable by this user only
-        atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+        atexit.register(_remove_folder, _folder, os.getpid())
     return _folder
 
 

@@ -22,16 +22,18 @@ import torch
 
 from marid.errors import AuthenticationError, WireError
 from marid.execute.flat import may_be_stopped
+from marid.remote.addresses import endpoint
 from marid.remote.chunks import ChunkStore
-from marid.remote.copies import Collectors, Copies, Offers
+from marid.remote.copies import Collectors, Copies, Tickets
 from marid.remote.groups import Groups
 from marid.remote.keys import WorkerKeys
 from marid.remote.machine import Machine
 from marid.remote.session import Cancelled, Message, Session
 from marid.remote.sockets import PEER, ServerSocket
 from marid.remote.wire import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
+from marid.remote.workspace import Workspace
 
-__all__ = ["Limits", "Worker", "endpoint"]
+__all__ = ["Limits", "Worker"]
 
 _IDLE = 500  # milliseconds between looks at leases
 _WATCH = 0.03  # seconds between looks of the second thread
@@ -70,21 +72,6 @@ class Refusals:
         self.counts[reason] = self.counts.get(reason, 0) + 1
 
 
-def endpoint(bind: str) -> tuple[str, bool]:
-    """The ZeroMQ endpoint of ``HOST:PORT``, ``tcp://...`` or ``ipc://...``, and whether only this machine reaches it.
-
-    Raises ``ValueError``.
-    """
-    if bind.startswith("ipc://"):
-        return bind, True
-    host, _, port = bind.removeprefix("tcp://").rpartition(":")
-    if not host or not (port.isdigit() or port == "*"):
-        raise ValueError(f"{bind!r} is no address: give HOST:PORT, for example 127.0.0.1:7070")
-    name = host.strip("[]")
-    loopback = name == "localhost" or name == "::1" or name.startswith("127.")
-    return f"tcp://{'127.0.0.1' if name == 'localhost' else host}:{'*' if port == '0' else port}", loopback
-
-
 class Worker:
     """A worker that serves on ``bind``. Raises ``AuthenticationError`` without keys where others reach that."""
 
@@ -109,8 +96,8 @@ class Worker:
         self._socket = ServerSocket(address, None if keys is None else WorkerKeys(keys))
         self.address = self._socket.address
         self._has_keys = keys is not None
-        self._offers = Offers()
-        self._socket.admits_peer = self._offers.admits
+        self._tickets = Tickets()
+        self._socket.admits_peer = self._tickets.admits
         self._collectors = Collectors(self._socket.wake)
         self._using = threading.Lock()
         """Of the socket and of what messages change: sessions, inboxes, who is next."""
@@ -161,11 +148,7 @@ class Worker:
             message = session.inbox.popleft()
             session.inbox_bytes -= message.nbytes
         if message.requests is None:
-            assert session.copies is not None
-            assert session.groups is not None
-            session.tensors.clear()
-            session.copies.clear()
-            session.groups.clear()
+            session.clear()
             if not self._sessions:
                 self.machine.trim()
             return
@@ -254,7 +237,7 @@ class Worker:
             return
         number = as_bytes(header.get("session"), 16, "a session")
         session = self._sessions.get(number)
-        if session is not None and session.owner != owner:
+        if session is not None and session.workspace.owner != owner:
             self._refuse(route, "owner", "the session belongs to somebody else")
         elif kind == "hello":
             self._welcome(route, owner, number, session, header)
@@ -269,10 +252,9 @@ class Worker:
             elif kind == "cancel":
                 session.cancel(*(as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "through")))
             elif kind == "offer":
-                self._offers.offer(session, header)
+                self._tickets.offer(session.workspace, header)
             elif kind == "source":
-                assert session.copies is not None
-                session.copies.tell(header)
+                session.workspace.copies.tell(header)
             elif kind == "bye":
                 self._end(session)
             else:
@@ -282,7 +264,7 @@ class Worker:
         if header.get("boot") != self.boot:
             return  # whoever asks means another worker, or another life of this one
         proved = owner.removeprefix(PEER).decode() if self._has_keys else None
-        answer = self._offers.answer(header, proved)
+        answer = self._tickets.answer(header, proved)
         if answer is not None:
             self._send(route, *answer)
 
@@ -296,12 +278,7 @@ class Worker:
             if len(self._sessions) >= self.limits.sessions:
                 self._refuse(route, "sessions", "the worker has as many sessions as it may have")
                 return
-            session = Session(number, owner, self.machine, self._chunks, self.limits.replies)
-            own = session
-            session.others = lambda: sum(one.nbytes() for one in list(self._sessions.values()) if one is not own)
-            session.worker_stats = self.stats
-            session.copies = Copies(self._collectors)
-            session.groups = Groups(self.machine.device, self._socket.wake)
+            session = Session(number, self._workspace(owner))
             self._sessions[number] = session
         session.route, session.seen = route, time.monotonic()
         limits = {"in_flight": self.limits.in_flight // 2, "messages": self.limits.messages // 2}
@@ -310,6 +287,15 @@ class Worker:
         facts |= {"peer": self._collectors.key}
         state = {"applied": session.applied, "epoch": session.epoch}
         self._send(route, {"kind": "welcome", "session": number, "limits": limits, **facts, **state}, [])
+
+    def _workspace(self, owner: bytes) -> Workspace:
+        copies, groups = Copies(self._collectors), Groups(self.machine.device, self._socket.wake)
+        made = Workspace(owner, self.machine, self._chunks, copies, groups, self.limits.replies)
+        made.others = lambda: sum(
+            one.workspace.nbytes() for one in list(self._sessions.values()) if one.workspace is not made
+        )
+        made.worker_stats = self.stats
+        return made
 
     def _enqueue(self, route: bytes, session: Session, header: dict[str, Any], frames: list[Any]) -> None:
         epoch, seq, acked = (as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "seq", "acked"))
@@ -332,7 +318,7 @@ class Worker:
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.number, None) is not None:
             session.end()
-            self._offers.forget(session)
+            self._tickets.forget(session.workspace)
             self._schedule(session, Message(0, 0, 0, None, [], 0))
 
     def _refuse(self, route: bytes, reason: str, text: str) -> None:
@@ -348,5 +334,5 @@ class Worker:
     def stats(self) -> dict[str, Any]:
         """What was refused, and how many sessions there are."""
         refused = {**self.refusals.counts, "connection": self._socket.refused, "request": self.machine.refused}
-        copied = {"collected_bytes": self._collectors.received, "offered_bytes": self._offers.collected}
+        copied = {"collected_bytes": self._collectors.received, "offered_bytes": self._tickets.collected}
         return {"sessions": len(self._sessions), "refused": refused, **copied}

@@ -1,0 +1,48 @@
+"""What an operator has returned on a worker, as the client takes note of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marid.engine.protocol import Returned
+from marid.remote.buffers import Block, RemoteBuffer, geometry_of_spec
+from marid.remote.memory import Memory
+from marid.remote.specs import spec_from
+from marid.remote.work import CallWork
+
+__all__ = ["Returns"]
+
+
+class Returns:
+    """Reads what an operator returned, noting the new ``blocks`` and ``handles``, and the ``extra`` ones: further
+    handles of its arguments."""
+
+    def __init__(self, memory: Memory, buffers: list[RemoteBuffer], step: CallWork) -> None:
+        self.blocks: list[Block] = []
+        self.handles: list[int] = []
+        self.extra: list[int] = []
+        self._memory = memory
+        self._buffers = buffers
+        self._site = step.site
+
+    def read(self, item: Any) -> Any:
+        if isinstance(item, list):
+            return [self.read(one) for one in item]
+        if not isinstance(item, dict):
+            return item
+        if "c" in item:
+            return complex(*item["c"])
+        handle, spec, layout, same_as, base = item["t"]
+        if layout is not None:
+            return Returned(None, None, layout)
+        geometry = geometry_of_spec(spec_from(spec))
+        if same_as is not None:
+            self.extra.append(handle)
+            return Returned(self._buffers[same_as], geometry, None, same_as, base)
+        self.handles.append(handle)
+        if base is None:
+            self.blocks.append(Block(geometry, self._site))
+            block = self.blocks[-1]
+        else:
+            block = self._buffers[base].block
+        return Returned(self._memory.made(handle, geometry, block, None), geometry, None, None, base)
