@@ -4,8 +4,8 @@ weights there and values moved, and as Marid does it.
     python benchmarks/remote.py [--steps 40] [--layers 12 --width 768 --vocabulary 50257] [--json FILE]
 
 A relay between client and worker counts all bytes on the connection, from the second step on, and holds them back for
-``--round-trip`` milliseconds in a second round of the last mode. Times are medians. The worker is a process on this
-machine.
+``--round-trip`` milliseconds in the last mode. The modes take turns, a few steps each; times are medians. The worker is
+a process on this machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from marid.remote.local import start_workers
 
 LOCAL, WORKER = "remote_accelerator:0", "remote_accelerator:1"
 MOVED = "values moved"
+_TURN = 5  # steps of one case, before it is another's turn
 
 
 class OperationByOperation(TorchFunctionMode):
@@ -132,25 +134,44 @@ def decoding(device: str, options: argparse.Namespace) -> Callable[[], Any]:
     return step
 
 
-def measure(step: Callable[[], Any], relay: Relay, steps: int, mode: Any) -> dict[str, Any]:
-    """Median time and bytes of a step behind the first one, and what the steps gave."""
-    given, times, moved = [], [], []
-    with mode:
-        given.append(step())
-        trips = _round_trips()
-        for _ in range(steps - 1):
-            up, down = relay.counts
-            start = time.perf_counter()
-            given.append(step())
-            times.append(time.perf_counter() - start)
-            after = relay.counts
-            moved.append((after[0] - up, after[1] - down))
-    late = times[min(10, steps // 2) :]  # programs are planned, improved and compiled in the first ones
-    found: dict[str, Any] = {"ms": 1000 * statistics.median(late), "given": given, "steps": steps}
-    found["round_trips"] = (_round_trips() - trips) / (steps - 1)
-    found["bytes_up"], found["bytes_down"] = (statistics.median(one[way] for one in moved) for way in (0, 1))
-    found["most_up"], found["most_down"] = (max(one[way] for one in moved) for way in (0, 1))
-    return found
+@dataclass
+class Case:
+    """One way to do steps, and what came of it."""
+
+    step: Callable[[], Any]
+    steps: int
+    round_trip: float = 0.0
+    mode: Any = field(default_factory=contextlib.nullcontext)
+    given: list[Any] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    moved: list[tuple[int, int]] = field(default_factory=list)
+    round_trips: int = 0
+
+    def run(self, relay: Relay, steps: int) -> None:
+        """So many more steps. Not the first, which sends programs and weights, all are counted."""
+        before = _round_trips()  # which asks the worker, so not in between
+        relay.hold(self.round_trip / 2)
+        with self.mode:
+            for _ in range(min(steps, self.steps - len(self.given))):
+                up, down = relay.counts
+                start = time.perf_counter()
+                given = self.step()
+                seconds, after = time.perf_counter() - start, relay.counts
+                if self.given:
+                    self.times.append(seconds)
+                    self.moved.append((after[0] - up, after[1] - down))
+                self.given.append(given)
+        relay.hold(0.0)
+        self.round_trips += _round_trips() - before
+
+    def row(self) -> dict[str, float]:
+        """Medians, and the most."""
+        late = self.times[min(10, self.steps // 2) :]  # programs are planned, improved and compiled in the first ones
+        row: dict[str, float] = {"ms": 1000 * statistics.median(late), "steps": self.steps}
+        row["round_trips"] = self.round_trips / len(self.given)
+        row["bytes_up"], row["bytes_down"] = (statistics.median(one[way] for one in self.moved) for way in (0, 1))
+        row["most_up"], row["most_down"] = (max(one[way] for one in self.moved) for way in (0, 1))
+        return row
 
 
 def _round_trips() -> int:
@@ -176,34 +197,31 @@ def main() -> None:
         worker.stop()
     if options.json:
         with open(options.json, "w") as file:
-            json.dump(
-                {key: {k: v for k, v in row.items() if k != "given"} for key, row in rows.items()}, file, indent=1
-            )
+            json.dump(rows, file, indent=1)
 
 
-def _rows(options: argparse.Namespace, relay: Relay) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    print(f"{'':44}{'ms':>9}{'round trips':>13}{'bytes up':>11}{'most':>11}{'bytes down':>12}{'most':>11}")
+def _rows(options: argparse.Namespace, relay: Relay) -> dict[str, dict[str, float]]:
+    rows: dict[str, dict[str, float]] = {}
+    print(f"{'':52}{'ms':>9}{'round trips':>13}{'bytes up':>11}{'most':>11}{'bytes down':>12}{'most':>11}")
     for name, make in (("training step", training), ("decoded token", decoding)):
-        few = max(options.steps // 10, 3)
-        far = f"worker, Marid, {options.round_trip:g} ms away"
+        few, many, far = max(options.steps // 10, 3), options.steps, options.round_trip / 1000
         cases = {
-            "in process": (LOCAL, options.steps, contextlib.nullcontext()),
-            "worker, op by op": (WORKER, few, OperationByOperation()),
-            "worker, weights there, values moved": (MOVED, few, contextlib.nullcontext()),
-            "worker, Marid": (WORKER, options.steps, contextlib.nullcontext()),
-            far: (WORKER, options.steps, contextlib.nullcontext()),
+            "in process": Case(make(LOCAL, options), many),
+            "worker, op by op": Case(make(WORKER, options), few, mode=OperationByOperation()),
+            "worker, weights there, values moved": Case(make(MOVED, options), few),
+            "worker, Marid": Case(make(WORKER, options), many),
+            f"worker, Marid, {options.round_trip:g} ms away": Case(make(WORKER, options), many, far),
         }
-        for case, (device, steps, mode) in cases.items():
-            step = make(device, options)
-            relay.hold(options.round_trip / 2000 if case is far else 0.0)
-            row = rows[f"{name}: {case}"] = measure(step, relay, steps, mode)
-            relay.hold(0.0)
-            keys = {"round_trips": 13, "bytes_up": 11, "most_up": 11, "bytes_down": 12, "most_down": 11}
-            traffic = "".join(f"{row[key]:>{size},.0f}" for key, size in keys.items())
-            print(f"{name + ': ' + case:44}{row['ms']:9.2f}{traffic}", flush=True)
-        first, *others = [row["given"] for key, row in rows.items() if key.startswith(name) and MOVED not in key]
-        assert all(other == first[: len(other)] or first == other[: len(first)] for other in others), "results differ"
+        for _ in range(0, many, _TURN):
+            for case in cases.values():
+                case.run(relay, _TURN)
+        for key, case in cases.items():
+            row = rows[f"{name}: {key}"] = case.row()
+            columns = {"round_trips": 13, "bytes_up": 11, "most_up": 11, "bytes_down": 12, "most_down": 11}
+            traffic = "".join(f"{row[column]:>{size},.0f}" for column, size in columns.items())
+            print(f"{name + ': ' + key:52}{row['ms']:9.2f}{traffic}", flush=True)
+        first, *others = [case.given for key, case in cases.items() if "values moved" not in key]
+        assert all(other == first[: len(other)] for other in others), "results differ"
     return rows
 
 

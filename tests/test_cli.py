@@ -38,6 +38,23 @@ def assert_same(script: Path, *arguments: str, cwd: Path | None = None) -> subpr
     return got
 
 
+def test_a_script_finds_nothing_imported_that_it_does_not_need(tmp_path: Path) -> None:
+    """What draws tables, measures, goes over the wire or compiles would be waited for at each start."""
+    script = write(
+        tmp_path,
+        """
+        import sys
+        import torch
+
+        assert (torch.ones(3) + 1).sum().item() == 6.0
+        unwanted = ("marid.bench.harness", "marid.remote", "marid.execute.compiled.lower", "rich", "zmq", "msgpack",
+                    "blake3", "ray", "networkx", "safetensors", "torch._inductor.compile_fx")
+        print([name for name in unwanted if name in sys.modules])
+        """,
+    )
+    assert run(MARID, script).stdout == "[]\n"
+
+
 def test_the_script_sees_what_it_sees_under_python(tmp_path: Path) -> None:
     write(tmp_path, "value = 41\n", "neighbour.py")
     write(

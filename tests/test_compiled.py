@@ -206,6 +206,27 @@ def _described(batch: int, width: int = 6) -> tuple[dict[str, Any], Any]:
     return describe(part, program, specs, params), part
 
 
+def test_what_is_handed_to_inductor_computes_what_was_recorded() -> None:
+    """Operators on lists, element by element, also where those have no form in place."""
+    a, b = [lazy(3), lazy(2, 2)], [lazy(3), lazy(2, 2)]
+    inputs = [t.cpu() for t in (*a, *b)]
+
+    def step() -> None:
+        torch._foreach_lerp_(a, b, 0.25)
+        torch._foreach_maximum_(a, b)
+        torch._foreach_addcmul_(a, b, b, [2.0, 3.0])
+        marid.materialize(*a)
+
+    [(program, specs, params, shared)] = bound(step)
+    [part] = choose(program, specs, params, set(), shared)
+    given = dict(zip(program.input_slots, inputs, strict=True))
+    numbers = [params[n.param] if n.element is None else params[n.param][n.element] for n in part.numbers]
+    module = lower._Builder(describe(part, program, specs, params), 0).module()
+    module(*[given[slot] for slot in part.inputs], *map(torch.tensor, numbers))
+    for one, expected in zip(a, inputs[:2], strict=True):
+        torch.testing.assert_close(one.cpu(), expected)
+
+
 def test_a_size_that_changes_becomes_a_symbol_and_its_multiples_follow() -> None:
     found = generalize([_described(3)[0], _described(5)[0]])
     assert found is not None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
 import traceback
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -219,6 +221,92 @@ def test_a_run_time_failure_is_raised_again_at_each_read() -> None:
     assert marid.stats().ops_executed <= executed + 2
     del both, bad
     assert (good + 1).sum().item() == 9.0
+
+
+def _read_badly(bad: torch.Tensor, how: Callable[[torch.Tensor], Any]) -> tuple[weakref.ref[Any], str]:
+    """Read what fails in a frame that holds something; that, and what the error said."""
+    held = torch.ones(3, device=DEVICE)
+    try:
+        how(bad)
+    except MaterializationError as error:
+        return weakref.ref(held), str(error)
+    pytest.fail("it does not fail")
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda bad: bad.tolist(),
+        lambda bad: (bad + 1).sum().item(),
+        torch.Tensor.nonzero,
+        marid.materialize,
+        lambda bad: (bad + 1).to(f"{DEVICE}:1"),
+    ],
+)
+def test_an_error_that_was_dropped_keeps_nothing_alive(how: Callable[[torch.Tensor], Any], ran: bool) -> None:
+    """The frames of those that read a failed value are free at once, also while somebody has the value; the same
+    goes for who is told again. Lines are still named."""
+    bad, written = _out_of_range()
+    if ran:
+        _read_badly(bad, how)
+    gc.collect()
+    gc.disable()
+    try:
+        held, text = _read_badly(bad, how)
+        assert held() is None
+    finally:
+        gc.enable()
+    assert f"written at {__file__}:{written}" in text
+    assert f"read at {__file__}:" in text
+
+
+class _Coded(RuntimeError):
+    """An error that cannot be made from a text alone."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _Picky(RuntimeError):
+    def __new__(cls, _code: int, text: str) -> Self:
+        return super().__new__(cls, text)
+
+
+@torch.library.custom_op("marid_tests::raise_if_two", mutates_args=())
+def _raise_if_two(x: torch.Tensor, which: int) -> torch.Tensor:
+    if 2.0 in x.flatten()[:1].tolist():
+        raise _errors[which]
+    return x.clone()
+
+
+_raise_if_two.register_fake(lambda x, which: torch.empty_like(x))
+
+_errors = [
+    _Coded(3, "coded"),
+    _Picky(3, "picky"),
+    ValueError("value"),
+    KeyError("key"),
+    OSError(2, "no file"),
+    UnicodeDecodeError("utf-8", b"a", 0, 1, "reason"),
+    AssertionError(),
+]
+
+
+@pytest.mark.in_process("the operator is not imported by workers")
+@pytest.mark.parametrize("which", range(len(_errors)))
+def test_an_operation_may_raise_any_class_of_errors(which: int) -> None:
+    """However it is made; whoever catches that class catches it, as far as the class allows that."""
+    torch.ops.marid_tests.raise_if_two(torch.ones(1, device=DEVICE), which)  # is tried
+    bad = torch.ops.marid_tests.raise_if_two(torch.full((1 << 16,), 2.0, device=DEVICE), which)  # is too large for that
+    for _ in range(2):
+        with pytest.raises(MaterializationError) as caught:
+            bad.sum().item()
+        assert str(caught.value).startswith(
+            f"marid_tests::raise_if_two failed when it ran: {_errors[which]}\n  written"
+        )
+        assert isinstance(caught.value, type(_errors[which])) or isinstance(_errors[which], _Picky)
 
 
 def test_writes_before_a_failure_happen_once() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
+from marid.remote.link import Link
 from tests.helpers import interrupted
 
 DEVICE = "remote_accelerator:5"
@@ -133,6 +136,23 @@ def test_a_call_on_a_lost_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.nonzero(fine).tolist() == [[1]]
 
 
+_LEFT = """
+import os, signal, torch, marid
+from marid.remote.connect import connection_of
+marid.connect(workers=1)
+kept = torch.ones(3, device="remote_accelerator") * 2
+print(kept.tolist())
+os.kill(connection_of(0).worker.process.pid, signal.SIGKILL)
+"""
+
+
+def test_a_worker_that_is_lost_at_the_end_is_not_replaced() -> None:
+    """Nobody will read what it held."""
+    done = subprocess.run([sys.executable, "-c", _LEFT], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[2.0, 2.0, 2.0]\n")
+    assert done.stderr == ""
+
+
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +175,29 @@ def test_ctrl_c_again_and_again_loses_nothing() -> None:
         assert y.item() == expected
         assert count.item() == turn + 1
     assert marid.stats().pending_nodes == 0
+
+
+def test_ctrl_c_with_the_answer_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer has come, and is taken by whoever reads next; one that comes while the worker is stopped is too."""
+    reach, left = Link.reach, 2
+
+    def interrupted(link: Link, *args: Any) -> None:
+        nonlocal left
+        reach(link, *args)
+        if left:
+            left -= 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Link, "cancel", lambda _: None)  # too late to stop anything
+    monkeypatch.setattr(Link, "reach", interrupted)
+    x = on(1.0, 2.0) * 2
+    with pytest.raises(KeyboardInterrupt):
+        x.cpu()
+    assert x.tolist() == [2.0, 4.0]
+    left = 1
+    with pytest.raises(KeyboardInterrupt):
+        torch.nonzero(x)
+    assert torch.nonzero(x).tolist() == [[0], [1]]
 
 
 def test_ctrl_c_leaves_replays_alone() -> None:

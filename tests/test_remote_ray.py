@@ -21,6 +21,7 @@ import zmq
 
 import marid
 from marid.errors import AuthenticationError, LazyTensorError
+from marid.remote import cluster as clusters
 from marid.remote import connect as connecting
 from marid.remote.keys import ClientKey
 from marid.remote.link import Link
@@ -42,6 +43,42 @@ def test_it_says_that_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LazyTensorError, match=r"pip install 'marid\[ray\]'"):
         marid.connect("ray:auto", workers=1, first=5)
+
+
+def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What Ray has noted of it outlives one that was killed."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert clusters._found_here() is None
+    (tmp_path / "ray").mkdir()
+    note = tmp_path / "ray" / "ray_current_cluster"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        note.write_text(f"127.0.0.1:{port}\n")
+        assert clusters._found_here() is None
+    assert clusters._found_here() == "local"
+    note.write_text("no address")
+    assert clusters._found_here() == "local"
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert clusters._found_here() is None
+
+
+_SCRIPT = """
+import torch, marid
+marid.connect("ray:auto", workers=1)
+kept = torch.ones(3, device="remote_accelerator") * 2
+print(kept.tolist())
+"""
+
+
+@pytest.mark.conformance
+def test_a_script_ends_as_it_would_without_ray() -> None:
+    """Ray ends its actors with the process: nobody takes that for a loss."""
+    pytest.importorskip("ray")
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[2.0, 2.0, 2.0]")
+    assert "Exception" not in done.stderr
+    assert "lost" not in done.stderr
 
 
 # --- a cluster of this process ---------------------------------------------------------------------------------------
@@ -147,7 +184,7 @@ def _wait_for(pid: int) -> None:
 
 # --- a cluster that somebody else has started, with a token ----------------------------------------------------------
 
-_SCRIPT = """
+_TOKEN_SCRIPT = """
 import sys, torch, marid
 marid.connect(sys.argv[1], workers=1, resources={"CPU": 0.5})
 x = torch.arange(4.0).to("remote_accelerator:0")
@@ -196,7 +233,7 @@ def test_a_cluster_with_a_token(head: tuple[str, dict[str, str]]) -> None:
     address, environment = head
 
     def run(**changed: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", _SCRIPT, address]
+        command = [sys.executable, "-c", _TOKEN_SCRIPT, address]
         return subprocess.run(
             command, env={**environment, **changed}, capture_output=True, text=True, timeout=120, check=False
         )

@@ -19,6 +19,7 @@ from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
 from marid.remote.checkpoint import take_checkpoint
 from marid.remote.engine import RemoteEngine
+from marid.remote.link import Link
 from marid.remote.work import RunWork
 from marid.report.traffic import traffic
 from tests.remote_helpers import worker_process
@@ -111,6 +112,54 @@ def test_what_had_run_of_a_failed_program_is_done_again() -> None:
         bad.cpu()
     kill()
     assert x.tolist() == [5.0, 5.0, 5.0]
+
+
+def test_what_failed_is_nothing_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operation that failed was to make does not exist, whoever holds its handle: a checkpoint leaves it."""
+    memory, held = engine().remote, []
+    made = memory.made
+
+    def noted(*args: Any) -> Any:
+        held.append(made(*args))
+        return held[-1]
+
+    monkeypatch.setattr(memory, "made", noted)
+    x = torch.zeros(3, device=DEVICE)
+    x.add_(1)
+    bad = x[torch.tensor([7], device=DEVICE)]
+    x.mul_(5)
+    with pytest.raises(MaterializationError, match="out of bounds"):
+        bad.cpu()
+    take_checkpoint(engine().delivery)
+    kill()
+    assert x.tolist() == [5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("sends", [0, 1, 2, 3])
+def test_ctrl_c_while_things_are_done_again(monkeypatch: pytest.MonkeyPatch, sends: int) -> None:
+    """A worker that was not told everything is not used: whoever reads next has all done again on another one."""
+    x = torch.zeros(3, device=DEVICE)
+    for _ in range(3):
+        x.add_(1)
+        x.sum().item()
+    send, count = Link.send, 0
+
+    def interrupted(link: Link, *args: Any) -> int:
+        nonlocal count
+        if link is not lost:
+            count += 1
+            if count > sends:
+                raise KeyboardInterrupt
+        return send(link, *args)
+
+    lost = engine().link
+    with monkeypatch.context() as patched:
+        patched.setattr(Link, "send", interrupted)
+        kill()
+        with pytest.raises(KeyboardInterrupt):
+            x.cpu()
+    x.add_(1)
+    assert x.tolist() == [4.0, 4.0, 4.0]
 
 
 def test_checkpoints_bound_what_is_done_again() -> None:

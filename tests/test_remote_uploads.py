@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from marid.remote import requests as ask
 from marid.remote import spool as spooling
 from marid.remote.connect import connection_of, disconnect
 from marid.remote.contents import Content, content_of
+from marid.remote.keys import make_client, make_worker
 from marid.remote.local import LocalWorker
 from marid.remote.offers import HaveWork
 from marid.remote.progress import UploadProgress
@@ -192,6 +196,34 @@ def test_weights_are_sent_once_to_a_worker(worker: LocalWorker) -> None:
         other = uploaded(tensors)
         assert other.bytes_up < 0.01 * nbytes
         assert other.deduplicated == nbytes
+
+
+_CLIENT = """
+import sys, torch, marid
+marid.connect(sys.argv[1], key=sys.argv[2])
+torch.manual_seed(0)
+layer = torch.nn.Linear(1500, 1500).to("remote_accelerator")
+total = layer.weight.double().sum().item()
+print(marid.stats().remote.bytes_up, total)
+"""
+
+
+def test_another_process_of_the_same_owner_sends_weights_by_name(tmp_path: Path) -> None:
+    """And one of another owner sends them itself: what a worker has is nobody else's affair."""
+    make_worker(tmp_path / "keys")
+    ann, bob = make_client(tmp_path / "keys", "ann"), make_client(tmp_path / "keys", "bob")
+    found = []
+    with worker_process("--keys", str(tmp_path / "keys")) as worker:
+        for key in (ann, ann, bob):
+            command = [sys.executable, "-c", _CLIENT, worker.address, str(key)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, done.stderr
+            found.append(done.stdout.split())
+    (first, total), (second, same), (other, also) = found
+    assert total == same == also
+    assert int(first) > 1500 * 1500 * 4
+    assert int(second) < 0.01 * int(first)
+    assert int(other) > 1500 * 1500 * 4
 
 
 def test_only_what_is_new_is_sent(worker: LocalWorker) -> None:

@@ -9,7 +9,7 @@ import click
 
 import marid
 from marid import runner
-from marid.bench import command as bench
+from marid.bench.workloads import WORKLOADS
 from marid.execute.compiled.disk import DiskCache
 from marid.execute.compiled.tier import folder
 from marid.report.units import bytes_text
@@ -44,7 +44,11 @@ def run(as_cuda: bool, no_summary: bool, explain: bool, script: str, arguments: 
 @commands.command("bench")
 @click.option("--list", "list_only", is_flag=True, help="Only list the workloads.")
 @click.option(
-    "--only", metavar="NAME", multiple=True, type=click.Choice(bench.names()), help="Run this workload; repeat it."
+    "--only",
+    metavar="NAME",
+    multiple=True,
+    type=click.Choice([workload.name for workload in WORKLOADS]),
+    help="Run this workload; repeat it.",
 )
 @click.option(
     "--peers", metavar="NAME", multiple=True, help="Let only these take part, beside eager: beginnings of names."
@@ -72,10 +76,12 @@ def bench_command(
     machine. docs/benchmarks.md says what the rows mean.
     """
     if list_only:
-        for workload in bench.WORKLOADS:
+        for workload in WORKLOADS:
             click.echo(f"{workload.name:12} {workload.title}")
         return 0
-    return bench.Bench(only, peers, quick, rounds or 0, threads or 0, timeout, json, markdown).run()
+    from marid.bench.command import Bench
+
+    return Bench(only, peers, quick, rounds or 0, threads or 0, timeout, json, markdown).run()
 
 
 @commands.group()

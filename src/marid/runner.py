@@ -17,7 +17,6 @@ import torch
 
 from marid.api import explain, stats
 from marid.frontend import handles
-from marid.report import summary
 
 __all__ = ["Job"]
 
@@ -44,6 +43,8 @@ class Job:
         source = _read(path)
         self._prepare_device()
         if self.summary or self.explain:
+            from marid.report import summary  # noqa: F401  (now: a script may have modules of the same names as rich)
+
             # Registered first, so called after every function that the script registers.
             atexit.register(_summarise, os.getpid(), self.explain)
         sys.argv[:] = [self.script, *self.arguments]
@@ -103,4 +104,6 @@ def _hide_own_frames(error: BaseException) -> None:
 
 def _summarise(process: int, explained: bool) -> None:
     if os.getpid() == process:  # not in a fork of the script
+        from marid.report import summary
+
         summary.show(explain() if explained else summary.render(stats()))

@@ -16,14 +16,9 @@ from marid.bench.machine import machine, versions
 from marid.bench.results import Report
 from marid.bench.workloads import SLOW, WORKLOADS, Workload
 
-__all__ = ["WORKLOADS", "Bench", "names"]
+__all__ = ["Bench"]
 
 _WIDTH_OF_FILES = 140
-
-
-def names() -> list[str]:
-    """What can be named with ``--only``."""
-    return [workload.name for workload in WORKLOADS]
 
 
 @dataclass(frozen=True)

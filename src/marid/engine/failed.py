@@ -35,12 +35,18 @@ def _error_class(kind: type[Exception]) -> type[MaterializationError]:
     """A ``MaterializationError`` that is also the error the operation raised, for whoever catches that."""
     if issubclass(MaterializationError, kind):
         return MaterializationError
+    # Made from a text and shown as one, whatever the other class wants to be made from.
+    names = {
+        "__module__": MaterializationError.__module__,
+        "__init__": MaterializationError.__init__,
+        "__str__": MaterializationError.__str__,
+    }
     try:
-        return type(
-            "MaterializationError", (MaterializationError, kind), {"__module__": MaterializationError.__module__}
-        )
-    except TypeError:  # the layouts of the two do not combine (OSError, UnicodeError)
+        made: type[MaterializationError] = type("MaterializationError", (MaterializationError, kind), names)
+        made("")
+    except TypeError:  # the two do not combine, or it insists
         return MaterializationError
+    return made
 
 
 def explain(node: Node, error: Exception) -> MaterializationError:

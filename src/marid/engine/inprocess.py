@@ -36,6 +36,7 @@ from marid.graph.node import (
     fail,
     failures,
     placed,
+    raise_failure,
     root_of,
     values_in,
 )
@@ -73,7 +74,15 @@ _EXCLUDED = _keys(
 
 
 if module is not None:
-    module.configure_cuts(Node=Node, Output=Output, Task=Task, Tape=Tape, Draw=Draw, failures=failures)
+    module.configure_cuts(
+        Node=Node,
+        Output=Output,
+        Task=Task,
+        Tape=Tape,
+        Draw=Draw,
+        failures=failures,
+        raise_failure=raise_failure,
+    )
     tape.accelerate(module.cut, module.pending)
     program.accelerate(module.bind)
 
@@ -188,7 +197,10 @@ class InProcessEngine:
                 self._depth -= 1
         inputs.clear()
         del replay, form
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # which has this frame in its traceback
 
     def call(
         self, op: Operation, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], state: torch.Tensor | None
@@ -356,7 +368,10 @@ class InProcessEngine:
             _count(task)
             return
         del task, failed, run
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # which has this frame, and those of whoever reads, in its traceback
 
     def _before_fork(self) -> None:
         """A child has no thread of ours: nothing may be in flight."""

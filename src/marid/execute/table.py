@@ -120,6 +120,8 @@ def translate(program: Program, dying: list[list[int]]) -> Table:
 def _add(pointer: int, instruction: Instruction, dead: list[int]) -> None:
     assert library is not None
     func = instruction.op.func
+    if instruction.op.call is not func._op:
+        raise Untranslatable(f"{func} is called in a way of its own")
     schema = func._schema
     name = schema.name.encode()
     if library.marid_program_operation(pointer, name, schema.overload_name.encode()) < 0:

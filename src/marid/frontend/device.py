@@ -228,8 +228,11 @@ def synchronize(device: Any = None) -> None:
     Raises ``MaterializationError`` for the first operation that failed, after running all the others.
     """
     error = run_everything(handles.tape(_index(device)))
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # which has this frame in its traceback
 
 
 def _module() -> types.ModuleType:

@@ -263,7 +263,7 @@ def run_everything(tape: Tape, wait: bool = True) -> LazyTensorError | None:
             else:
                 return first
         except MaterializationError as error:
-            first = first or error
+            first = first or error.with_traceback(None)
         except MemoryLimitError as error:
             return first or error.with_traceback(None)
 

@@ -33,6 +33,7 @@ __all__ = [
     "input_values",
     "last_write",
     "placed",
+    "raise_failure",
     "root_of",
     "values_in",
 ]
@@ -213,7 +214,8 @@ class Output:
 Value = Node | Output
 
 failures: weakref.WeakKeyDictionary[Node, Exception] = weakref.WeakKeyDictionary()
-"""The errors of nodes that failed."""
+"""The errors of nodes that failed. What is raised are copies: a raised error has a traceback, which has the frames of
+those that read the value, with all of their tensors."""
 
 
 def finish(node: Node) -> None:
@@ -224,12 +226,31 @@ def finish(node: Node) -> None:
 def fail(node: Node, error: Exception) -> None:
     """Note that a node has failed: whoever asks for its value gets ``error``. A failed write leaves memory as it is."""
     finish(node)
-    failures[node] = error
+    failures[node] = _without_frames(error)
 
 
 def failure_of(node: Node) -> Exception | None:
-    """The error of a node that failed."""
-    return failures.get(node) if failures else None
+    """The error of a node that failed, new for each who asks."""
+    error = failures.get(node) if failures else None
+    return None if error is None else _without_frames(error)
+
+
+def raise_failure(node: Node) -> None:
+    """Raise the error of a node that failed, if it did."""
+    if node in failures:
+        raise _without_frames(failures[node])  # in no variable: the frame is in the error's traceback
+
+
+def _without_frames(error: Exception) -> Exception:
+    """A copy of an error that has not been raised; its causes lose the frames that they were raised in."""
+    cause = error.__cause__
+    while cause is not None and (cause.__traceback__ is not None or cause.__context__ is not None):
+        cause.__traceback__ = cause.__context__ = None
+        cause = cause.__cause__
+    made = type(error)(*error.args)
+    made.__dict__.update(error.__dict__)
+    made.__cause__ = error.__cause__
+    return made
 
 
 class Storage:

@@ -16,7 +16,7 @@ import operator
 import weakref
 from collections.abc import Callable
 
-from marid.graph.node import Node, Output, Spec, Value, fail, failure_of, input_values, root_of
+from marid.graph.node import Node, Output, Spec, Value, fail, failure_of, input_values, raise_failure, root_of
 
 __all__ = ["Tape", "accelerate"]
 
@@ -183,9 +183,7 @@ def _close(asked: list[Node], chosen: set[Node], writes: list[Node]) -> None:
         node = stack.pop()
         args = node.args
         if args is None:
-            error = failure_of(node)
-            if error is not None:
-                raise error.with_traceback(None)
+            raise_failure(node)
             continue
         if node in chosen:
             continue

@@ -19,7 +19,7 @@ enum TaskSlot { kTaskKey, kInputs, kInputSlots, kParams, kTaskSlots, kResults, k
 enum TapeSlot { kEntries, kRecorded, kKept };
 
 PyTypeObject* draw_type;
-PyObject *failures, *failed;  // a weak dictionary, the errors of nodes that failed, and the plain one in it
+PyObject *failed, *raise_failure;  // the plain dictionary of nodes that failed; raises the error of one of these
 PyObject* minus[5];  // marks in a key, by `Mark`
 
 bool is_node(PyObject* object) { return Py_TYPE(object) == node.type; }
@@ -64,12 +64,7 @@ struct Cut {
 // Raise the error of a node that failed, if it did.
 bool has_failed(PyObject* of) {
   if (PyDict_GET_SIZE(failed) == 0) return false;
-  Ref error(PyObject_CallMethod(failures, "get", "O", of));
-  if (!error) return true;
-  if (error.get() == Py_None) return false;
-  if (PyException_SetTraceback(error.get(), Py_None) < 0) return true;
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
-  return true;
+  return !Ref(PyObject_CallOneArg(raise_failure, of));
 }
 
 // Add nodes and what they need; false with an error.
@@ -361,9 +356,10 @@ PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 // configure_cuts(**names): the classes of the graph layer.
 PyObject* configure_cuts(PyObject*, PyObject*, PyObject* names) {
-  PyObject *node_type, *output_type, *task_type, *tape_type, *draws;
+  PyObject *node_type, *output_type, *task_type, *tape_type, *draws, *failures;
   std::pair<const char*, PyObject**> wanted[] = {{"Node", &node_type}, {"Output", &output_type}, {"Task", &task_type},
-                                                 {"Tape", &tape_type}, {"Draw", &draws}, {"failures", &failures}};
+                                                 {"Tape", &tape_type}, {"Draw", &draws}, {"failures", &failures},
+                                                 {"raise_failure", &raise_failure}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure_cuts() needs %s", name);

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from marid.settings import settings
 __all__ = ["OnRay", "workers_on_ray"]
 
 _START = 120.0  # seconds for actors to be placed, and for a worker to start
+_REACH = 2.0  # seconds for the head of a cluster on this machine to accept a connection
 _RETRY = 0.5
 
 
@@ -59,7 +63,7 @@ class _Cluster:
         self._group: Any = None
         self._used: set[OnRay] = set()
         if self._started:
-            where = None if address == "ray:auto" else address
+            where = _found_here() if address == "ray:auto" else address
             ray.init(where, namespace="marid", log_to_driver=False)
 
     def place(self, count: int, resources: Mapping[str, float] | None, options: tuple[str, ...]) -> list[OnRay]:
@@ -115,6 +119,23 @@ class _Cluster:
             self._group = None
         if self._started:
             self.ray.shutdown()
+
+
+def _found_here() -> str | None:
+    """What to tell Ray of the cluster of this machine: None to let it look for one, or start one; "local" for a new one
+    where the last one that it knows of is gone without a word, since it would wait for that for minutes."""
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    note = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "ray_current_cluster")
+    try:
+        host, _, port = note.read_text().strip().rpartition(":")
+    except OSError:
+        return None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
+    except (OSError, ValueError):
+        return "local"
+    return None
 
 
 class OnRay:

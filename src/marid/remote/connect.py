@@ -143,6 +143,8 @@ def connect(
             connection.stop()
         raise
     _leave(indices)
+    atexit.unregister(_end)
+    atexit.register(_end)  # what connections need, as Ray, ends later than they do
     for index, engine, connection in zip(indices, engines, connections, strict=True):
         _connected[index] = engine, connection
     assign(zip(indices, engines, strict=True))
@@ -204,7 +206,6 @@ def _refuse_living(indices: Sequence[int], what: str) -> None:
             )
 
 
-@atexit.register
 def _end() -> None:
     for index in tuple(_connected):
         engine, connection = _connected.pop(index)

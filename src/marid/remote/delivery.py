@@ -7,19 +7,19 @@ import atexit
 import logging
 import time
 from collections import deque
-from dataclasses import fields, replace
 from typing import Any, Protocol
 
 from marid.errors import MaterializationError, UnsupportedOperationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
-from marid.remote.failures import error_named, lost_error, lost_with_it, stopped
+from marid.remote.failures import error_named, lost_error, stopped
 from marid.remote.journal import Journal
-from marid.remote.link import Link, LinkLost, RequestFailed, SocketCounts
+from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.memory import Memory
-from marid.remote.messages import Message, messages_of
+from marid.remote.messages import Message
 from marid.remote.offers import BATCH, Offers
 from marid.remote.progress import UploadProgress
 from marid.remote.requests import write_requests
+from marid.remote.successor import Successor
 from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.work import (
     AskWork,
@@ -33,7 +33,7 @@ from marid.remote.work import (
     Work,
 )
 from marid.report.stats import counters
-from marid.report.traffic import traffic
+from marid.report.traffic import SocketCounts, traffic
 
 __all__ = ["Connection", "Delivery"]
 
@@ -77,15 +77,15 @@ class Delivery:
         self._sent = Sent()
         self._outbox: list[Work] = []
         self._asked: deque[tuple[int, Work]] = deque()  # sent and not answered, by sequence number
-        self._answers: dict[int, Any] = {}
         self._since = 0.0  # when something was sent to a worker that had nothing to do
-        self._counted = SocketCounts()
+        self._counted = vars(SocketCounts())
         self.holding = False
         """Whether nothing may be freed now."""
         self.closed = False
-        self._recovering = False
-        self._replayed: deque[tuple[int, Work]] = deque()
-        """What was sent to the successor of a lost worker, and not answered yet."""
+        self.ending = False
+        """Whether no other worker is to be taken if this one is lost."""
+        self._successor: Successor | None = None
+        """Of a worker that was lost, while it is told what is needed."""
 
     def do(self, step: Work) -> None:
         """Have a step done with the next message."""
@@ -123,10 +123,10 @@ class Delivery:
     def _ready(self, streaming: bool) -> int:
         """How many steps can be sent. Asks about uploads, and waits for answers, but for the latest with
         ``streaming``."""
-        for question in self._offers.ask(self._outbox, self._sent, streaming):
-            if not self._asked:
-                self._since = time.monotonic()
-            self._asked.append((self.link.send(question.requests(self._sent)), question))
+        questions = self._offers.ask(self._outbox, self._sent, streaming)
+        if questions:
+            self._outbox[:0] = questions
+            self._send(len(questions))
         place = 0
         while place < len(self._outbox):
             step = self._outbox[place]
@@ -220,11 +220,7 @@ class Delivery:
                 break
             waited = waited or self.link.applied < seq
             try:
-                self._answers[seq] = self.link.wait(seq, _PATIENCE)
-            except TimeoutError:
-                if self._connection.is_gone():
-                    self._recover("its process has ended")
-                self._see_to_sources()
+                self._reach(self.link, seq)
             except LinkLost as lost:
                 self._recover(str(lost))
             except RequestFailed:
@@ -234,6 +230,24 @@ class Delivery:
                 raise
             self.settle()
         return waited
+
+    def withdraw(self, step: Work) -> None:
+        """Nobody waits for it any more: it is not done, unless it was sent already."""
+        if step in self._outbox:
+            self._outbox.remove(step)
+            self.journal.remove([step])
+
+    def _reach(self, link: Link, seq: int) -> None:
+        """Wait until a request is applied, or all is sent again over another link. Raises as ``Link.reach``."""
+        while link is self.link:
+            try:
+                link.reach(seq, _PATIENCE)
+                break
+            except TimeoutError:
+                if self._connection.is_gone():
+                    raise LinkLost("its process has ended") from None
+                self._note()
+                self._see_to_sources()
 
     def settle(self) -> None:
         """Take note of the answers that have come; raise the error of a step that failed."""
@@ -246,11 +260,17 @@ class Delivery:
             failure = failed.failure
         except LinkLost as lost:
             self._recover(str(lost))
+        self._note()
+        if failure is not None:
+            self._failed(failure)
+
+    def _note(self) -> None:
+        """Take note of the answers that are here."""
         applied, done = self.link.applied, 0
         while self._asked and self._asked[0][0] <= applied:
             with Uninterrupted():
                 seq, step = self._asked.popleft()
-                step.done(self._answers.pop(seq) if seq in self._answers else self.link.wait(seq))
+                step.done(self.link.take(seq))
             done += 1
             if isinstance(step, UploadWork):
                 self._progress.done(step.contents[0].nbytes)
@@ -263,14 +283,11 @@ class Delivery:
         if self.link.warnings:
             texts, self.link.warnings = self.link.warnings, []
             warn_of(texts)
-        if failure is not None:
-            self._failed(failure)
 
     def count(self, round_trips: int = 0) -> None:
         """Add to the statistics what went over the socket since the last time."""
-        before, self._counted = self._counted, replace(self.link.counts)
-        more = {one.name: getattr(self._counted, one.name) - getattr(before, one.name) for one in fields(before)}
-        traffic.add(round_trips=round_trips, **more)
+        before, self._counted = self._counted, dict(vars(self.link.counts))
+        traffic.add(round_trips=round_trips, **{name: n - before[name] for name, n in self._counted.items()})
 
     def close(self) -> None:
         """Say good-bye to the worker, for good."""
@@ -285,14 +302,19 @@ class Delivery:
         """A step has failed, and the worker has refused what was sent behind it."""
         self._progress.end()
         following = [step for last, step in self._asked if last >= failure["seq"]] + self._outbox
-        self._asked.clear()
-        self._answers.clear()
-        self._outbox = []
-        self.link.resume()
-        self._sent = Sent(switches=None)  # definitions behind the failure were refused too
-        if not following or following[0].retry(failure):
-            self._outbox = following
-            return
+        again = not following or following[0].retry(failure)  # which may wait for another worker
+        with Uninterrupted():
+            self._asked.clear()
+            self._outbox = []
+            self.link.resume()
+            self._sent = Sent(switches=None)  # definitions behind the failure were refused too
+            if again:
+                self._outbox = following
+            else:
+                self._refused(following, failure)
+
+    def _refused(self, following: list[Work], failure: dict[str, Any]) -> None:
+        """The first of these steps has failed, or was cancelled: raise that, and take back the others."""
         failed = following.pop(0) if failure.get("type") != "Cancelled" or isinstance(following[0], RunWork) else None
         error = error_named(failure.get("type"), failure.get("text"))
         raised: BaseException = error
@@ -323,6 +345,7 @@ class Delivery:
                 continue
             gone.append(step)
             step.spoil(error)
+            self.memory.forget(step.handles)
         self.journal.remove(gone)
         return kept
 
@@ -335,7 +358,7 @@ class Delivery:
         deadline = time.monotonic() + _CANCEL
         while self._asked and time.monotonic() < deadline:
             try:
-                self.link.wait(self._asked[-1][0], _PATIENCE)
+                self.link.reach(self._asked[-1][0], _PATIENCE)
             except TimeoutError:
                 continue
             except LinkLost:
@@ -352,18 +375,20 @@ class Delivery:
     @property
     def is_lost(self) -> bool:
         """Whether what the worker held is gone, or not all there again."""
-        return self._recovering or self.link.is_lost or self._connection.is_gone()
+        return self._successor is not None or self.link.is_lost or self._connection.is_gone()
 
     def revive(self) -> None:
         """Take another worker if this one is known to be lost; say again what may not have been heard. To be called
         while others wait for it, also by what waits for it inside of a recovery of this one."""
-        if not self._recovering and not self.closed and self.is_lost:
+        if self._successor is None and not self.closed and self.is_lost:
             self._recover("a copy from it was waited for")
         for step in self._in_flight():
             step.say_again()
 
     def _in_flight(self) -> list[Work]:
-        return [step for seq, step in (*self._replayed, *self._asked) if seq > self.link.applied]
+        if self._successor is not None:
+            return self._successor.in_flight()
+        return [step for seq, step in self._asked if seq > self.link.applied]
 
     def _see_to_sources(self) -> None:
         """Something is waited for: have other workers do what they can for it."""
@@ -375,32 +400,35 @@ class Delivery:
     def _recover(self, reason: str) -> None:
         """Take another worker, and let it have all that is still needed."""
         self._progress.end()
-        self._recovering = True
         try:
             self._replace(reason)
+        except BaseException:
+            self.link.close()  # not all is there: whoever needs it takes another worker
+            raise
         finally:
-            self._recovering = False
-            self._replayed.clear()
+            self._successor = None
 
     def _replace(self, reason: str) -> None:
         started = time.monotonic()
-        self._outbox = self.steps()  # stays so if no worker is to be had
-        self._asked.clear()
-        self._answers.clear()
+        with Uninterrupted():
+            self._outbox = self.steps()  # stays so if no worker is to be had
+            self._asked.clear()
         self.drop()
-        if self.closed:
+        if self.closed or self.ending:
             raise WorkerLostError(f"the {self._connection.name} was disconnected")
         self.count()
         self.link.close()
         for _ in range(_ATTEMPTS):
             self.link = _ours(self._connection.reopen(reason))
-            self._sent, self._counted = Sent(), SocketCounts()
+            self._counted = vars(SocketCounts())
+            self._successor = Successor(self.link, self.journal, self._offers, self._reach)
             try:
                 count = self._again(reason)
             except LinkLost as lost:
                 reason = str(lost)
                 continue
-            self._drop_spoiled()
+            self._sent = self._successor.sent
+            self._drop_lost()
             seconds = time.monotonic() - started
             traffic.recovered(count, seconds)
             logger.warning(
@@ -409,18 +437,8 @@ class Delivery:
             )
             if self.link.welcome["limits"].get("spill"):
                 self._outbox.append(RolesWork((handle, block) for handle, (block, _) in self.memory.alive.items()))
-            self._refuse_lost()
             return
         raise WorkerLostError(f"{_ATTEMPTS} workers in a row were lost while work was done again: {reason}")
-
-    def _refuse_lost(self) -> None:
-        """Take back what was to be done with what has been lost, and raise why."""
-        for index, step in enumerate(self._outbox):
-            lost = next((block for block in (*step.reads, *step.writes) if block.error is not None), None)
-            if lost is not None:
-                error = lost_with_it(lost)
-                self._outbox[index:] = self._take_back(self._outbox[index:], error)
-                raise error
 
     def _again(self, reason: str) -> int:
         """Do again what is needed and was done before; how many steps that were. What cannot be done is lost."""
@@ -431,37 +449,14 @@ class Delivery:
         blocks = [block for block, _ in self.memory.alive.values() if block.error is None]
         blocks += [block for step in waiting for block in (*step.reads, *step.writes)]
         needed = self.journal.needed(handles, blocks, done)
-        left, sent = deque(needed), self._replayed
-        sent.clear()
-        while left or sent:
-            try:
-                while left:
-                    step = left[0]
-                    if any(block.error is not None for block in (*step.reads, *step.writes)):
-                        self._lose(left.popleft(), "what it was made from was lost")
-                        continue
-                    self._ask_again(step)
-                    sent.append((self._send_again(step), step))
-                    left.popleft()
-                if sent:
-                    self._wait_again(sent[-1][0])
-                sent.clear()
-            except OSError as error:  # a file with what was uploaded
-                self._lose(left.popleft(), f"{reason}, and what was kept of it cannot be read: {error}")
-            except RequestFailed as failed:
-                self.link.resume()
-                self._sent = Sent(switches=None)
-                behind = [step for last, step in sent if last >= failed.seq]
-                left.extendleft(reversed(behind))
-                sent.clear()
-                if not left[0].retry(failed.failure):
-                    self._lose(left.popleft(), f"{reason}, and doing it again failed: {failed}")
+        assert self._successor is not None
+        self._successor.do_again(needed, reason)
         made = {handle for step in needed for handle in step.handles}
         extra = sorted(made - handles)
         self._outbox[:0] = [FreeWork(tuple(extra[i : i + _FREED])) for i in range(0, len(extra), _FREED)]
         return len(needed)
 
-    def _drop_spoiled(self) -> None:
+    def _drop_lost(self) -> None:
         """Do not ask for what was lost: whoever reads it gets the error of its block."""
         spoiled = {handle: block for handle, (block, _) in self.memory.alive.items() if block.error is not None}
         for step in list(self._outbox) if spoiled else ():
@@ -472,34 +467,6 @@ class Delivery:
                 self._outbox += self._take_back([step], error)
                 if isinstance(step, CallWork):
                     step.error, step.answered = error, True
-
-    def _ask_again(self, step: Work) -> None:
-        """Let the worker read what it can see in a file."""
-        if isinstance(step, UploadWork) and step.contents[0].path is not None:
-            step.questions = None
-            for question in self._offers.ask([step], self._sent, False):
-                question.done(self._wait_again(self._send_again(question)))
-
-    def _send_again(self, step: Work) -> int:
-        last = 0
-        for message in messages_of(step.requests(self._sent)):
-            last = self.link.send(message.requests) + len(message.requests) - 1
-        return last
-
-    def _wait_again(self, seq: int) -> Any:
-        while True:
-            try:
-                return self.link.wait(seq, _PATIENCE)
-            except TimeoutError:
-                if self._connection.is_gone():
-                    raise LinkLost("its process has ended") from None
-                self._see_to_sources()
-
-    def _lose(self, step: Work, reason: str) -> None:
-        """Let whoever reads what a step made or wrote know that it is lost."""
-        self.journal.remove([step])
-        for block in (*step.makes, *step.writes):
-            block.error = lost_error(reason, block)
 
 
 def _ours(link: Link) -> Link:

@@ -253,7 +253,11 @@ class RemoteEngine:
             step.reads = tuple(dict.fromkeys([buffer.block for buffer in buffers]))
             step.writes = step.reads if op.mutates else ()
             self.delivery.do(step)
-            self._await(step)
+            try:
+                self._await(step)
+            except BaseException:
+                self.delivery.withdraw(step)
+                raise
             if step.error is not None:
                 raise step.error
             return self._called(step, buffers)
@@ -372,6 +376,7 @@ class RemoteEngine:
 
     def close(self) -> None:
         """Say good-bye to the worker, having asked it for its last statistics if it still answers."""
+        self.delivery.ending = True
         with contextlib.suppress(LazyTensorError, RuntimeError):  # at the end of the process, ZeroMQ may have ended
             self._last_stats = self._stats_at_once()
         self.delivery.close()

@@ -73,6 +73,7 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
     buffers = {task.slots[value]: value.concrete for value in task.outputs}  # not dropped: their handles may exist
     step.take_back()
     if index is None:
+        memory.forget(step.handles)
         step.forget()
         if isinstance(error, MemoryLimitError):
             return MemoryLimitError(f"{error}\n  read at {current_site()}")
@@ -80,6 +81,7 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
     finished = bool(failure.get("finished"))
     existing = tuple(failure.get("existing", ()))
     lost = {slot: error_named(name, text) for slot, name, text in failure.get("lost", ())}
+    memory.forget([buffer.handle for slot, buffer in buffers.items() if slot not in existing])
     memory.add(step.sized, existing, step)
     tensors = {slot: buffers.get(slot) or memory.result(step, slot, task.nodes[0]) for slot in existing}
     step.stopped = index + finished, existing

@@ -30,8 +30,9 @@ from marid.remote.specs import sizes_from
 from marid.remote.tensors import tensor_of
 from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.wire import VERSION, as_int, as_list, decode, dtype_named, encode
+from marid.report.traffic import SocketCounts
 
-__all__ = ["Link", "LinkLost", "RequestFailed", "SocketCounts"]
+__all__ = ["Link", "LinkLost", "RequestFailed"]
 
 _CPU = torch.device("cpu")
 _HEARTBEATS = 10  # in a lease, when there is nothing else to say
@@ -56,18 +57,6 @@ class RequestFailed(Exception):
         super().__init__(f"{failure.get('type')}: {failure.get('text')}")
         self.seq: int = failure["seq"]
         self.failure = failure
-
-
-@dataclass
-class SocketCounts:
-    """What went over the socket: bytes of headers and segments, messages, and what was done again."""
-
-    bytes_up: int = 0
-    bytes_down: int = 0
-    messages_up: int = 0
-    messages_down: int = 0
-    reconnects: int = 0
-    resent: int = 0
 
 
 @dataclass(slots=True)
@@ -202,7 +191,12 @@ class Link:
         return sent.seq
 
     def wait(self, seq: int, timeout: float | None = None) -> Any:
-        """The answer to a request, once: a CPU tensor for ``Fetch``, plain data for others, None where there is none.
+        """``reach`` and ``take`` in one."""
+        self.reach(seq, timeout)
+        return self.take(seq)
+
+    def reach(self, seq: int, timeout: float | None = None) -> None:
+        """Wait until a request is applied.
 
         Raises ``RequestFailed`` when it or one before it has failed, ``LinkLost``, and ``TimeoutError``.
         """
@@ -210,17 +204,23 @@ class Link:
         while True:
             with self._changed:
                 if self._applied >= seq:
-                    value, segments = self._results.pop(seq, (None, []))
-                    break
+                    return
                 self._check()
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"no answer from {self.address} within {timeout:g} s")
             self._pass_time(_SLICE)
+
+    def take(self, seq: int) -> Any:
+        """The answer to a request that is applied, once: a CPU tensor for ``Fetch``, plain data for others, None where
+        there is none."""
+        with self._changed:
+            value, segments = self._results.pop(seq, (None, []))
         return _tensor_from(value["tensor"], segments) if type(value) is dict and "tensor" in value else value
 
     def poll(self) -> None:
         """Take what has come, and raise what went wrong: ``RequestFailed``, ``LinkLost``."""
-        self._pass_time(0)
+        if self._unanswered:
+            self._pass_time(0)
         with self._changed:
             self._check()
 
@@ -347,7 +347,7 @@ class Link:
             self._put({"kind": "ping"}, [])
 
     def _flush(self) -> None:
-        while self._greeted:
+        while self._greeted and (self._queue or self._notes or self._cancel):
             with self._changed:
                 cancel, self._cancel = self._cancel, {}
                 notes = [self._notes.popleft() for _ in range(len(self._notes))]
@@ -358,10 +358,9 @@ class Link:
                 self._put(cancel, [])
             for note in notes:
                 self._put(note, [])
-            if sent is None:
-                return
-            fields = {"kind": "work", "epoch": epoch, "seq": sent.seq, "acked": acked, "requests": sent.requests}
-            self._put(fields, sent.segments)
+            if sent is not None:
+                fields = {"kind": "work", "epoch": epoch, "seq": sent.seq, "acked": acked, "requests": sent.requests}
+                self._put(fields, sent.segments)
 
     def _put(self, fields: dict[str, Any], segments: list[Any]) -> None:
         assert self._socket is not None

@@ -25,6 +25,7 @@ from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import ListOf, Slot
 from marid.graph.twister import Twisters
 from marid.native import module
+from marid.remote.host_draws import drawing_on
 from marid.remote.programs import RemoteProgram, changed, digest_of, geometry_from, geometry_of
 from marid.remote.residency import Residency
 from marid.remote.specs import matches
@@ -236,7 +237,8 @@ class Machine:
         if op.factory and self.device.type != "cpu" and any(a.name == "device" for a in op.func._schema.arguments):
             kwargs = {**kwargs, "device": self.device}
         with concretely():
-            return perform(op.func, args, kwargs, tensors, drawn)
+            func = op.func if drawn is None else drawing_on(self.device, op).call
+            return perform(func, args, kwargs, tensors, drawn)
 
     def trim(self) -> None:
         """Give back memory that is only kept to be used again."""

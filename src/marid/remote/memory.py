@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from marid.engine.protocol import Geometry
 from marid.graph.node import Node
@@ -43,6 +43,11 @@ class Memory:
             block.live -= 1
             self.alive.pop(handle, None)
         return handles
+
+    def forget(self, handles: Iterable[int]) -> None:
+        """These do not exist, whoever holds them still."""
+        for handle in handles:
+            self.alive.pop(handle, None)
 
     def blocks(self) -> dict[int, tuple[Block, list[tuple[int, Geometry]]]]:
         """The blocks that are alive, by identity, with the handles that lie in each."""

@@ -30,6 +30,7 @@ _CLIENT_BEATS, _WORKER_BEATS = 2000, 3000  # milliseconds between heartbeats; th
 _RETRY = 200  # milliseconds between attempts to connect
 _LINGER = 500  # milliseconds for the last message
 _BURST = 64  # messages taken at once
+_READABLE = int(zmq.POLLIN)
 
 
 class Wake:
@@ -207,15 +208,17 @@ class ServerSocket:
 
 
 def _events(monitor: zmq.Socket[bytes]) -> Iterator[int]:
-    with contextlib.suppress(zmq.Again):
-        while True:
-            yield int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
+    while _has_message(monitor):
+        yield int.from_bytes(monitor.recv_multipart()[0][:2], "little")
 
 
 def _received(one: zmq.Socket[bytes]) -> Iterator[list[Any]]:
     for _ in range(_BURST):
-        try:
-            frames: Any = one.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        if not _has_message(one):
             return
+        frames: Any = one.recv_multipart(copy=False)
         yield frames if len(frames) <= SEGMENTS + 3 else frames[:1]  # nobody has use for the rest
+
+
+def _has_message(one: zmq.Socket[bytes]) -> bool:
+    return bool(int(one.getsockopt(zmq.EVENTS)) & _READABLE)  # a tenth of what an exception costs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import threading
+from _signal import SIGINT, getsignal, signal  # pyright: ignore[reportMissingImports]  # those of `signal` make enums
 from types import FrameType
 from typing import Any
 
@@ -21,16 +21,16 @@ class Uninterrupted:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():  # no other thread is interrupted
-            handler = signal.getsignal(signal.SIGINT)
+            handler = getsignal(SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+                signal(SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._came = number, frame
 
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            signal(SIGINT, self._handler)
             if self._came is not None:
                 self._handler(*self._came)

@@ -12,7 +12,7 @@ from marid.errors import BudgetError
 from marid.report.units import bytes_text
 from marid.semantics.scopes import current_site
 
-__all__ = ["Moved", "RemoteStats", "Traffic", "budget", "traffic"]
+__all__ = ["Moved", "RemoteStats", "SocketCounts", "Traffic", "budget", "traffic"]
 
 PROGRAMS = "programs and requests"
 """The role of what is neither uploaded nor read."""
@@ -29,25 +29,31 @@ class Moved:
 
 
 @dataclass(kw_only=True)
-class Counts:
-    """Counters of remote devices.
+class SocketCounts:
+    """What went over sockets: ``bytes_up`` and ``bytes_down``, in ``messages_up`` and ``messages_down``; ``reconnects``
+    of a broken connection, and messages ``resent`` after one."""
 
-    ``round_trips`` times somebody waited for a worker; ``bytes_up`` and ``bytes_down`` at the sockets, in
-    ``messages_up`` and ``messages_down``; ``deduplicated`` bytes that were not sent because the worker had them;
-    ``reconnects`` of a broken connection and messages ``resent`` after one; ``recoveries`` of a lost worker with the
-    ``replays`` of steps and ``recovery_seconds`` that they took; ``checkpoints`` and the ``checkpoint_bytes`` that they
-    brought; ``copies`` from worker to worker and the ``copied_bytes`` of these, and copies that were ``relayed`` by
-    this process because the workers do not reach each other.
-    """
-
-    round_trips: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
     messages_up: int = 0
     messages_down: int = 0
-    deduplicated: int = 0
     reconnects: int = 0
     resent: int = 0
+
+
+@dataclass(kw_only=True)
+class Counts(SocketCounts):
+    """Counters of remote devices.
+
+    What went over all sockets; ``round_trips`` times somebody waited for a worker; ``deduplicated`` bytes that were not
+    sent because the worker had them; ``recoveries`` of a lost worker with the ``replays`` of steps and
+    ``recovery_seconds`` that they took; ``checkpoints`` and the ``checkpoint_bytes`` that they brought; ``copies`` from
+    worker to worker and the ``copied_bytes`` of these, and copies that were ``relayed`` by this process because the
+    workers do not reach each other.
+    """
+
+    round_trips: int = 0
+    deduplicated: int = 0
     recoveries: int = 0
     replays: int = 0
     recovery_seconds: float = 0.0

@@ -290,12 +290,14 @@ class _Builder:
         to = {"Scalar": "Scalar", "ScalarList": "Scalar", "List": "Tensor", "default": "default"}[overload]
         if base in ("addcmul", "addcdiv", "maximum"):
             to = "default"
-        if target == "maximum_":
-            raise Refused("maximum has no in-place form")
         made = []
         for index in range(len(lists["self"])):
             own = {names.get(key, key): value[index] for key, value in lists.items()}
             own |= {names.get(key, key): value for key, value in shared.items()}
+            if target == "maximum_":  # which ATen has for lists only
+                larger = self.call("maximum", "default", own["self"], own["other"])
+                made.append(self.call("copy_", "default", own["self"], larger))
+                continue
             lifted = bool({"scalar", "scalars", "value", "weight", "alpha"} & arguments.keys())
             made.append(self.emit(target, to, own, lifted))
         return made
