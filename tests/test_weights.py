@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import blake3
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ import marid
 from marid.engine.safetensors import read_file
 from marid.errors import WorkerLostError
 from marid.remote import offers
+from marid.remote.chunks import ChunkStore
 from marid.remote.connect import connection_of, disconnect
 from marid.report.traffic import RemoteStats
 
@@ -194,3 +196,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         marid.load_file(tmp_path / "nothing", WORKER)
     with pytest.raises(ValueError, match="not to cpu"):
         marid.load_file(tmp_path / "none", "cpu")
+
+
+def test_no_file_is_read_by_guessing_its_bytes(tmp_path: Path) -> None:
+    """A client that names the hash of every byte there is learns nothing of a file that only the worker may read."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"hunter2")
+    store = ChunkStore(1 << 20)
+    for guess in range(256):
+        assert store.load(b"", str(secret), 0, 1, (blake3.blake3(bytes([guess])).digest(),)) == [0]

@@ -20,6 +20,7 @@ __all__ = ["CHUNK_BYTES", "ChunkStore", "chunks_of", "file_pieces"]
 
 CHUNK_BYTES = 4 << 20
 """The length of every chunk of a tensor but the last."""
+_LEAST = 64 << 10  # bytes of a piece that is looked for in a file
 _ENTRY = 128  # bytes that a chunk takes beside its own
 
 
@@ -93,13 +94,15 @@ class ChunkStore:
     def load(self, owner: bytes, path: str, offset: int, nbytes: int, digests: tuple[bytes, ...]) -> list[int]:
         """Take chunks from a file where they are not there; the positions of those that it does not have either.
 
-        What is in the file is told to nobody: only what has a digest that was given is kept.
+        What is in the file is told to nobody: only what has a digest that was given is kept. A piece of few bytes is not
+        looked for, since its digest can be guessed.
         """
         lacking = self.missing(owner, digests)
+        wanted = set(lacking)
         found = set[int]()
         try:
             for place, piece in enumerate(file_pieces(path, offset, nbytes) if lacking else ()):
-                if place in lacking and blake3.blake3(piece).digest() == digests[place]:
+                if place in wanted and len(piece) >= _LEAST and blake3.blake3(piece).digest() == digests[place]:
                     self.put(owner, digests[place], piece)
                     found.add(place)
         except (OSError, ValueError):  # not a file of this machine, or a path that none can have
