@@ -18,7 +18,7 @@ import torch
 import marid
 from marid.errors import LazyTensorError, MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
-from marid.remote import collectives
+from marid.remote import collectives, exchange
 from marid.remote import connect as connecting
 from marid.remote import requests as ask
 from marid.remote.collectives import CollectiveFailed, Store
@@ -228,6 +228,30 @@ def test_a_member_that_does_not_come_is_waited_for_until_the_timeout() -> None:
 def test_malformed_requests_are_refused(data: list[Any]) -> None:
     with pytest.raises(marid.errors.WireError):
         read_requests([data], [])
+
+
+def test_ctrl_c_between_members_keeps_none_of_them_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was asked, the other was not: the next reduction does not wait for the timeout of this one."""
+    group = marid.process_group([A, B], timeout=60)
+    given = [torch.ones(2, device=A), torch.ones(2, device=B)]
+    assert marid.all_reduce(given, group=group)[0].tolist() == [2.0, 2.0]
+    reduce = exchange.reduce
+    asked: list[Any] = []
+
+    def interrupted(device: Any, *rest: Any) -> Any:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(device)
+        return reduce(device, *rest)
+
+    monkeypatch.setattr(exchange, "reduce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        marid.all_reduce(given, group=group)
+    monkeypatch.setattr(exchange, "reduce", reduce)
+    started = time.monotonic()
+    found = marid.all_reduce([torch.full((2,), 3.0, device=A), torch.full((2,), 4.0, device=B)], group=group)
+    assert [one.tolist() for one in found] == [[7.0, 7.0]] * 2
+    assert time.monotonic() - started < 30
 
 
 # --- what a client may do to a worker with groups --------------------------------------------------------------------

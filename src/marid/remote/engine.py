@@ -334,6 +334,11 @@ class RemoteEngine:
         with self.lock:
             self._await(step)
 
+    def cancel(self) -> None:
+        """Have the worker stop what it was sent; what it has not done is pending again, where that can be."""
+        with self.lock:
+            self.delivery._cancel()
+
     def ask(self, request: Request) -> AskWork:
         """Ask the worker, without waiting."""
         with self.lock:

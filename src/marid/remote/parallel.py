@@ -78,6 +78,13 @@ class ProcessGroup:
         self._number, self._links = number, tuple([engine.link for engine in engines])
         return number
 
+    def abandon(self) -> None:
+        """Ctrl-C: let no member wait for others that were not asked, or have stopped."""
+        for engine in self.engines:
+            with contextlib.suppress(LazyTensorError):
+                engine.cancel()
+        self.forget()
+
     def forget(self) -> None:
         """It has failed: the next use forms it anew."""
         number, self._number = self._number, b""
@@ -124,6 +131,9 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", *, group: Proce
         _ready(given)
         try:
             made = _reduced(given, op, group)
+        except KeyboardInterrupt:
+            group.abandon()
+            raise
         except MaterializationError:
             fail_dependents()
             continue  # it is raised where they are made ready, if they need what failed
