@@ -17,6 +17,7 @@ import zmq
 from marid.errors import WireError
 from marid.frontend import handles
 from marid.remote import groups as groups_of
+from marid.remote import machine as machines
 from marid.remote import requests as ask
 from marid.remote import wire
 from marid.remote.chunks import ChunkStore
@@ -528,6 +529,29 @@ def test_large_results_that_nobody_takes_are_refused(worker: LocalWorker) -> Non
                 link.wait(link.send([request]))
             link.resume()
     _is_well(worker)
+
+
+def test_what_is_small_counts_for_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a byte, instructions of a few, and geometries, of which a digest names many slots at once."""
+    store = ChunkStore(1 << 20)
+    for number in range(3000):
+        data = number.to_bytes(4, "big")
+        store.put(b"", digest_of(data), data)
+    assert len(store) < 1100
+    monkeypatch.setattr(machines, "_PROGRAM_BYTES", 10 << 20)
+    machine = Machine(torch.device("cpu"))
+    for number in range(20):
+        instructions = [[0, [i, i], [], [i + 1, []]] for i in range(1000 + number)]
+        body = wire.pack_plain([["aten.add.Tensor"], [0], [len(instructions)], instructions])
+        machine.define(digest_of(body), body)
+    assert machine.programs < 11
+    first = digest_of(body)
+    for size in range(400):
+        geometry = wire.pack_plain([[["float32", [size], [1], 0]], [0] * 1020])
+        machine.describe(first, digest_of(geometry), geometry)
+    assert machine.has_program(first)
+    assert machine.programs < 5
+    assert machine._bytes <= 10 << 20
 
 
 # --- below messages --------------------------------------------------------------------------------------------------

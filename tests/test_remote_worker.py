@@ -286,7 +286,7 @@ def test_a_tensor_larger_than_a_segment(link: Link) -> None:
 
 
 def test_chunks_are_taken_from_files(link: Link, tmp_path: Any) -> None:
-    tensor = torch.randint(0, 256, (CHUNK_BYTES + 9,), dtype=torch.uint8)
+    tensor = torch.randint(0, 256, (CHUNK_BYTES + (64 << 10),), dtype=torch.uint8)
     path = tmp_path / "weights"
     path.write_bytes(b"head" + bytes(memory_of(tensor)))
     digests = tuple(digest for digest, _ in chunks_of(memory_of(tensor)))

@@ -21,7 +21,7 @@ __all__ = ["CHUNK_BYTES", "ChunkStore", "chunks_of", "file_pieces"]
 CHUNK_BYTES = 4 << 20
 """The length of every chunk of a tensor but the last."""
 _LEAST = 64 << 10  # bytes of a piece that is looked for in a file
-_ENTRY = 128  # bytes that a chunk takes beside its own
+_ENTRY = 1024  # bytes that a chunk takes beside its own, about
 
 
 def chunks_of(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
@@ -94,8 +94,8 @@ class ChunkStore:
     def load(self, owner: bytes, path: str, offset: int, nbytes: int, digests: tuple[bytes, ...]) -> list[int]:
         """Take chunks from a file where they are not there; the positions of those that it does not have either.
 
-        What is in the file is told to nobody: only what has a digest that was given is kept. A piece of few bytes is not
-        looked for, since its digest can be guessed.
+        What is in the file is told to nobody: only what has a digest that was given is kept. A piece of few bytes is
+        not looked for, since its digest can be guessed.
         """
         lacking = self.missing(owner, digests)
         wanted = set(lacking)

@@ -35,8 +35,10 @@ from marid.settings import settings
 __all__ = ["Machine", "TooLarge", "bytes_of"]
 
 _PROGRAMS = 4096
-_PROGRAM_BYTES = 64 << 20
+_PROGRAM_BYTES = 1 << 30  # of programs and geometries, as they are kept
+_INSTRUCTION_BYTES, _SLOT_BYTES = 1024, 32  # what an instruction takes, and a slot in a geometry, about
 _GEOMETRIES = 256  # of one program
+_HELD = 8  # of what a run holds at its fullest, how much is told when it is too much
 
 
 @dataclass
@@ -92,9 +94,13 @@ class Machine:
         if digest in self._programs:
             self._programs.move_to_end(digest)
             return
-        kept = _Kept(RemoteProgram.read(body, self.device), memoryview(body).nbytes)
-        self._programs[digest] = kept
-        self._bytes += kept.nbytes
+        remote = RemoteProgram.read(body, self.device)
+        nbytes = memoryview(body).nbytes + _INSTRUCTION_BYTES * len(remote.program.instructions)
+        self._programs[digest] = _Kept(remote, nbytes)
+        self._bytes += nbytes
+        self._trim()
+
+    def _trim(self) -> None:
         while len(self._programs) > 1 and (len(self._programs) > _PROGRAMS or self._bytes > _PROGRAM_BYTES):
             _, oldest = self._programs.popitem(last=False)
             self._bytes -= oldest.nbytes
@@ -102,6 +108,7 @@ class Machine:
     def describe(self, program: bytes, digest: bytes, body: Any) -> None:
         """Keep a geometry of a program. Raises ``WireError``, and ``LookupError`` where the program is not known."""
         kept = self._programs[program]
+        self._programs.move_to_end(program)
         if digest in kept.geometries:
             kept.geometries.move_to_end(digest)
             return
@@ -110,6 +117,7 @@ class Machine:
     def resize(self, program: bytes, like: bytes, digest: bytes, changes: tuple[tuple[int, Spec], ...]) -> None:
         """Keep a geometry that is one that is known but for some specs. Raises ``WireError``."""
         kept = self._programs[program]
+        self._programs.move_to_end(program)
         if digest in kept.geometries:
             kept.geometries.move_to_end(digest)
             return
@@ -120,11 +128,16 @@ class Machine:
         self._enter(kept, digest, specs)
 
     def _enter(self, kept: _Kept, digest: bytes, specs: tuple[Spec | None, ...]) -> None:
-        changes = _changes(kept.remote, specs)
-        prepared = Prepared(kept.remote.program, specs, kept.nodes, sum(nbytes for _, nbytes in _fullest(changes)))
-        kept.geometries[digest] = prepared, _fullest(changes)
+        held = _fullest(_changes(kept.remote, specs))
+        prepared = Prepared(kept.remote.program, specs, kept.nodes, sum(nbytes for _, nbytes in held))
+        kept.geometries[digest] = prepared, held[:_HELD]
+        added = _SLOT_BYTES * len(specs)
         if len(kept.geometries) > _GEOMETRIES:
             kept.geometries.popitem(last=False)
+            added = 0
+        kept.nbytes += added
+        self._bytes += added
+        self._trim()
 
     def has_program(self, digest: bytes) -> bool:
         """Whether that program is known."""
@@ -203,7 +216,7 @@ class Machine:
             return
         room = self.memory_limit - resident()
         if not self.residency.bring(used, room - nbytes):
-            raise TooLarge(nbytes, room, list(held[:8]))
+            raise TooLarge(nbytes, room, list(held))
 
     def _checked(
         self, program: bytes, geometry: bytes, inputs: list[torch.Tensor], params: list[Any]
