@@ -233,6 +233,7 @@ def _read_badly(bad: torch.Tensor, how: Callable[[torch.Tensor], Any]) -> tuple[
     pytest.fail("it does not fail")
 
 
+@pytest.mark.in_process("what a worker's client raises it raises elsewhere")
 @pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize(
     "how",
