@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -17,6 +18,8 @@ from torch import nn
 import marid
 from marid.frontend import ahead, handles
 from marid.frontend.engines import local_engine as engine
+from marid.graph.node import Draw
+from marid.graph.twister import Twisters
 from marid.native import library
 from tests.helpers import DEVICE, interrupted
 
@@ -32,6 +35,8 @@ LOOPS = 12
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ahead, "_processors", lambda: 1 << 20)
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    for index in range(handles.device_count):
+        handles.tape(index).piece = 0
     yield
     torch.remote_accelerator.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
     for index in range(handles.device_count):
@@ -81,6 +86,28 @@ def test_a_loop_runs_ahead_and_gives_eager_losses() -> None:
     assert pieces[:2] == [False, False]
     assert all(pieces[4:])
     assert marid.stats().pending_nodes == 0
+
+
+def test_what_cannot_be_done_on_the_devices_thread_is_done_on_the_users(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So is what waits behind it: it counted as run, and somebody reads it."""
+    at, refused = Twisters.at, []
+
+    def at_home(self: Twisters, draw: Draw) -> torch.Generator:
+        if library.marid_queue_is_here():  # pyright: ignore[reportOptionalMemberAccess]
+            refused.append(draw)
+            time.sleep(0.05)  # by then somebody waits for what comes after it
+            raise RuntimeError("not here")
+        return at(self, draw)
+
+    step = _model("cpu")
+    losses = [step().item() for _ in range(LOOPS)]
+    monkeypatch.setattr(Twisters, "at", at_home)
+    step = _model(DEVICE)
+    with caplog.at_level(logging.CRITICAL, logger="marid"):
+        assert [step().item() for _ in range(LOOPS)] == losses
+    assert refused
 
 
 def test_what_passes_made_one_result_of_is_found_by_what_runs_next() -> None:

@@ -155,6 +155,9 @@ _REFUSED: list[Callable[[int, str], Any]] = [
     lambda n, device: F.linear(torch.ones(3, n, device=device), torch.ones(4, 2, device=device)),
     lambda n, device: torch.ones(2, device=device).add_(torch.ones(n, 1, device=device).squeeze(1)),
     lambda n, device: torch.ones(3, n, device=device).index_select(n - 1, torch.zeros(1, 1, dtype=int, device=device)),
+    lambda n, device: torch.ones(3, n, device=device).index_put_(
+        (torch.zeros(1, dtype=int, device=device),), torch.ones(2, device=device)
+    ),
 ]
 
 
@@ -178,6 +181,24 @@ def test_new_sizes_are_refused_as_by_eager(call: Callable[[int, str], Any], n: i
 
 
 @needs_module
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.fft.rfft2(x),
+        lambda x: torch.fft.hfft2(x + 0j).sign(),
+        lambda x: torch.linalg.eig(torch.eye(len(x), device=x.device))[1],
+        lambda x: torch.nonzero_static(x, size=3),
+    ],
+)
+def test_large_calls_lie_in_memory_as_those_of_eager(call: Callable[[torch.Tensor], Any]) -> None:
+    """Also where the meta kernel says something else: it is not believed where it was wrong about small sizes."""
+    for rows, columns in ((200, 300), (3, 4), (256, 128)):
+        x = torch.ones(rows, columns)
+        expected, found = call(x), call(x.to(DEVICE))
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.cpu(), expected)
+
+
 def test_a_derivation_that_a_probe_contradicts_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that gets strides wrong is asked no more for that pattern; what is recorded is right."""
     asked = 0

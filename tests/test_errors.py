@@ -233,6 +233,7 @@ def _read_badly(bad: torch.Tensor, how: Callable[[torch.Tensor], Any]) -> tuple[
     pytest.fail("it does not fail")
 
 
+@pytest.mark.in_process("what a worker's client raises it raises elsewhere")
 @pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize(
     "how",
@@ -259,6 +260,66 @@ def test_an_error_that_was_dropped_keeps_nothing_alive(how: Callable[[torch.Tens
         gc.enable()
     assert f"written at {__file__}:{written}" in text
     assert f"read at {__file__}:" in text
+
+
+def test_what_is_recorded_on_a_failed_value_fails_likewise() -> None:
+    """Also where nobody asks for it: everything that is pending runs, or what it reads is overwritten."""
+    bad, _ = _out_of_range()
+    with pytest.raises(MaterializationError):
+        bad.tolist()
+    double, x, y = bad * 2, torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE)
+    both = x + y + bad
+    torch.remote_accelerator.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
+    more = x + bad, y + bad
+    assert x.add_(1).tolist() == [1, 1]
+    torch.ops.marid_tests.scale_(y.add_(1), 3.0)
+    assert y.tolist() == [3, 3]
+    for lost in (double, both, *more):
+        with pytest.raises(MaterializationError, match="index_select"):
+            lost.tolist()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_who_reads_what_a_failed_write_left_is_told_once(monkeypatch: pytest.MonkeyPatch, view: bool) -> None:
+    """An error that came up where nobody asked for anything is not lost with the write that it prevented."""
+    monkeypatch.setattr(marid.settings, "max_pending_nodes", 1000)
+    x, y = torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE)
+    x.add_(1).materialize()  # type: ignore[attr-defined]
+    (x[:1] if view else x).add_(_out_of_range()[0].sum())
+    x.mul_(2)
+    for _ in range(3000):
+        y = y + 1
+    assert marid.stats().automatic_cuts
+    later = x * 3
+    with pytest.raises(MaterializationError, match="index_select"):
+        (x[1:] if view else x).tolist()
+    assert x.tolist() == [1, 1]
+    with pytest.raises(MaterializationError, match="index_select"):
+        later.tolist()
+    assert x.add_(1).tolist() == [2, 2]
+
+
+def test_synchronize_tells_of_failed_writes() -> None:
+    """Once is enough."""
+    x = torch.zeros(2, device=DEVICE)
+    x.add_(_out_of_range()[0].sum())
+    with pytest.raises(MaterializationError, match="index_select"):
+        torch.remote_accelerator.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
+    assert x.tolist() == [0, 0]
+
+
+def test_what_is_written_with_a_value_that_is_known_to_have_failed() -> None:
+    """It was told of the value, not of the write."""
+    bad, _ = _out_of_range()
+    x = torch.zeros(2, device=DEVICE)
+    x.add_(bad)
+    with pytest.raises(MaterializationError):
+        bad.tolist()
+    assert x.tolist() == [0, 0]
+    x.add_(bad)
+    with pytest.raises(MaterializationError):
+        x.tolist()
+    assert x.tolist() == [0, 0]
 
 
 class _Coded(RuntimeError):

@@ -166,6 +166,21 @@ def test_numbers_may_change_between_runs() -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_a_boolean_in_the_place_of_a_tensor_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no Python runs: the table does not stop there."""
+    x = torch.rand(2, 3)
+    lazy = x.to(DEVICE)
+
+    def run() -> None:
+        assert_same((lazy * True).sum(), (x * True).sum())
+        assert_same((lazy.bool() ^ True).to(torch.int8) + False, (x.bool() ^ True).to(torch.int8) + False)
+
+    run()
+    monkeypatch.setattr(flat.FlatProgram, "interpret", None)
+    run()
+
+
+@pytest.mark.usefixtures("way")
 def test_an_operation_that_fails_says_the_same_every_time() -> None:
     """Type and message are those of the first run, in whichever way it ran; later reads work."""
     x = torch.rand(5, 3, device=DEVICE)

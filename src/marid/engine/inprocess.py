@@ -148,13 +148,7 @@ class InProcessEngine:
             if ahead and room is None and self._launch(task, form, give_back):
                 return form.transient_bytes
             self._drain()
-            task.resolve()
-            self._depth += 1
-            try:
-                with KernelWarnings(), concretely(), self.arena.run(form.placement):
-                    self._conclude(task, lambda: form.run(task.inputs, task.params, self._twisters.at, task))
-            finally:
-                self._depth -= 1
+            self._perform(task, form)
             return form.transient_bytes
 
     def wait(self, values: Sequence[Value] | None = None, need: Need = "run") -> bool:  # noqa: ARG002
@@ -260,6 +254,16 @@ class InProcessEngine:
             self._drain()
             self.arena.trim()
 
+    def _perform(self, task: Task, form: Way) -> None:
+        """Run a task on this thread, now that nothing is in flight."""
+        task.resolve()
+        self._depth += 1
+        try:
+            with KernelWarnings(), concretely(), self.arena.run(form.placement):
+                self._conclude(task, lambda: form.run(task.inputs, task.params, self._twisters.at, task))
+        finally:
+            self._depth -= 1
+
     def _launch(self, task: Task, form: Way, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
         if self._depth or not form.in_cpp:
@@ -326,7 +330,8 @@ class InProcessEngine:
             self._recover()
 
     def _recover(self) -> None:
-        """An operation raised on the device's thread: do it again here, and take back all that follows."""
+        """An operation raised on the device's thread: do it again here, and take back all that follows. Where it does
+        not raise here, what follows is done here too: it counted as run."""
         assert library is not None
         failed, *following = self._flights
         self._flights.clear()
@@ -338,9 +343,15 @@ class InProcessEngine:
         failed.take_back()
         failed.warn()
         run, task, form = failed.run, failed.task, failed.form
+        behind = deque((flight.task, flight.form) for flight in following)
         del failed, following
-        with KernelWarnings(), concretely():
-            self._conclude(task, lambda: form.resume(run, task.params, self._twisters.at))
+        try:
+            with KernelWarnings(), concretely():
+                self._conclude(task, lambda: form.resume(run, task.params, self._twisters.at))
+            while behind:
+                self._perform(*behind.popleft())
+        finally:
+            behind.clear()  # whoever keeps an error must not keep what waited behind it
 
     def _forget(self, flight: Flight) -> None:
         del self._by_job[flight.job]

@@ -17,6 +17,7 @@ import torch
 
 from marid.frontend import handles, infer
 from marid.frontend.rules import rules, same_as
+from marid.frontend.smaller import Smaller, sizes_of
 from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.native import module
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["deriver_of"]
 
 _PATTERNS = 4096
-_SMALL = 5
 # Operators that ask for more than there is without data: for the storage behind an argument, for the CPU's backends, or
 # for sizes that only the CPU's kernel looks at.
 _ASK_FOR_MORE = {
@@ -34,6 +34,7 @@ _ASK_FOR_MORE = {
     *(torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default),
     *(torch.ops.aten._convolution.default, torch.ops.aten.convolution_overrideable.default),
     *(torch.ops.aten.fractional_max_pool2d.default, torch.ops.aten.fractional_max_pool3d.default),
+    *(torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default),
 }
 
 Deriver = Callable[["Recorder", Any, tuple[Any, ...], Any, tuple[Value, ...]], "Known | None"]
@@ -67,9 +68,7 @@ class _Derivation:
     def __init__(self, recorder: Recorder, returned: Callable[[Any, Any], Any]) -> None:
         self._returned = returned
         self._trusted: dict[Any, bool] = {}
-        formals = recorder.func._schema.arguments
-        self._sizes: set[Any] = {a.name for a in formals if _is_size(a)}
-        self._sizes |= {index for index, a in enumerate(formals) if _is_size(a)}
+        self._sizes = sizes_of(recorder.func)
 
     def __call__(
         self, recorder: Recorder, key: Any, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
@@ -118,7 +117,7 @@ class _Derivation:
         ran, seen = infer.probe(_request(recorder, args, kwargs, values), rule)
         if not ran or seen is not None:
             return ran and seen == rule
-        small = _Small(self._sizes).call(args, kwargs, values)
+        small = Smaller(self._sizes).call(args, kwargs, values)
         expected = self.rule(recorder, *small)
         if expected is not None:
             ran, seen = infer.probe(_request(recorder, *small), expected)
@@ -129,50 +128,6 @@ class _Derivation:
 def _request(recorder: Recorder, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]) -> infer.Request:
     device = values[0].spec.device  # pyright: ignore[reportOptionalMemberAccess]
     return recorder.request(args, kwargs, values, [values.index(value) for value in values], device)
-
-
-class _Small:
-    """The same call with small sizes: equal ones stay equal and different ones different."""
-
-    def __init__(self, sizes: set[Any]) -> None:
-        self._sizes = sizes
-        self._smaller: dict[int, int] = {}
-        self._values: dict[Value, Value] = {}
-
-    def call(
-        self, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
-    ) -> tuple[tuple[Any, ...], Any, tuple[Value, ...]]:
-        for value in values:
-            self._values[value] = self._shrunk(value)
-        placed = tuple([self._place(arg, index in self._sizes) for index, arg in enumerate(args)])
-        named = kwargs and tuple([(name, self._place(arg, name in self._sizes)) for name, arg in kwargs])
-        return placed, named, tuple([self._values[value] for value in values])
-
-    def _shrunk(self, value: Value) -> Value:
-        of = value.spec
-        assert of is not None
-        for size in of.shape:
-            if size > _SMALL:
-                self._smaller.setdefault(size, _SMALL + 1 + len(self._smaller))
-        shape = tuple([self._smaller.get(size, size) for size in of.shape])
-        spec = handles.spec(shape, infer.dense_like(shape, of.stride), 0, of.dtype, of.device, of.conj, of.neg)
-        return Node(0, None, None, None, spec, None, None, None)
-
-    def _place(self, arg: Any, is_size: bool) -> Any:
-        kind = type(arg)
-        if kind is Node or kind is Output:
-            return self._values[arg]
-        if kind is tuple:
-            return tuple([self._place(item, is_size) for item in arg])
-        return self._smaller.get(arg, arg) if is_size and kind is int else arg
-
-
-def _is_size(argument: Any) -> bool:
-    """Whether an argument of a schema is a size, a place, or a list of these: what may be symbolic elsewhere."""
-    type_ = argument.real_type
-    while hasattr(type_, "getElementType"):
-        type_ = type_.getElementType()
-    return type_.kind() == "SymIntType"
 
 
 def _blurred(part: Any, is_size: bool) -> Any:

@@ -31,6 +31,7 @@ from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.materialize import bytes_of, optimizer_stepped, run_everything, wait_anyway
 from marid.frontend.record import follow_default_dtype
 from marid.frontend.tensor import LazyTensor
+from marid.graph.node import tell
 from marid.report.stats import counters
 from marid.semantics import scopes
 
@@ -230,6 +231,7 @@ def synchronize(device: Any = None) -> None:
     error = run_everything(handles.tape(_index(device)))
     try:
         if error is not None:
+            tell(error)
             raise error
     finally:
         del error  # which has this frame in its traceback

@@ -89,7 +89,8 @@ def hold_back() -> Iterator[None]:
 
 
 def pending_nodes(tensor: Any) -> list[Node]:
-    """The nodes that must run before ``tensor`` has its value: what makes it, and the newest write to its memory."""
+    """The nodes that must run before ``tensor`` has its value: what makes it, and the newest write to its memory. They
+    may have failed."""
     found: list[Node] = []
     value = tensor._value
     if value.concrete is None:
@@ -123,6 +124,7 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
     waited = False
     rhythm = _rhythms[tape.device]
     while True:
+        tape.fail_dependents()  # what was recorded since the failure
         asked = [node for tensor in tensors for node in pending_nodes(tensor)]
         piece = 0 if site is None else rhythm.piece(site, tape)
         if site is not None:
@@ -169,6 +171,7 @@ def wait_for(tensors: list[Any] | None = None, need: Need = "run") -> bool:
 
 def run_anyway(tape: Tape, nodes: Iterable[Node]) -> None:
     """Have these nodes run, and wait for all that runs; failures are raised where their values are read."""
+    tape.fail_dependents()
     for node in nodes:
         while node.args is not None:
             with contextlib.suppress(MaterializationError):
@@ -254,6 +257,7 @@ def run_everything(tape: Tape, wait: bool = True) -> LazyTensorError | None:
     on it. Runs nothing more when memory does not suffice."""
     first = None
     while True:
+        tape.fail_dependents()
         try:
             if nodes := tape.pending():
                 run_pending(tape, nodes, not wait)

@@ -472,5 +472,6 @@ if module is not None:
         capture_site=capture_site,
         state=state,
         storage_of=storage_of,
+        last_write=last_write,
     )
     module.use(_recorders)

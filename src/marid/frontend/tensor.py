@@ -104,7 +104,7 @@ class LazyTensor(torch.Tensor):
 
     def _operation_node(self) -> Node:
         write = last_write(self._storage)
-        if write is not None and self._value in values_in(write.args[:1]):  # pyright: ignore[reportOptionalSubscript]
+        if write is not None and write.args is not None and self._value in values_in(write.args[:1]):
             return write
         return self._value.node
 

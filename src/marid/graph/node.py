@@ -27,6 +27,7 @@ __all__ = [
     "Storage",
     "Value",
     "fail",
+    "fail_like",
     "failure_of",
     "failures",
     "finish",
@@ -35,6 +36,7 @@ __all__ = [
     "placed",
     "raise_failure",
     "root_of",
+    "tell",
     "values_in",
 ]
 
@@ -224,9 +226,19 @@ def finish(node: Node) -> None:
 
 
 def fail(node: Node, error: Exception) -> None:
-    """Note that a node has failed: whoever asks for its value gets ``error``. A failed write leaves memory as it is."""
+    """Note that a node has failed: whoever asks for its value gets ``error``. A failed write leaves memory as it is;
+    whoever reads that gets the error, once, if nobody has been told of it by then."""
     finish(node)
+    error.__dict__.setdefault(_TOLD, _Told())
     failures[node] = _without_frames(error)
+
+
+def fail_like(node: Node, other: Node) -> None:
+    """The same for a node that needs one that has failed."""
+    error = _without_frames(failures[other])
+    if error.__dict__[_TOLD].yet:
+        error.__dict__[_TOLD] = _Told()  # it was recorded since
+    fail(node, error)
 
 
 def failure_of(node: Node) -> Exception | None:
@@ -236,9 +248,29 @@ def failure_of(node: Node) -> Exception | None:
 
 
 def raise_failure(node: Node) -> None:
-    """Raise the error of a node that failed, if it did."""
+    """Raise the error of a node that failed, if it did, to the user."""
     if node in failures:
+        tell(failures[node])
         raise _without_frames(failures[node])  # in no variable: the frame is in the error's traceback
+
+
+def tell(error: Exception) -> None:
+    """Note that the user is told of an error, in this or another copy."""
+    told = error.__dict__.get(_TOLD)
+    if told is not None:
+        told.yet = True
+
+
+class _Told:
+    """Whether the user has been told of a failure: shared by all copies of its error."""
+
+    __slots__ = ("yet",)
+
+    def __init__(self) -> None:
+        self.yet = False
+
+
+_TOLD = "_marid_told"
 
 
 def _without_frames(error: Exception) -> Exception:
@@ -274,10 +306,11 @@ def root_of(value: Value) -> Value:
 
 
 def last_write(storage: Storage | None) -> Node | None:
-    """The pending write that a reader of ``storage`` must see, if any."""
+    """The write that a reader of ``storage`` must see, if any: a pending one, or one that failed unnoticed."""
     if storage is None or storage.last_write is None:
         return None
-    if storage.last_write.args is None:
+    write = storage.last_write
+    if write.args is None and (write not in failures or failures[write].__dict__[_TOLD].yet):
         storage.last_write = None
     return storage.last_write
 

@@ -16,7 +16,7 @@ import operator
 import weakref
 from collections.abc import Callable
 
-from marid.graph.node import Node, Output, Spec, Value, fail, failure_of, input_values, raise_failure, root_of
+from marid.graph.node import Node, Output, Spec, Value, fail_like, failures, input_values, raise_failure, root_of
 
 __all__ = ["Tape", "accelerate"]
 
@@ -152,12 +152,14 @@ class Tape:
         return sorted(chosen, key=_sequence_of)
 
     def fail_dependents(self) -> None:
-        """After a failure: what needs a failed value can never run, and fails with the same error."""
+        """After a failure: what needs a failed value, or must see a failed write, can never run, and fails likewise."""
+        if not failures:
+            return
         for node in self.pending():
-            errors = [failure_of(value.node) for value in input_values(node) if value.concrete is None]
-            error = next((error for error in errors if error is not None), None)
-            if error is not None:
-                fail(node, error)
+            needed = [value.node for value in input_values(node) if value.concrete is None]
+            failed = next((one for one in (*needed, *(node.after or ())) if one in failures), None)
+            if failed is not None:
+                fail_like(node, failed)
 
     def note_resident(self, values: list[Value]) -> None:
         """Remember values that now hold memory."""

@@ -63,7 +63,7 @@ struct Cut {
 
 // Raise the error of a node that failed, if it did.
 bool has_failed(PyObject* of) {
-  if (PyDict_GET_SIZE(failed) == 0) return false;
+  if (!marid::any_failed()) return false;
   return !Ref(PyObject_CallOneArg(raise_failure, of));
 }
 
@@ -384,6 +384,8 @@ PyObject* configure_cuts(PyObject*, PyObject*, PyObject* names) {
 }  // namespace
 
 namespace marid {
+
+bool any_failed() { return PyDict_GET_SIZE(failed) > 0; }
 
 void deliver(PyObject* of, PyObject* results) {
   Ref outputs = Ref::to(task.at(of, kOutputs)), nodes = Ref::to(task.at(of, kNodes));

@@ -218,6 +218,10 @@ int marid_program_argument(void* given, int kind, int64_t index) {
   Instruction& instruction = static_cast<Program*>(given)->instructions.back();
   const c10::Argument& formal = instruction.op.schema().arguments()[instruction.args.size()];
   Type type = classify(formal.type());
+  if (kind == kConstant && type == Type::kTensor) {
+    c10::IValue& constant = static_cast<Program*>(given)->constants[index];
+    if (constant.isBool()) constant = number_of({'b', constant.toBool(), 0, 0}, type);
+  }
   instruction.draws = instruction.draws || kind == kDraw;
   instruction.args.push_back({static_cast<Kind>(kind), index, type, formal.N().value_or(0)});
   return type == Type::kOther && (kind == kParam || kind == kList) ? 0 : 1;

@@ -45,6 +45,9 @@ class InterpreterLock {
 // Give the values of a task their tensors; its nodes have run. (cut.cpp, as graph/program.py's `deliver`.)
 void deliver(PyObject* task, PyObject* results);
 
+// Whether there are nodes that failed. (cut.cpp)
+bool any_failed();
+
 // A function of another signature than `PyMethodDef` has.
 template <typename Function>
 PyCFunction fast(Function function) {

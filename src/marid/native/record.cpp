@@ -39,6 +39,7 @@ PyObject* torch_function;  // of handles
 PyObject *not_recorded, *bucket;  // see frontend/calls.py
 PyObject *sites, *internal, *capture_site, *thread_state;  // see semantics/scopes.py
 PyObject* storage_of;  // see frontend/handles.py
+PyObject* last_write_of;  // see graph/node.py
 PyObject* recorders;  // by identity of the operator
 PyObject *storage_name, *scope_name, *backward_name, *pattern_name, *address_name;  // attributes
 
@@ -84,11 +85,12 @@ Ref current_scope() {
 
 // --- the order of reads and writes -----------------------------------------------------------------------------------
 
-// The pending write that a reader must see, if any; borrowed.
+// The write that a reader must see, if any: a pending one, or one that failed unnoticed (graph/node.py). Borrowed.
 PyObject* last_write(PyObject* of) {
   PyObject* write = storage.at(of, kLastWrite);
   if (write == Py_None) return nullptr;
   if (node.at(write, kArgs) != Py_None) return write;
+  if (any_failed() && Ref(PyObject_CallOneArg(last_write_of, of)).get() == write) return write;
   storage.set(of, kLastWrite, Ref::to(Py_None));
   return nullptr;
 }
@@ -127,6 +129,7 @@ bool order(PyObject* of, PyObject* on, const Call& call, PyObject* writes) {
   for (const Ref& own : storages) {
     if (own.get() == Py_None) continue;
     if (PyObject* write = last_write(own.get())) after.push_back(write);
+    if (PyErr_Occurred()) return false;
   }
   for (size_t index : written) {
     PyObject* own = storages[index].get();
@@ -360,7 +363,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"not_recorded", &not_recorded},
       {"bucket", &bucket}, {"sites", &sites}, {"internal", &internal}, {"capture_site", &capture_site},
-      {"state", &thread_state}, {"storage_of", &storage_of}};
+      {"state", &thread_state}, {"storage_of", &storage_of}, {"last_write", &last_write_of}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);

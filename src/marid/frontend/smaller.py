@@ -1,0 +1,78 @@
+"""A call with small sizes in place of large ones, to find out cheaply what kernels make of it.
+
+Equal sizes stay equal and different ones different, 0 and 1 stay what they are, and so does the order of dimensions in
+memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marid.frontend import handles
+from marid.graph.node import Node, Output, Value
+
+__all__ = ["SMALL", "Smaller", "dense_like", "sizes_of"]
+
+SMALL = 5
+
+
+class Smaller:
+    """The same call with small sizes. ``sizes`` are the arguments that are sizes: see ``sizes_of``."""
+
+    def __init__(self, sizes: set[Any]) -> None:
+        self._sizes = sizes
+        self._smaller: dict[int, int] = {}
+        self._values: dict[Value, Value] = {}
+
+    def call(
+        self, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
+    ) -> tuple[tuple[Any, ...], Any, tuple[Value, ...]]:
+        """Arguments as they are recorded, and the values among them."""
+        for value in values:
+            if value not in self._values:
+                self._values[value] = self._shrunk(value)
+        placed = tuple([self._place(arg, index in self._sizes) for index, arg in enumerate(args)])
+        named = kwargs and tuple([(name, self._place(arg, name in self._sizes)) for name, arg in kwargs])
+        return placed, named, tuple([self._values[value] for value in values])
+
+    def _shrunk(self, value: Value) -> Value:
+        of = value.spec
+        assert of is not None
+        for size in of.shape:
+            if size > SMALL:
+                self._smaller.setdefault(size, SMALL + 1 + len(self._smaller))
+        shape = tuple([self._smaller.get(size, size) for size in of.shape])
+        spec = handles.spec(shape, dense_like(shape, of.stride), 0, of.dtype, of.device, of.conj, of.neg)
+        return Node(0, None, None, None, spec, None, None, None)
+
+    def _place(self, arg: Any, is_size: bool) -> Any:
+        kind = type(arg)
+        if kind is Node or kind is Output:
+            return self._values[arg]
+        if kind is tuple:
+            return tuple([self._place(item, is_size) for item in arg])
+        return self._smaller.get(arg, arg) if is_size and kind is int else arg
+
+
+def sizes_of(func: Any) -> set[Any]:
+    """The positions and names of those arguments of an operator that are sizes, places, or lists of these: what may be
+    symbolic elsewhere."""
+    formals = [(index, formal) for index, formal in enumerate(func._schema.arguments) if _is_size(formal)]
+    return {index for index, _ in formals} | {formal.name for _, formal in formals}
+
+
+def _is_size(argument: Any) -> bool:
+    type_ = argument.real_type
+    while hasattr(type_, "getElementType"):
+        type_ = type_.getElementType()
+    return type_.kind() == "SymIntType"
+
+
+def dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Dense strides in the memory order of ``stride``; dimensions of stride 0 stay expanded."""
+    result, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        if stride[dim] != 0:
+            result[dim] = step
+            step *= max(shape[dim], 1)
+    return tuple(result)
