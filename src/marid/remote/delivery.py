@@ -226,7 +226,7 @@ class Delivery:
             except RequestFailed:
                 pass  # seen to below
             except KeyboardInterrupt:
-                self._cancel()
+                self.cancel()
                 raise
             self.settle()
         return waited
@@ -349,7 +349,7 @@ class Delivery:
         self.journal.remove(gone)
         return kept
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
         """Ctrl-C: have the worker stop between two operations, and take back what it has not done. Replays cannot be
         taken back: where there is one, the wait ends and the work does not."""
         if any(isinstance(step, ReplayWork) for _, step in self._asked):

@@ -337,7 +337,7 @@ class RemoteEngine:
     def cancel(self) -> None:
         """Have the worker stop what it was sent; what it has not done is pending again, where that can be."""
         with self.lock:
-            self.delivery._cancel()
+            self.delivery.cancel()
 
     def ask(self, request: Request) -> AskWork:
         """Ask the worker, without waiting."""

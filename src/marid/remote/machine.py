@@ -250,8 +250,8 @@ class Machine:
         if op.factory and self.device.type != "cpu" and any(a.name == "device" for a in op.func._schema.arguments):
             kwargs = {**kwargs, "device": self.device}
         with concretely():
-            func = op.func if drawn is None else drawing_on(self.device, op).call
-            return perform(func, args, kwargs, tensors, drawn)
+            drawing = op if drawn is None else drawing_on(self.device, op)
+            return perform(op.func if drawing is op else drawing, args, kwargs, tensors, drawn)
 
     def trim(self) -> None:
         """Give back memory that is only kept to be used again."""

@@ -90,7 +90,11 @@ class ClientSocket:
         """The other side does not accept the key, or the lack of one."""
         self.dropped = False
         """The connection ended before that was decided: the other side may have another key, or the network broke."""
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def send(self, header: bytes, segments: list[Any]) -> int:
         """Send a message, without waiting and without copying segments; its bytes."""
