@@ -103,3 +103,25 @@ def test_the_graph_layer_knows_nothing_of_recording() -> None:
     """Pure data: it imports PyTorch and itself, and nothing else of marid."""
     outside = [(a, b) for a, b in _edges(everywhere=True) if a.startswith("graph") and not b.startswith("graph")]
     assert not outside
+
+
+_FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "asarray", "rand"}
+
+
+def _says_nowhere(node: ast.AST) -> bool:
+    """Whether it is a call like ``torch.empty(3)``."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in _FACTORIES
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    )
+
+
+def test_factories_say_where() -> None:
+    """A user's ``torch.set_default_device`` also holds for calls in here, wherever they are not below all dispatch."""
+    own = [path for path in ROOT.rglob("*.py") if "bench" not in path.relative_to(ROOT).parts]
+    nodes = [(path.name, node) for path in own for node in ast.walk(ast.parse(path.read_text()))]
+    assert not [f"{name}:{node.lineno}" for name, node in nodes if _says_nowhere(node)]  # pyright: ignore[reportAttributeAccessIssue]

@@ -55,6 +55,17 @@ def test_a_step_is_one_message_there_and_one_back() -> None:
     assert (traffic.messages_up - before[0], traffic.messages_down - before[1]) == (1, 1)
 
 
+def test_a_default_device_is_for_the_user_alone() -> None:
+    """What Marid makes of what comes back lies on the host, also where no dispatch has begun."""
+    with torch.device(FIRST):
+        x = torch.arange(6.0).reshape(2, 3)
+        assert x.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+        assert x.numpy(force=True).sum() == 15
+        assert torch.arange(40.0).tolist() == list(range(40))
+        assert torch.nonzero(x).device == torch.device(FIRST)
+        assert torch.randn(3, generator=torch.Generator(device=FIRST)).cpu().device.type == "cpu"
+
+
 def test_what_repeats_is_not_sent_again() -> None:
     """A step that is known takes a digest, handles and numbers."""
     w, traffic = torch.randn(16, 16, device=FIRST), engine().delivery.link.counts

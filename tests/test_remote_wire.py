@@ -476,7 +476,7 @@ def test_malformed_requests_are_refused(data: Any) -> None:
 
 
 def test_chunks_are_kept_by_owner_within_the_limit() -> None:
-    store = ChunkStore(3 * (CHUNK_BYTES + 200))
+    store = ChunkStore(3 * (CHUNK_BYTES + 2000))
     data = torch.randint(0, 256, (4 * CHUNK_BYTES + 5,), dtype=torch.uint8)
     chunks = list(chunks_of(memory_of(data)))
     assert [len(piece) for _, piece in chunks] == [CHUNK_BYTES] * 4 + [5]

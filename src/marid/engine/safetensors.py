@@ -80,7 +80,8 @@ def _entry(path: Any, name: str, entry: Any, data: mmap.mmap, start: int) -> Ent
     if offsets[1] - offsets[0] != count * dtype.itemsize or start + offsets[1] > len(data):
         raise ValueError(f"tensor {name!r} in {path} has more or fewer bytes than its elements take")
     offset = start + offsets[0]
-    tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=offset) if count else empty
     return Entry(tensor.view(shape), offset)
 
 

@@ -22,7 +22,7 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
         return _copied(tensor) if tensor.nbytes >= _LARGE and tensor.is_cpu else tensor.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() == 0 or span == tensor.numel():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
     block = tensor.as_strided((span,), (1,)).clone()
     return block.as_strided(tensor.shape, tensor.stride(), 0)
 

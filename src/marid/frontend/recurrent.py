@@ -241,7 +241,7 @@ def _pack(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -
     input = aten.transpose.int(input, 0, 1) if batch_first else input
     steps, batch = input.shape[:2]
     with concretely():  # packing their numbers says where the elements go
-        numbers = torch.arange(steps * batch * min(1, input.numel())).reshape(steps, -1)
+        numbers = torch.arange(steps * batch * min(1, input.numel()), device="cpu").reshape(steps, -1)
         order, batch_sizes = aten._pack_padded_sequence.default(numbers, lengths, False)
         indices = [order // batch, order % batch]
     return aten.contiguous.default(aten.index.Tensor(input, indices)), batch_sizes

@@ -109,7 +109,7 @@ def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
             spec = target._value.spec
 
             def fill(of: torch.Tensor) -> torch.Tensor:
-                return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(of)
+                return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu").copy_(of)
 
             target._value = _uploaded(source, index, fill)._value
             return target

@@ -136,7 +136,7 @@ class Arrival:
 
     def __init__(self, ticket: bytes, nbytes: int) -> None:
         self.ticket = ticket
-        self.data = torch.empty(nbytes, dtype=torch.uint8)
+        self.data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.error: Exception | None = None
         self.patience = 0.0
         self.told = time.monotonic()

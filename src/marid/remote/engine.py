@@ -212,7 +212,7 @@ class RemoteEngine:
             storage = flat.untyped_storage()
             block.host = block.version, weakref.ref(storage)
         with concretely():
-            tensor = torch.empty(0, dtype=of.dtype).set_(storage, of.offset, of.shape, of.stride)
+            tensor = torch.empty(0, dtype=of.dtype, device="cpu").set_(storage, of.offset, of.shape, of.stride)
             if of.conj:
                 tensor = tensor.conj()
             return torch.ops.aten._neg_view.default(tensor) if of.neg else tensor

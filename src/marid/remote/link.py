@@ -29,7 +29,7 @@ from marid.remote.sockets import ClientSocket, Wake
 from marid.remote.specs import sizes_from
 from marid.remote.tensors import tensor_of
 from marid.remote.uninterrupted import Uninterrupted
-from marid.remote.wire import VERSION, as_int, as_list, decode, dtype_named, encode
+from marid.remote.wire import VERSION, as_bytes, as_int, as_list, decode, dtype_named, encode
 from marid.report.traffic import SocketCounts
 
 __all__ = ["Link", "LinkLost", "RequestFailed"]
@@ -430,9 +430,13 @@ def _refused(address: str, key: ClientKey | None) -> AuthenticationError:
 
 def _tensor_from(described: Any, segments: list[Any]) -> torch.Tensor:
     """The CPU tensor that a worker has sent. Raises ``WireError``."""
-    name, shape, stride, first, count = as_list(described, 5, "a tensor")
+    name, shape, stride, *where = as_list(described, 5, "a tensor")
     dtype = dtype_named(name)
     shape, stride = sizes_from(shape, stride, dtype)
+    packing = packing_of(shape, stride, dtype)
+    if len(where) == 1:
+        return tensor_of([as_bytes(where[0], packing.nbytes, "a small tensor")], packing, dtype, _CPU)
+    first, count = where
     first = as_int(first, 0, len(segments), "a segment")
     count = as_int(count, 0, len(segments) - first, "a number of segments")
-    return tensor_of(segments[first : first + count], packing_of(shape, stride, dtype), dtype, _CPU)
+    return tensor_of(segments[first : first + count], packing, dtype, _CPU)

@@ -58,7 +58,7 @@ class _Away:
             return
         assert self._file is not None
         self._file.seek(0)
-        kept = torch.empty(self.nbytes, dtype=torch.uint8)
+        kept = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         left = kept.numpy().data
         while left:
             left = left[self._file.readinto(left) :]

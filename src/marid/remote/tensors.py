@@ -31,7 +31,7 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype) -> torch
     sizes = [memoryview(piece).nbytes for piece in pieces]
     if sum(sizes) != nbytes or nbytes % dtype.itemsize:
         raise WireError(f"a tensor of {nbytes} bytes came with {sum(sizes)}")
-    block = torch.empty(nbytes, dtype=torch.uint8)
+    block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     # Not through numpy, after which the memory could not be resized any more (residency.py does).
     target = memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr() if nbytes else 0)).cast("B")
     start = 0

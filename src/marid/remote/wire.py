@@ -46,6 +46,8 @@ HEADER_BYTES = 1 << 20
 """The longest header."""
 SEGMENT_BYTES = 16 << 20
 """The longest segment; ZeroMQ drops a connection that announces a longer one, before memory is taken for it."""
+SMALL_BYTES = 16
+"""What is read of a tensor with no more bytes is in the header: a segment takes longer than a number does."""
 SEGMENTS = 256
 """The most segments in one message."""
 

@@ -26,9 +26,9 @@ from marid.remote.programs import digest_of
 from marid.remote.residency import ORDER
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
-from marid.remote.tensors import segments_of, tensor_of
+from marid.remote.tensors import memory_of, segments_of, tensor_of
 from marid.remote.waits import Waits
-from marid.remote.wire import SEGMENT_BYTES, SEGMENTS, dtype_name
+from marid.remote.wire import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES, dtype_name
 
 __all__ = ["Missing", "Workspace"]
 
@@ -190,10 +190,12 @@ class Workspace:
             if self.untaken and self.untaken + packing.nbytes > self._reply_bytes:
                 raise Refused("the client has not taken what it fetched before")
             data = packing.pack(tensor).cpu()
+        described = [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+        if packing.nbytes <= SMALL_BYTES:
+            return {"tensor": [*described, bytes(memory_of(data))]}
         first = len(self.segments)
         self.segments += segments_of(data)
-        shape, stride = list(tensor.shape), list(tensor.stride())
-        return {"tensor": [dtype_name(tensor.dtype), shape, stride, first, len(self.segments) - first]}
+        return {"tensor": [*described, first, len(self.segments) - first]}
 
     def _free(self, request: ask.Free) -> None:
         for handle in request.handles:

@@ -35,9 +35,9 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
     sizes = [shapes.create_symintnode(symbol, hint=hint) for symbol, hint in zip(symbols, hints, strict=True)]
     module = _Builder(description, len(sizes)).module()
     with mode:
-        examples = [torch.empty_strided(sizes, [0] * len(sizes))] if sizes else []
+        examples = [torch.empty_strided(sizes, [0] * len(sizes), device="cpu")] if sizes else []
         examples += [_empty(shape, sizes) for shape in description["inputs"] if shape["base"] < 0]
-        examples += [torch.empty((), dtype=_dtype(name)) for name in description["numbers"]]
+        examples += [torch.empty((), dtype=_dtype(name), device="cpu") for name in description["numbers"]]
         with torch.no_grad():
             made = module(*examples)
         _check_results(description, made, sizes)
@@ -79,7 +79,7 @@ def _number(value: Any, sizes: list[Any]) -> Any:
 
 def _empty(shape: dict[str, Any], sizes: list[Any]) -> torch.Tensor:
     size, stride = ([_number(n, sizes) for n in shape[key]] for key in ("size", "stride"))
-    return torch.empty_strided(size, stride, dtype=_dtype(shape["dtype"]))
+    return torch.empty_strided(size, stride, dtype=_dtype(shape["dtype"]), device="cpu")
 
 
 def _check_results(description: dict[str, Any], made: Any, sizes: list[Any]) -> None:

@@ -251,7 +251,7 @@ def _copies(part: Part, real: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _close(got: torch.Tensor, right: torch.Tensor) -> bool:

@@ -92,7 +92,7 @@ def _is_nothing(rewriter: Rewriter, node: fx.Node) -> bool:
 
 def _flushes_denormal() -> bool:
     # ``torch.set_flush_denormal``: then a product with 1 is not what it was
-    return (torch.tensor([1e-310], dtype=torch.float64) * 1).item() == 0
+    return (torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1).item() == 0
 
 
 def _confirmed(rewriter: Rewriter, node: fx.Node) -> bool:
