@@ -430,7 +430,10 @@ def _refused(address: str, key: ClientKey | None) -> AuthenticationError:
 
 def _tensor_from(described: Any, segments: list[Any]) -> torch.Tensor:
     """The CPU tensor that a worker has sent. Raises ``WireError``."""
-    name, shape, stride, *where = as_list(described, 5, "a tensor")
+    parts = as_list(described, 5, "a tensor")
+    if len(parts) < 4:
+        raise WireError("a tensor that was sent has four parts, or five")
+    name, shape, stride, *where = parts
     dtype = dtype_named(name)
     shape, stride = sizes_from(shape, stride, dtype)
     packing = packing_of(shape, stride, dtype)
