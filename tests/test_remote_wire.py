@@ -6,6 +6,7 @@ import math
 import random
 import resource
 import struct
+import weakref
 from typing import Any
 
 import msgpack
@@ -489,6 +490,67 @@ def test_chunks_are_kept_by_owner_within_the_limit() -> None:
     assert bytes(store.get(b"one", digests[4])) == bytes(chunks[4][1])
     with pytest.raises(WireError):
         store.put(b"one", digests[0], chunks[1][1])
+
+
+def test_chunks_stay_in_the_memory_of_the_tensor_they_became() -> None:
+    """Until somebody writes there, or it is given back; memory is kept for what is counted only."""
+    store = ChunkStore(16 * CHUNK_BYTES)
+    data = torch.randint(0, 256, (2 * CHUNK_BYTES + 5,), dtype=torch.uint8)
+    pieces = [(digest, bytes(piece)) for digest, piece in chunks_of(memory_of(data))]
+    digests = tuple(digest for digest, _ in pieces)
+    packing = packing_of(data.shape, data.stride(), torch.uint8)
+
+    def made() -> torch.Tensor:
+        for digest, piece in pieces:
+            store.put(b"one", digest, piece)
+        return tensor_of([store.get(b"one", digest) for digest in digests], packing, torch.uint8, CPU)
+
+    tensor = made()
+    counted = store.nbytes
+    store.place(b"one", digests, tensor.untyped_storage())
+    again = made()
+    store.place(b"one", digests, again.untyped_storage())  # they lie in the first
+    assert (store.missing(b"one", digests), store.nbytes) == ([], counted)
+    assert torch.equal(again, data)
+    again.zero_()
+    assert store.missing(b"one", digests) == []
+    kept = weakref.ref(tensor.untyped_storage())
+    del tensor
+    assert kept() is not None
+    assert store.get(b"one", digests[1]).obj.storage.nbytes() == len(data)
+    view = torch.empty(0, dtype=torch.uint8).set_(kept())
+    view[CHUNK_BYTES] += 1
+    assert store.get(b"one", digests[1]) is None
+    assert (len(store), store.nbytes) == (0, 0)
+    del view
+    assert kept() is None
+
+    tensor = made()
+    store.place(b"one", digests, tensor.untyped_storage())
+    tensor.untyped_storage().resize_(0)  # it waits elsewhere
+    assert store.missing(b"one", digests) == [0, 1, 2]
+
+    zeros = torch.zeros(2 * CHUNK_BYTES, dtype=torch.uint8)
+    ((digest, piece), _) = chunks_of(memory_of(zeros))
+    store.put(b"one", digest, bytes(piece))
+    store.place(b"one", (digest, digest), zeros.untyped_storage())
+    zeros += 1
+    assert bytes(store.get(b"one", digest)) == bytes(CHUNK_BYTES)
+
+
+def test_chunks_of_one_memory_go_together() -> None:
+    store = ChunkStore(4 * (CHUNK_BYTES + 2000))
+    data = torch.randint(0, 256, (3 * CHUNK_BYTES,), dtype=torch.uint8)
+    chunks = list(chunks_of(memory_of(data)))
+    digests = tuple(digest for digest, _ in chunks)
+    for digest, piece in chunks:
+        store.put(b"one", digest, bytes(piece))
+    store.place(b"one", digests, data.clone().untyped_storage())
+    other = torch.randint(0, 256, (2 * CHUNK_BYTES,), dtype=torch.uint8)
+    for digest, piece in chunks_of(memory_of(other)):
+        store.put(b"one", digest, bytes(piece))
+    assert store.missing(b"one", digests) == [0, 1, 2]
+    assert len(store) == 2
 
 
 # --- files of weights ------------------------------------------------------------------------------------------------

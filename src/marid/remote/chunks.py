@@ -6,13 +6,16 @@ other's chunks: whether somebody else has sent certain bytes is nobody's busines
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import blake3
+import torch
 
 from marid.errors import WireError
 
@@ -48,8 +51,36 @@ def file_pieces(path: str, offset: int, nbytes: int) -> Iterator[bytes]:
         os.close(descriptor)
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """The memory of a tensor that was made of chunks, which are kept there as long as nobody writes it."""
+
+    storage: torch.UntypedStorage
+    keys: list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in it a chunk lies."""
+
+    memory: _Memory
+    start: int
+    size: int
+
+    def read(self, digest: bytes) -> memoryview | None:
+        """Its bytes if they are still there."""
+        storage = self.memory.storage
+        if storage.nbytes() < self.start + self.size:
+            return None
+        array = (ctypes.c_char * self.size).from_address(storage.data_ptr() + self.start)
+        array.storage = storage  # pyright: ignore[reportAttributeAccessIssue]  # which lives as long as the view
+        data = memoryview(array).cast("B")
+        return data if blake3.blake3(data).digest() == digest else None
+
+
 class ChunkStore:
-    """The chunks that a worker keeps, at most ``limit`` bytes; the least recently used go first."""
+    """The chunks that a worker keeps, at most ``limit`` bytes; the least recently used go first. What became a tensor
+    of the host stays in its memory, and is not kept twice."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -66,24 +97,43 @@ class ChunkStore:
         if blake3.blake3(data).digest() != digest:
             raise WireError("a chunk does not have the digest that it was sent with")
         key = (owner, digest)
-        if key in self._chunks:
-            self._chunks.move_to_end(key)
-            return
-        size = memoryview(data).nbytes + _ENTRY
-        if size > self.limit:
+        size = _size(data) + _ENTRY
+        if size > self.limit or self.get(owner, digest) is not None:
             return
         self._chunks[key] = data
         self.nbytes += size
         while self.nbytes > self.limit:
-            _, oldest = self._chunks.popitem(last=False)
-            self.nbytes -= memoryview(oldest).nbytes + _ENTRY
+            self._drop(next(iter(self._chunks)))
+
+    def place(self, owner: bytes, digests: tuple[bytes, ...], storage: torch.UntypedStorage) -> None:
+        """These chunks are all that lies in this memory of the host now, one after the other. They stay there, unless
+        some stay elsewhere or twice: memory is kept for what is counted only."""
+        memory = _Memory(storage, [(owner, digest) for digest in digests])
+        chunks = [self._chunks[key] for key in memory.keys]
+        if len(set(digests)) != len(digests) or any(isinstance(chunk, _Place) for chunk in chunks):
+            return
+        start = 0
+        for key, chunk in zip(memory.keys, chunks, strict=True):
+            self._chunks[key] = _Place(memory, start, _size(chunk))
+            start += _size(chunk)
 
     def get(self, owner: bytes, digest: bytes) -> Any:
-        """The bytes of a chunk, or None."""
-        found = self._chunks.get((owner, digest))
+        """The bytes of a chunk, or None. To be used before anything else is done with tensors."""
+        key = (owner, digest)
+        found = self._chunks.get(key)
+        if isinstance(found, _Place):
+            found = found.read(digest)
+            if found is None:
+                self._drop(key)
         if found is not None:
-            self._chunks.move_to_end((owner, digest))
+            self._chunks.move_to_end(key)
         return found
+
+    def _drop(self, key: tuple[bytes, bytes]) -> None:
+        """Forget a chunk, and those that lie in one memory with it."""
+        chunk = self._chunks[key]
+        for each in chunk.memory.keys if isinstance(chunk, _Place) else [key]:
+            self.nbytes -= _size(self._chunks.pop(each)) + _ENTRY
 
     def missing(self, owner: bytes, digests: tuple[bytes, ...]) -> list[int]:
         """The positions of the chunks that are not there; those that are count as used."""
@@ -111,3 +161,7 @@ class ChunkStore:
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+
+def _size(chunk: Any) -> int:
+    return chunk.size if isinstance(chunk, _Place) else memoryview(chunk).nbytes

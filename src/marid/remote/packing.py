@@ -17,9 +17,10 @@ __all__ = ["Packing", "packing_of"]
 
 
 class Packing:
-    """How tensors of one shape, stride (elements) and item size (bytes) are packed. ``nbytes`` is what is sent."""
+    """How tensors of one shape, stride (elements) and item size (bytes) are packed. ``nbytes`` is what is sent;
+    ``is_dense`` says that this is their memory as it is."""
 
-    __slots__ = ("_core", "_dense", "_order", "nbytes", "shape", "span", "stride")
+    __slots__ = ("_core", "_order", "is_dense", "nbytes", "shape", "span", "stride")
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> None:
         self.shape = shape
@@ -30,7 +31,7 @@ class Packing:
         count = 0 if 0 in shape else math.prod(self._core)
         if not self._is_one_to_one():
             count = self.span
-        self._dense = count == self.span
+        self.is_dense = count == self.span
         self.nbytes = count * itemsize
 
     def _is_one_to_one(self) -> bool:
@@ -48,20 +49,20 @@ class Packing:
         negative bits must be resolved."""
         if self.nbytes == 0:
             return tensor.new_empty(0)
-        if self._dense:
+        if self.is_dense:
             return tensor.as_strided((self.span,), (1,)).clone()
         return self._ordered(tensor.as_strided(self._core, self.stride)).contiguous().reshape(-1).clone()
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same without copying, where the elements lie side by side; else None."""
-        return tensor.as_strided((self.span,), (1,)) if self._dense and self.nbytes else None
+        return tensor.as_strided((self.span,), (1,)) if self.is_dense and self.nbytes else None
 
     def unpack(self, elements: torch.Tensor) -> torch.Tensor:
         """The tensor of these elements (one-dimensional), with this shape and stride, in the memory of ``elements`` if
         that may be. Between elements are zeros."""
         if self.nbytes == 0:
             return elements.new_empty(self.span).as_strided(self.shape, self.stride)
-        if self._dense:
+        if self.is_dense:
             return elements.as_strided(self.shape, self.stride)
         block = elements.new_zeros(self.span)
         target = self._ordered(block.as_strided(self._core, self.stride))

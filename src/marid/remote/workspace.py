@@ -174,7 +174,10 @@ class Workspace:
             if lacking:
                 raise Missing("chunks are not here", lacking)
             pieces = found
-        self.keep(request.handle, tensor_of(pieces, packing, request.dtype, self.machine.device), "input")
+        made = tensor_of(pieces, packing, request.dtype, self.machine.device)
+        self.keep(request.handle, made, "input")
+        if request.digests and made.device.type == "cpu" and packing.is_dense:
+            self._chunks.place(self.owner, request.digests, made.untyped_storage())
 
     def _fetch(self, request: ask.Fetch) -> dict[str, Any]:
         tensor = self._tensor(request.handle)
