@@ -136,6 +136,34 @@ def test_a_call_on_a_lost_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.nonzero(fine).tolist() == [[1]]
 
 
+def test_asking_for_a_lost_tensor_keeps_no_frames() -> None:
+    """Each who asks gets an error of its own: what lives in the frames that one has passed is nobody else's affair."""
+    lost = on(1.0, 2.0) * 2
+    lost.cpu()
+    lost._value.concrete.block.error = WorkerLostError("gone")  # pyright: ignore[reportAttributeAccessIssue]
+    freed = []
+
+    class Mine:
+        def __del__(self) -> None:
+            freed.append(True)
+
+    def ask() -> None:
+        mine = Mine()
+        with pytest.raises(WorkerLostError, match="gone"):
+            lost.cpu()
+        del mine
+
+    def ask_and_keep() -> None:
+        mine = Mine()
+        assert mine
+        lost.cpu()
+
+    ask()
+    with contextlib.suppress(WorkerLostError):
+        ask_and_keep()
+    assert freed == [True, True]
+
+
 _LEFT = """
 import os, signal, torch, marid
 from marid.remote.connect import connection_of

@@ -38,6 +38,7 @@ __all__ = [
     "root_of",
     "tell",
     "values_in",
+    "without_frames",
 ]
 
 
@@ -230,12 +231,12 @@ def fail(node: Node, error: Exception) -> None:
     whoever reads that gets the error, once, if nobody has been told of it by then."""
     finish(node)
     error.__dict__.setdefault(_TOLD, _Told())
-    failures[node] = _without_frames(error)
+    failures[node] = without_frames(error)
 
 
 def fail_like(node: Node, other: Node) -> None:
     """The same for a node that needs one that has failed."""
-    error = _without_frames(failures[other])
+    error = without_frames(failures[other])
     if error.__dict__[_TOLD].yet:
         error.__dict__[_TOLD] = _Told()  # it was recorded since
     fail(node, error)
@@ -244,14 +245,14 @@ def fail_like(node: Node, other: Node) -> None:
 def failure_of(node: Node) -> Exception | None:
     """The error of a node that failed, new for each who asks."""
     error = failures.get(node) if failures else None
-    return None if error is None else _without_frames(error)
+    return None if error is None else without_frames(error)
 
 
 def raise_failure(node: Node) -> None:
     """Raise the error of a node that failed, if it did, to the user."""
     if node in failures:
         tell(failures[node])
-        raise _without_frames(failures[node])  # in no variable: the frame is in the error's traceback
+        raise without_frames(failures[node])  # in no variable: the frame is in the error's traceback
 
 
 def tell(error: Exception) -> None:
@@ -273,7 +274,7 @@ class _Told:
 _TOLD = "_marid_told"
 
 
-def _without_frames(error: Exception) -> Exception:
+def without_frames(error: Exception) -> Exception:
     """A copy of an error that has not been raised; its causes lose the frames that they were raised in."""
     cause = error.__cause__
     while cause is not None and (cause.__traceback__ is not None or cause.__context__ is not None):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from marid.engine.protocol import Geometry
-from marid.graph.node import Spec
+from marid.graph.node import Spec, without_frames
 
 __all__ = ["Block", "RemoteBuffer", "extent_of", "geometry_of_spec"]
 
@@ -45,6 +45,12 @@ class Block:
         """The role that the worker knows of."""
         self.host: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
         """A copy on the host that somebody may still have, and the version it is of."""
+
+    def check(self) -> None:
+        """Raise why its content is not to be had, if so: an error of its own for each who asks, since the frames that
+        one has passed live as long as it does."""
+        if self.error is not None:
+            raise without_frames(self.error)
 
 
 class RemoteBuffer:

@@ -22,7 +22,18 @@ from marid.engine.protocol import Called, Engine, Geometry, GiveBack, Need, Retu
 from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
 from marid.errors import LazyTensorError, MaterializationError
-from marid.graph.node import Draw, Node, Operation, Value, fail, failure_of, input_values, placed, values_in
+from marid.graph.node import (
+    Draw,
+    Node,
+    Operation,
+    Value,
+    fail,
+    failure_of,
+    input_values,
+    placed,
+    values_in,
+    without_frames,
+)
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
@@ -133,8 +144,7 @@ class RemoteEngine:
         with self.lock:
             self.delivery.settle()
             for buffer in inputs:
-                if buffer.block.error is not None:
-                    raise buffer.block.error
+                buffer.block.check()
             sized: Sized | None = prepared.ready
             if sized is None:
                 sized = prepared.ready = self._programs.find(prepared)
@@ -184,8 +194,7 @@ class RemoteEngine:
                 return self._read_whole(buffer)
             found = self._brought(buffer)
             while found is None:
-                if buffer.block.error is not None:
-                    raise buffer.block.error
+                buffer.block.check()
                 self._await(self._ask(buffer))
                 found = self._brought(buffer)
             buffer.brought = None
@@ -419,7 +428,7 @@ class RemoteEngine:
                 error = value.concrete.block.error if known else failure_of(value.node)
                 if error is not None:
                     fail(node, error)
-                    raise error.with_traceback(None)
+                    raise without_frames(error)
 
     def _raise_spoiled(self, values: Sequence[Value]) -> None:
         """Raise why one of these values cannot be had; whoever asks for it later gets that too."""
@@ -428,7 +437,7 @@ class RemoteEngine:
                 error = value.concrete.block.error
                 value.concrete = None
                 fail(value.node, error)
-                raise error.with_traceback(None)
+                raise without_frames(error)
 
 
 class _Read(FetchWork):

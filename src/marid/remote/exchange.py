@@ -90,15 +90,13 @@ def pack(device: Device, buffer: RemoteBuffer) -> RemoteBuffer:
     """A snapshot of a tensor, as bytes that other workers may be let collect; waits until there is one."""
     with device.lock:
         device.delivery.settle()
-        if buffer.block.error is not None:
-            raise buffer.block.error
+        buffer.block.check()
         of = buffer.geometry
         packed = _made(device, Geometry((packing_of(of.shape, of.stride, of.dtype).nbytes,), (1,), 0, torch.uint8))
         step = PackWork(buffer, packed, current_site())
         device.delivery.do(step)
         device.finish(step)
-        if packed.block.error is not None:
-            raise packed.block.error
+        packed.block.check()
         return packed
 
 
@@ -106,8 +104,7 @@ def reduce(device: Device, group: bytes, operation: str, buffer: RemoteBuffer) -
     """Have a tensor reduced with those of the other members of a group; ``finish`` waits for it."""
     with device.lock:
         device.delivery.settle()
-        if buffer.block.error is not None:
-            raise buffer.block.error
+        buffer.block.check()
         made = _made(device, buffer.geometry._replace(offset=0))
         step = ReduceWork(group, operation, buffer, made, current_site())
         device.delivery.do(step)
