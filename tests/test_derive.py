@@ -180,7 +180,6 @@ def test_new_sizes_are_refused_as_by_eager(call: Callable[[int, str], Any], n: i
             assert on_lazy == on_cpu
 
 
-@needs_module
 @pytest.mark.parametrize(
     "call",
     [
@@ -199,6 +198,7 @@ def test_large_calls_lie_in_memory_as_those_of_eager(call: Callable[[torch.Tenso
         assert torch.equal(found.cpu(), expected)
 
 
+@needs_module
 def test_a_derivation_that_a_probe_contradicts_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that gets strides wrong is asked no more for that pattern; what is recorded is right."""
     asked = 0

@@ -380,7 +380,7 @@ def test_a_fork_that_ends_leaves_the_workers_and_what_is_kept_for_them(tmp_path:
         "marid.settings.journal_memory = 0\n"
         "marid.connect(workers=1)\n"
         "x = torch.ones(1 << 20, device='cpu').to('remote_accelerator')\n"
-        "print(x.sum().item())\n"
+        "print(x.sum().item(), flush=True)\n"
         "before = connection_of(0).worker.process.pid\n"
         "child = os.fork()\n"
         "if child == 0:\n"

@@ -3,8 +3,7 @@
 For every new combination of operator, input specs and constants the operator runs twice: on meta tensors, and (where it
 is cheap) on small or shrunk CPU tensors of the same geometry filled with ones. The meta run predicts; the *probe* keeps
 it honest: it corrects strides where a meta kernel differs from the CPU kernel, and it raises what eager PyTorch raises.
-A large call is tried as it is only where the meta kernel is wrong about the same call with small sizes. The answer is a
-``Rule``, cached by the caller.
+The answer is a ``Rule``, cached by the caller.
 
 When the two disagree on anything but strides, or nothing can be predicted, the rule says ``eager``: the operation then
 runs on its real inputs. So a wrong meta kernel costs time and never a wrong answer.
@@ -13,7 +12,7 @@ runs on its real inputs. So a wrong meta kernel costs time and never a wrong ans
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,14 +20,18 @@ import torch._meta_registrations  # Python meta kernels
 
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
-from marid.frontend.smaller import SMALL, Smaller, dense_like, sizes_of
-from marid.graph.node import Node, Output, Spec, Value, placed, root_of
+from marid.frontend.smaller import SMALL, dense_like
+from marid.graph.node import Node, Output, Spec, Value, root_of
 
 __all__ = ["OutSpec", "Request", "Rule", "infer", "probe"]
 
 _PROBE_ELEMENTS = 1 << 14
 _WHOLE_ELEMENTS = 1 << 24
-_JUDGEMENTS = 4096
+# Operators that give results other strides than their meta kernels say: large calls are tried as they are.
+_LAID_OUT_OTHERWISE = {
+    *(torch.ops.aten._fft_r2c.default, torch.ops.aten._fft_c2r.default, torch.ops.aten._fft_c2c.default),
+    *(torch.ops.aten.linalg_eig.default, torch.ops.aten.max_unpool2d.default, torch.ops.aten.nonzero_static.default),
+}
 # Operators whose kernels refuse large sizes that their meta kernels accept.
 _WRONGLY_REFUSED = {torch.ops.aten._grouped_mm.default}  # by meta kernels written for CUDA; shapes are static
 _LIMITED_IN_SIZE = {torch.ops.aten.multinomial.default, torch.ops.aten.multinomial.out}
@@ -122,7 +125,7 @@ def _corrected(rule: Rule, request: Request) -> Rule:
 def _verify(request: Request, rule: Rule) -> None:
     """Correct the strides of ``rule`` by a probe, or mark it eager when a probe contradicts it."""
     ran, seen = probe(request, rule)
-    if ran and seen is None and not _is_right_when_small(request):
+    if ran and seen is None and request.func in _LAID_OUT_OTHERWISE:
         if _elements(request, rule) > _WHOLE_ELEMENTS:
             rule.eager = "its meta kernel and its CPU kernel disagree"
             return
@@ -131,42 +134,6 @@ def _verify(request: Request, rule: Rule) -> None:
         rule.eager = "a trial run of it failed"
     elif seen is not None:
         _adopt(rule, seen)
-
-
-_right: dict[Any, bool] = {}
-"""Whether meta kernels were right about calls with small sizes."""
-
-
-def _is_right_when_small(request: Request) -> bool:
-    """Whether the meta kernel is right about the same call with small sizes, as far as can be said."""
-    values = tuple(request.tensors)
-    if request.view or len({id(root_of(value)) for value in values}) < len(set(values)):
-        return True  # what shares memory does not while it is made smaller
-    args, named, small = Smaller(sizes_of(request.func)).call(request.args, tuple(request.kwargs.items()), values)
-    bits = [(value.spec.conj, value.spec.neg) for value in small if value.spec is not None]
-    key = repr((request.func, placed(args, _spec), placed(named, _spec), bits))
-    known = _right.get(key)
-    if known is None:
-        known = _agree(replace(request, args=args, kwargs=dict(named), tensors=list(small)))
-        if len(_right) >= _JUDGEMENTS:
-            _right.clear()
-        _right[key] = known
-    return known
-
-
-def _spec(value: Value) -> Spec | None:
-    return value.spec
-
-
-def _agree(request: Request) -> bool:
-    """Whether what a probe sees is what the meta kernel says, where both say something."""
-    try:
-        predicted, meta_args = _run(request, "meta", None)
-    except Exception:  # The sizes may not go together any more.
-        return True
-    rule = _rule_of(request, predicted, meta_args)
-    _, seen = probe(request, rule)
-    return seen is None or (seen.outs == rule.outs and seen.resized == rule.resized)
 
 
 def _elements(request: Request, rule: Rule) -> int:
