@@ -144,8 +144,7 @@ def test_nothing_is_lost_or_done_twice_when_connections_break(proxy: Proxy) -> N
 
     with _through(proxy) as link:
         assert _count(link, 200, harm) == 400.0
-        assert link.counts.reconnects >= 1
-        assert proxy.breaks >= 1
+        assert proxy.breaks >= 1  # ZeroMQ may mend one that lost nothing, unseen by the link
 
 
 @pytest.mark.parametrize("seed", range(4))
