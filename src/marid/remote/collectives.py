@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from marid.errors import WireError
 
-__all__ = ["OPERATIONS", "CollectiveFailed", "Group", "Job", "Store", "host_of"]
+__all__ = ["OPERATIONS", "CollectiveFailed", "Group", "Job", "Store", "checked_host"]
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 """How tensors may be reduced; for a mean, the sum is divided."""
@@ -32,8 +32,8 @@ class CollectiveFailed(Exception):
     """A group was not formed, or did not come to an end with what it was to reduce."""
 
 
-def host_of(text: str) -> str:
-    """A host by name or address. Raises ``WireError``."""
+def checked_host(text: str) -> str:
+    """A host by name or address, as a client has sent it. Raises ``WireError``."""
     if not _HOST.fullmatch(text):
         raise WireError("a host is none")
     return text

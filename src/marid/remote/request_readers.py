@@ -12,7 +12,7 @@ import torch
 
 from marid.errors import WireError
 from marid.remote.chunks import CHUNK_BYTES
-from marid.remote.collectives import OPERATIONS, host_of
+from marid.remote.collectives import OPERATIONS, checked_host
 from marid.remote.copies import TICKET_BYTES
 from marid.remote.packing import packing_of
 from marid.remote.programs import BODY_BYTES, DIGEST_BYTES
@@ -253,7 +253,7 @@ def _meet(data: list[Any], _segments: Sequence[Buffer]) -> Meet:
 def _join(data: list[Any], _segments: Sequence[Buffer]) -> Join:
     size = as_int(data[2], 1, 4096, "a number of members")
     rank = as_int(data[1], 0, size - 1, "a rank")
-    host, own = (host_of(as_text(text, 253, "a host")) for text in (data[3], data[5]))
+    host, own = (checked_host(as_text(text, 253, "a host")) for text in (data[3], data[5]))
     port = as_int(data[4], 1, 65535, "a port")
     return Join(_group(data[0]), rank, size, host, port, own, as_int(data[6], 1, 3600, "a timeout"))
 
