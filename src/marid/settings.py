@@ -56,6 +56,9 @@ class Settings:
     fast_math: bool = False
     """Passes may use formulas that round elsewhere (fused attention and norms), within ``torch.testing``'s tolerances.
     Rows of attention that are masked out entirely are then 0, not NaN."""
+    fast_products: bool = True
+    """Products of float32 matrices run on oneDNN's kernel where, tried beside BLAS, it is faster and gives the same
+    bits."""
     verify_passes: bool = False
     """Check what every pass requires and promises. For tests: it costs more than the passes."""
     memory_limit: int = 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from marid.execute.products import replacement
 from marid.graph.node import Operation, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot, Task
 from marid.native import int64s, library, module
@@ -124,7 +125,7 @@ def _add(pointer: int, instruction: Instruction, dead: list[int]) -> None:
         raise Untranslatable(f"{func} is called in a way of its own")
     schema = func._schema
     name = schema.name.encode()
-    if library.marid_program_operation(pointer, name, schema.overload_name.encode()) < 0:
+    if library.marid_program_operation(pointer, replacement(func) or name, schema.overload_name.encode()) < 0:
         raise Untranslatable(f"{func} is not known to the dispatcher")
     named = dict(instruction.kwargs)
     for position, formal in enumerate(schema.arguments):

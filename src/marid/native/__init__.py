@@ -1,11 +1,11 @@
 """The C++ half of Marid, built once per PyTorch and Python version on first import.
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
-``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled. The same file is a
-Python module: ``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``derive.cpp`` tells what
-they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands out
-their results, ``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are left
-out, and Python does it all.
+``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``products.cpp``
+and ``product.cpp`` products of matrices. The same file is a Python module: ``kernels.cpp``, ``call.cpp`` and
+``record.cpp`` record the usual operations, ``derive.cpp`` tells what they return for new sizes, ``cut.cpp`` chooses
+what runs and finds its program, ``runs.cpp`` begins runs and hands out their results, ``concretely.cpp`` sets the state
+of dispatch. Where Python's headers are not installed those are left out, and Python does it all.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
@@ -42,6 +42,7 @@ _PYTHON = Path(sysconfig.get_paths()["include"])
 _HAS_MODULE = (_PYTHON / "Python.h").exists()
 _OF_MODULE = ("call.cpp", "concretely.cpp", "cut.cpp", "derive.cpp", "kernels.cpp", "record.cpp", "runs.cpp")
 _SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.name not in _OF_MODULE]
+_OPTIONS = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
 
 
 def _load() -> ctypes.CDLL | None:
@@ -64,7 +65,7 @@ def _library_path() -> Path:
 
     That is beside its sources, like the compiled files of Python; where we may not write, with the cached files.
     """
-    identity = f"{torch.__version__} {sys.version} {sys.platform} {torch._C._GLIBCXX_USE_CXX11_ABI} ".encode()
+    identity = f"{torch.__version__} {sys.version} {sys.platform} {_OPTIONS} ".encode()
     identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(Path(__file__).parent.glob("*.h"))])
     name = f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     beside, cached = Path(__file__).parent / "_built" / name, settings.cache_dir / name
@@ -82,9 +83,9 @@ def _build(path: Path) -> None:
     # Built under a private name and moved into place, so that processes starting together never see half a file.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / "native.so"
-        abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-        options = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-        options += [f"-I{root / 'include'}", f"-I{_PYTHON}"]
+        options = [*_OPTIONS, f"-I{root / 'include'}", f"-I{_PYTHON}"]
+        if torch.backends.openmp.is_available() and "clang" not in Path(compiler).name:
+            options.append("-fopenmp")  # for product.cpp; not for the linker, since PyTorch brings a library of its own
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
         compiling = [
             (command := [compiler, *options, "-c", str(source), "-o", made], _started(command))
@@ -163,6 +164,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_compiled_instance": (_INT64, [_POINTER, _INT64, _INT64, _INT64S, _INT64, _INT64S, _INT64, _INT64S]),
     "marid_compiled_drop": (None, [_INT64]),
     "marid_compiled_failed": (_INT, [_INT64]),
+    "marid_products_configure": (None, [_INT, _INT64, ctypes.c_double, _INT64]),
+    "marid_products_count": (_INT64, []),
     "marid_job_new": (_POINTER, [_POINTER, _INT64, _INT64S, _POINTERS, _INT64S, _INT, _POINTER, _INT64]),
     "marid_queue_release_threads": (None, [_POINTER]),
     "marid_job_submit": (_INT64, [_POINTER, _POINTER]),

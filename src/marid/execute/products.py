@@ -1,0 +1,54 @@
+"""Products of float32 matrices by a faster kernel, where that gives the bits of ATen's (``native/products.cpp``)."""
+
+from __future__ import annotations
+
+import torch
+
+from marid.native import library
+from marid.settings import settings
+
+__all__ = ["configure", "count", "replacement"]
+
+_USES = 2
+_WORK = 4e7
+
+_REPLACEMENTS = {
+    torch.ops.aten.mm.default: b"marid::product",
+    torch.ops.aten.bmm.default: b"marid::product",
+    torch.ops.aten.addmm.default: b"marid::product_add",
+    torch.ops.aten.linear.default: b"marid::linear",
+}
+
+
+def replacement(func: torch._ops.OpOverload) -> bytes | None:
+    """The operator that runs in the place of ``func``, with the same arguments and the same result; None for none."""
+    return _REPLACEMENTS.get(func)
+
+
+def configure(mode: int, uses: int = _USES, work: float = _WORK, block: int = -1) -> None:
+    """Use the faster kernel never (0), where it is faster (1), or wherever its bits are right (2).
+
+    Products of a class are tried once ``uses`` of them, of ``work`` floating-point operations together, were run by
+    ATen. ``block`` is for tests: the depth of the stretches in which BLAS is taken to add up, -1 to find it out.
+    """
+    if library is not None:
+        library.marid_products_configure(mode, uses, work, block)
+
+
+def count() -> int:
+    """How many products the faster kernel has computed in this process."""
+    return 0 if library is None else library.marid_products_count()
+
+
+_mode = True
+
+
+def _settings_changed() -> None:
+    global _mode
+    if settings.fast_products is not _mode:
+        _mode = settings.fast_products
+        configure(int(_mode))
+
+
+settings.when_changed(_settings_changed)
+_settings_changed()

@@ -1,0 +1,30 @@
+// Products of float32 matrices with oneDNN's microkernel, in the order of summation of BLAS.
+#pragma once
+
+#include <cstdint>
+
+namespace marid {
+
+// One matrix, or several of a shape: where they are, and how far apart matrices, rows and columns lie, in elements.
+// Either columns or rows lie next to each other.
+struct Matrices {
+  const float* data;
+  int64_t batch, row, column;
+};
+
+// c = a b, or c += a b: `rows` by `depth` times `depth` by `columns`; c is contiguous.
+struct Product {
+  int64_t batch, rows, columns, depth;
+  Matrices a, b;
+  float* c;
+  bool add;
+};
+
+// Whether this build has the microkernel.
+bool can_multiply();
+
+// Each sum is one chain of fused multiply-adds a stretch of the depth, and the stretches are added one after the other:
+// `block` is how deep a stretch is at most, 0 for no limit.
+void multiply(const Product& product, int64_t block);
+
+}  // namespace marid

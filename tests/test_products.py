@@ -1,0 +1,184 @@
+"""Products by the faster kernel are, bit for bit, what eager PyTorch computes; and it is used only where it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import marid
+from marid.execute import products
+from marid.native import library
+
+DEVICE = "remote_accelerator"
+pytestmark = [
+    pytest.mark.skipif(library is None, reason="needs the C++ half"),
+    pytest.mark.in_process("counts products in this process"),
+]
+
+
+@pytest.fixture(autouse=True)
+def at_once() -> Iterator[None]:
+    """Try every class when it is first met, and whatever the speed; nothing is compiled."""
+    products.configure(2, uses=0, work=0.0)
+    before, marid.settings.compile = marid.settings.compile, False
+    yield
+    marid.settings.compile = before
+    products.configure(1)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().view(torch.int32)
+
+
+def ran(function: Callable[..., torch.Tensor], *given: torch.Tensor, times: int = 3) -> int:
+    """Compare ``function`` on the device with the CPU, several times; how many products the faster kernel computed
+    behind the first time, which goes through Python for a new program."""
+    wanted = bits(function(*given))
+    moved = [tensor.to(DEVICE).as_strided(tensor.shape, tensor.stride()) for tensor in given]
+    counts = []
+    for _ in range(times):
+        torch.testing.assert_close(bits(function(*moved)), wanted, rtol=0, atol=0)
+        counts.append(products.count())
+    return counts[-1] - counts[0]
+
+
+def is_used() -> bool:
+    """Whether this machine's BLAS adds up in an order that the kernel can follow."""
+    return ran(lambda a, b: a @ b, torch.randn(64, 64), torch.randn(64, 64)) > 0
+
+
+def matrix(rows: int, columns: int, by_rows: bool, batch: int = 0) -> torch.Tensor:
+    lead = (batch,) if batch else ()
+    return torch.randn(*lead, rows, columns) if by_rows else torch.randn(*lead, columns, rows).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_products_are_bitwise_equal(seed: int, threads: int) -> None:
+    torch.manual_seed(seed)
+    pick = random.Random(seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(12):
+            rows, columns = (pick.choice([pick.randint(1, 70), pick.randint(16, 300), 64, 128]) for _ in range(2))
+            depth = pick.choice([pick.randint(1, 192), pick.randint(193, 400), pick.randint(401, 1500), 256, 512])
+            first, second = pick.random() < 0.5, pick.random() < 0.5
+            kind = pick.choice(["mm", "bmm", "addmm", "row", "linear"])
+            batch = pick.randint(1, 5) if kind == "bmm" else 0
+            a, b = matrix(rows, depth, first, batch), matrix(depth, columns, second, batch)
+            if kind in ("mm", "bmm"):
+                ran(torch.matmul, a, b)
+            elif kind == "linear":
+                ran(torch.nn.functional.linear, torch.randn(3, rows, depth), b.t().contiguous(), torch.randn(columns))
+            else:
+                ran(torch.addmm, torch.randn(columns) if kind == "row" else torch.randn(rows, columns), a, b)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_kernel_is_used() -> None:
+    if not is_used():
+        pytest.skip("BLAS adds up in another order here")
+    a, b = torch.randn(64, 500), torch.randn(500, 48)
+    assert ran(lambda a, b: a @ b, a, b) > 0
+    assert ran(lambda a, b: a.t() @ b.t(), a.t().contiguous(), b.t().contiguous()) > 0
+    assert ran(torch.nn.functional.linear, torch.randn(2, 32, 40), torch.randn(32, 40)) > 0
+    assert ran(lambda a, b: torch.bmm(a, b), torch.randn(3, 20, 30), torch.randn(3, 30, 20)) > 0
+
+
+def test_signed_zeros_infinities_and_nan() -> None:
+    for depth in (8, 64, 256, 500):
+        a, b = torch.randn(32, depth), torch.randn(depth, 32)
+        a[0], a[1], a[2, 0], a[3, 1], a[4] = 0.0, -0.0, float("inf"), float("nan"), 1e-40
+        b[:, 0], b[:, 1] = 0.0, -b[:, 1].abs()
+        ran(lambda a, b: a @ b, a, b)
+        ran(lambda a, b, c: torch.addmm(c, a, b), a, b, torch.full((32,), -0.0))
+
+
+def test_rows_with_gaps_and_repeated_matrices() -> None:
+    wide = torch.randn(64, 3 * 64)
+    ran(lambda x, w: sum(part @ w for part in x.split(64, 1)), wide, torch.randn(64, 64))
+    ran(lambda x, w: x[:, 1:, 3:] @ w, torch.randn(4, 33, 67), torch.randn(64, 64))
+    ran(lambda x, w: torch.bmm(x, w.expand(4, -1, -1)), torch.randn(4, 32, 64), torch.randn(64, 48))
+    ran(lambda x, w: torch.bmm(x.transpose(0, 1), w), torch.randn(32, 4, 64), torch.randn(4, 64, 48))
+
+
+def test_alpha_and_beta_are_ATens_affair() -> None:
+    a, b, c = torch.randn(32, 64), torch.randn(64, 32), torch.randn(32)
+    assert ran(lambda a, b, c: torch.addmm(c, a, b, beta=0.5), a, b, c) == 0
+    assert ran(lambda a, b, c: torch.addmm(c, a, b, alpha=2), a, b, c) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_other_types_are_ATens_affair(dtype: torch.dtype) -> None:
+    a = torch.randn(32, 32).to(dtype)
+    before = products.count()
+    for _ in range(3):
+        assert torch.equal((a.to(DEVICE) @ a.to(DEVICE)).cpu(), a @ a)
+    assert products.count() == before
+
+
+def test_a_wrong_order_of_summation_is_noticed() -> None:
+    """Were BLAS to add up in another order than was found out, its kernel would be used."""
+    products.configure(2, uses=0, work=0.0, block=24)
+    assert ran(lambda a, b: a @ b, torch.randn(64, 100), torch.randn(100, 64)) == 0
+    assert ran(lambda a, b, c: torch.addmm(c, a, b), torch.randn(64, 100), torch.randn(100, 64), torch.randn(64)) == 0
+
+
+def test_rounded_factors_are_ATens_affair() -> None:
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert ran(lambda a, b: a @ b, a, b) == 0
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert ran(lambda a, b: a @ b, a, b) == 0
+
+
+def test_it_can_be_switched_off() -> None:
+    marid.settings.fast_products = False
+    try:
+        assert ran(lambda a, b: a @ b, torch.randn(64, 64), torch.randn(64, 64)) == 0
+    finally:
+        marid.settings.fast_products = True
+
+
+def test_few_products_are_not_worth_a_trial() -> None:
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    used = ran(product, a, b) > 0  # and no new program any more
+    products.configure(2, uses=3, work=0.0)
+    assert ran(product, a, b, times=3) == 0
+    assert ran(product, a, b, times=3) == 2 * used
+    products.configure(2, uses=0, work=3.5 * 2 * 64**3)
+    assert ran(product, a, b, times=4) == 0
+    assert ran(product, a, b, times=3) == 2 * used
+
+
+def test_a_training_step_is_bitwise_equal() -> None:
+    def losses(device: str) -> list[float]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(300, 128), torch.nn.GELU(), torch.nn.Linear(128, 32)).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        x, y = torch.randn(64, 300).to(device), torch.randint(0, 32, (64,)).to(device)
+        seen = []
+        for _ in range(20):
+            loss = torch.nn.functional.cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    wanted = losses("cpu")
+    before = products.count()
+    assert losses(DEVICE) == wanted
+    assert products.count() > before or not is_used()
