@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import marid
+from marid.execute import products
 from marid.execute.cache import ProgramCache
 from marid.execute.compiled import lower, tier, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
@@ -450,6 +451,30 @@ def test_compiled_products_of_one_row_are_right() -> None:
     expected = function(*(t.cpu() for t in (x, up, gate, down)))
     _wait_for(lambda: torch.testing.assert_close(function(x, up, gate, down).cpu(), expected))
     assert marid.stats().compile_failures == 0
+
+
+@needs_library
+@pytest.mark.usefixtures("compiling")
+def test_products_in_parts_are_run_by_the_faster_kernel() -> None:
+    """In all the forms in which they come; and with few rows, which are ATen's affair there too."""
+    products.configure(2, uses=0, work=0.0)
+    x, batch, few, bias = lazy(64, 48), lazy(3, 32, 64), lazy(4, 48), lazy(64)
+
+    def function(x: torch.Tensor, batch: torch.Tensor, few: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        y = (x.tanh() @ x.t()).sigmoid() * 2 + 1
+        y = torch.addmm(bias, y.exp(), y.t()).tanh() - 1
+        y = torch.bmm(batch.sin(), y.expand(3, -1, -1)).cos() + torch.nn.functional.linear(batch.abs(), y, bias)
+        return y.sum() + (few.exp() @ x.t()).cos().sum() / 7
+
+    try:
+        expected = function(*(t.cpu() for t in (x, batch, few, bias)))
+        _wait_for(lambda: torch.testing.assert_close(function(x, batch, few, bias).cpu(), expected))
+        assert marid.stats().compile_failures == 0
+        before = products.count()
+        _wait_for(lambda: function(x, batch, few, bias).cpu(), runs=3)
+        assert products.count() >= before + 3 * 4 or products.count() == 0  # where BLAS adds up in another order
+    finally:
+        products.configure(1)
 
 
 @needs_library

@@ -5,6 +5,7 @@ Raises ``Refused`` for what Inductor cannot take or would do differently than th
 
 from __future__ import annotations
 
+import functools
 import operator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
     config.cpp.threads = threads
     patches = {
         "force_disable_caches": True,
+        "aot_inductor.custom_ops_to_c_shims": _Products.get().shims,
         "aot_inductor.precompile_headers": False,
         "cpp_cache_precompile_headers": False,
         "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -143,6 +145,53 @@ def _listed(expression: Any, symbols: list[Any]) -> Any:
     return [name, *(_listed(argument, symbols) for argument in expression.args)]
 
 
+# --- products ------------------------------------------------------------------------------------------------------
+
+_PRODUCTS = {
+    "mm": {"self", "mat2"},
+    "bmm": {"self", "mat2"},
+    "addmm": {"self", "mat1", "mat2"},
+    "linear": {"input", "weight", "bias"},
+}
+_LEAST = 16  # rows and columns; smaller ones are always left to ATen
+
+
+def _is_product(instruction: dict[str, Any]) -> bool:
+    """Whether ``native/products.cpp`` may have a faster kernel for it."""
+    known = _PRODUCTS.get(instruction["op"])
+    if known is None or not instruction["args"].keys() <= known:
+        return False
+    result = instruction["results"][0]
+    sizes = [n for n in result["size"][-2:] if isinstance(n, int)]
+    return result["dtype"] == "float32" and len(result["size"]) > 1 and all(n >= _LEAST for n in sizes)
+
+
+class _Products:
+    """The operators of ``native/products.cpp`` as far as tracing needs them, and the C functions that parts call."""
+
+    def __init__(self) -> None:
+        if not hasattr(torch.ops.marid, "product"):  # as in the worker, which has no C++ half
+            self._library = torch.library.Library("marid", "FRAGMENT")
+            kept = (torch.Tag.flexible_layout,)
+            self._library.define("product(Tensor self, Tensor mat2) -> Tensor", tags=kept)
+            self._library.define("product_add(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", tags=kept)
+            self._library.impl("product", lambda a, b: a @ b, "Meta")
+            self._library.impl("product_add", torch.addmm, "Meta")
+        self.product = torch.ops.marid.product.default
+        self.product_add = torch.ops.marid.product_add.default
+        handles = "AtenTensorHandle, AtenTensorHandle"
+        self.shims = {
+            self.product: [f"AOTITorchError aoti_torch_cpu_product({handles}, AtenTensorHandle*)"],
+            self.product_add: [f"AOTITorchError aoti_torch_cpu_product_add({handles}, {handles}*)"],
+        }
+
+    @staticmethod
+    @functools.cache
+    def get() -> _Products:
+        """The only one."""
+        return _Products()
+
+
 # --- the graph -----------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +227,9 @@ class _Builder:
         name, overload = instruction["op"], instruction["overload"]
         arguments = {key: self.value(value) for key, value in instruction["args"].items()}
         if instruction["row"]:
-            returned = self.emit_row(arguments, [self.baked(n) for n in instruction["results"][0]["size"]])
+            returned = self.emit_row(arguments, self.size_of(instruction))
+        elif _is_product(instruction):
+            returned = self.emit_product(name, arguments, self.size_of(instruction))
         else:
             returned = self.emit(name, overload, arguments, self.lifted(instruction["args"]))
         for result in instruction["results"]:
@@ -188,6 +239,9 @@ class _Builder:
                     item[step] if isinstance(item, list) else self.graph.call_function(operator.getitem, (item, step))
                 )
             self.items[result["slot"]] = item
+
+    def size_of(self, instruction: dict[str, Any]) -> list[Any]:
+        return [self.baked(n) for n in instruction["results"][0]["size"]]
 
     def lifted(self, arguments: dict[str, Any]) -> bool:
         return any(
@@ -268,6 +322,17 @@ class _Builder:
         row = self.graph.call_function(force_stride_order, (row, (2, 1)))  # made once, not for each sum
         sums = self.call("sum", "dim_IntList", self.call("mul", "Tensor", row, matrix), [1])
         return self.call("reshape", "default", sums, size)
+
+    def emit_product(self, name: str, arguments: dict[str, Any], size: list[Any]) -> Any:
+        """``mm``, ``bmm``, ``addmm`` or ``linear``, by the operators of ``native/products.cpp``."""
+        operators = _Products.get()
+        if name != "linear":
+            target = operators.product_add if name == "addmm" else operators.product
+            return self.graph.call_function(target, tuple(arguments.values()))
+        rows = self.call("flatten", "using_ints", arguments["input"], 0, -2)
+        given, bias = (rows, self.call("t", "default", arguments["weight"])), arguments.get("bias")
+        target, given = (operators.product, given) if bias is None else (operators.product_add, (bias, *given))
+        return self.call("reshape", "default", self.graph.call_function(target, given), size)
 
     def call_named(self, name: str, overload: str, arguments: dict[str, Any]) -> Any:
         function = _overload(name, overload)
