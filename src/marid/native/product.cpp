@@ -7,6 +7,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <cstring>
@@ -26,11 +27,11 @@ namespace marid {
 
 namespace {
 
-constexpr int64_t kTile = 64;       // rows and columns of a tile of the result
-constexpr int64_t kSmallest = 16;   // rows of a tile where there would be too few for all threads
+constexpr int64_t kTile = 64;         // rows and columns of a tile of the result
+constexpr int64_t kSmallest = 16;     // rows of a tile where there would be too few for all threads
 constexpr int64_t kWorthPacking = 4;  // tiles that a packed panel of b serves
 
-int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
+int64_t divided(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
 // Where stretches begin, and the end: blocks as BLAS makes them. Less than two blocks are halved.
 std::vector<int64_t> stretches(int64_t depth, int64_t block) {
@@ -51,7 +52,7 @@ struct Panel {
 // The panel as it lies there, or packed into `buffer`.
 Panel panel_of(const float* data, int64_t row, int64_t column, int64_t rows, int64_t columns, bool pack,
                std::vector<float>& buffer) {
-  if (column == 1 && !pack) return {data, row};
+  if (!pack) return {data, row};
   if (static_cast<int64_t>(buffer.size()) < rows * columns) buffer.resize(rows * columns);
   if (column == 1) {
     for (int64_t i = 0; i < rows; i++) std::memcpy(&buffer[i * columns], data + i * row, columns * sizeof(float));
@@ -65,15 +66,25 @@ Panel panel_of(const float* data, int64_t row, int64_t column, int64_t rows, int
 
 bool can_multiply() { return true; }
 
-void multiply(const Product& p, int64_t block) {
-  std::vector<int64_t> starts = stretches(p.depth, block);
-  int64_t height = kTile, across = tiles_of(p.columns, kTile);
-  while (height > kSmallest && p.batch * tiles_of(p.rows, height) * across < 4 * at::get_num_threads()) height /= 2;
-  int64_t down = tiles_of(p.rows, height);
+Tiles tiles_of(const Product& p) {
+  Tiles made{kTile, 0, divided(p.columns, kTile), p.a.column != 1, false};
+  int64_t wanted = 4 * at::get_num_threads();
+  while (made.height > kSmallest && p.batch * divided(p.rows, made.height) * made.across < wanted) made.height /= 2;
+  made.down = divided(p.rows, made.height);
   // Whichever matrix must be packed is walked through once; the other is read again for each of its panels.
-  bool by_rows = p.a.column != 1;
-  bool pack = down >= kWorthPacking;
-  at::parallel_for(0, p.batch * down * across, 1, [&](int64_t begin, int64_t end) {
+  made.pack = p.b.column != 1 || (made.down >= kWorthPacking && !made.by_rows);
+  return made;
+}
+
+uint64_t shape_of(const Product& p, const Tiles& tiles) {
+  return c10::get_hash(p.depth, p.columns, tiles.height, std::min(p.rows / tiles.height, int64_t{1}),
+                       p.rows % tiles.height, p.a.column == 1 ? p.a.row : -1, tiles.pack ? -1 : p.b.row, p.add);
+}
+
+void multiply(const Product& p, const Tiles& tiles, int64_t block) {
+  std::vector<int64_t> starts = stretches(p.depth, block);
+  const auto [height, down, across, by_rows, pack] = tiles;
+  at::parallel_for(0, p.batch * down * across, 1, [&, height = height, down = down, across = across, by_rows = by_rows, pack = pack](int64_t begin, int64_t end) {
     static thread_local std::vector<float> of_a, of_b;
     int64_t packed_a = -1, packed_b = -1;
     Panel a{}, b{};
@@ -83,12 +94,13 @@ void multiply(const Product& p, int64_t block) {
       int64_t row = i * height, rows = std::min(height, p.rows - row);
       int64_t column = j * kTile, columns = std::min(kTile, p.columns - column);
       if (int64_t id = matrix * down + i; id != packed_a) {
-        a = panel_of(p.a.data + matrix * p.a.batch + row * p.a.row, p.a.row, p.a.column, rows, p.depth, false, of_a);
+        a = panel_of(p.a.data + matrix * p.a.batch + row * p.a.row, p.a.row, p.a.column, rows, p.depth,
+                     p.a.column != 1, of_a);
         packed_a = id;
       }
       if (int64_t id = matrix * across + j; id != packed_b) {
         b = panel_of(p.b.data + matrix * p.b.batch + column * p.b.column, p.b.row, p.b.column, p.depth, columns,
-                     pack && !by_rows, of_b);
+                     pack, of_b);
         packed_b = id;
       }
       float* c = p.c + (matrix * p.rows + row) * p.columns + column;
@@ -104,7 +116,9 @@ void multiply(const Product& p, int64_t block) {
 #else
 
 bool can_multiply() { return false; }
-void multiply(const Product&, int64_t) { throw std::logic_error("there is no microkernel"); }
+Tiles tiles_of(const Product&) { return {}; }
+uint64_t shape_of(const Product&, const Tiles&) { return 0; }
+void multiply(const Product&, const Tiles&, int64_t) { throw std::logic_error("there is no microkernel"); }
 
 #endif
 

@@ -23,8 +23,20 @@ struct Product {
 // Whether this build has the microkernel.
 bool can_multiply();
 
+// Tiles of the result: `height` rows each, `down` by `across` of them a matrix.
+struct Tiles {
+  int64_t height, down, across;
+  bool by_rows;  // tiles beside each other come one after the other, else those below each other
+  bool pack;     // b is copied, tile by tile
+};
+
+Tiles tiles_of(const Product& product);
+
+// What the microkernel writes code for, as a hash.
+uint64_t shape_of(const Product& product, const Tiles& tiles);
+
 // Each sum is one chain of fused multiply-adds a stretch of the depth, and the stretches are added one after the other:
 // `block` is how deep a stretch is at most, 0 for no limit.
-void multiply(const Product& product, int64_t block);
+void multiply(const Product& product, const Tiles& tiles, int64_t block);
 
 }  // namespace marid

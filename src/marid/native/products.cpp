@@ -4,6 +4,9 @@
 // Known means tried, with the kernel of ATen beside ours on random numbers: for each *class* of products (depth, layouts,
 // threads, powers of two between which rows and columns lie), once the class has been run often enough to pay for it.
 // What stretches BLAS adds up, and whether our kernel is faster on this machine, is found out once for a process.
+//
+// oneDNN writes code for each *shape* of tiles (depth, distances of rows, what is left of rows and columns behind whole
+// tiles), which takes some 50 us and is never given back. So a shape must have come before, and there is a limit to them.
 #include "product.h"
 
 #include <ATen/Context.h>
@@ -17,6 +20,8 @@
 #include <ATen/ops/mm.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/library.h>
+
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -40,6 +45,8 @@ constexpr int64_t kLeast = 16;         // rows and columns: below, BLAS has kern
 constexpr int64_t kLeastDepth = 8;
 constexpr int64_t kMostDepth = 1 << 14;
 constexpr int64_t kLargest = 1 << 10;  // rows and columns that are tried; larger ones are of its class
+constexpr size_t kMostShapes = 512;    // some 0.1 MB of code each, for each thread
+constexpr size_t kMostEntries = 1 << 16;  // of shapes that came, and of classes
 
 // Set by marid_products_configure.
 std::atomic<bool> enabled{true}, also_slower{false};
@@ -48,6 +55,9 @@ std::atomic<double> work_before{4e7};  // and that many operations of work with 
 std::atomic<int64_t> given_block{-1};
 std::atomic<int64_t> count{0};
 
+// How deep the stretches are that BLAS adds up; 0 where it is not known, for the whole depth.
+std::atomic<int64_t> block{0};
+
 enum Added { kNothing, kRow, kMatrix };
 
 // --- classes ---------------------------------------------------------------------------------------------------------
@@ -55,9 +65,14 @@ enum Added { kNothing, kRow, kMatrix };
 int64_t magnitude(int64_t size) { return std::bit_width(static_cast<uint64_t>(std::min(size, kLargest))); }
 
 struct Class {
-  int uses = 0;
+  int64_t uses = 0;
   double work = 0;
   std::optional<bool> ours;
+};
+
+struct Shape {
+  int64_t uses = 0;
+  bool admitted = false;
 };
 
 // Whether there is something between rows, or columns where those are what lies in a row.
@@ -148,13 +163,13 @@ struct Trial {
     }
   }
 
-  void run_ours(int64_t block) {
+  void run_ours(int64_t deep) {
     product.c = by_us.data();
     product.add = added != kNothing;
     for (size_t at = 0; product.add && at < by_us.size(); at += bias.size()) {
       std::copy(bias.begin(), bias.end(), by_us.begin() + static_cast<std::ptrdiff_t>(at));
     }
-    marid::multiply(product, block);
+    marid::multiply(product, marid::tiles_of(product), deep);
   }
 
   bool agrees() const { return std::memcmp(by_blas.data(), by_us.data(), by_us.size() * sizeof(float)) == 0; }
@@ -166,27 +181,27 @@ Product example(int64_t rows, int64_t depth, int64_t columns) {
 
 // --- the machine -----------------------------------------------------------------------------------------------------
 
+constexpr int kTries = 3;
+
 struct Machine {
   int tries = 0;
   bool faster = false;
-  int64_t block = 0;
 
-  // The depth of the stretches that BLAS adds up; 0 where none fits.
   static int64_t block_of_blas() {
-    for (int64_t block : {192, 256, 320, 384, 512, 128, 336, 448, 640, 768, 1024}) {
-      Trial half(example(48, block + block / 2, 48), kNothing), more(example(48, 2 * block + block / 2, 48), kNothing);
+    for (int64_t deep : {192, 256, 320, 384, 512, 128, 336, 448, 640, 768, 1024}) {
+      Trial half(example(48, deep + deep / 2, 48), kNothing), more(example(48, 2 * deep + deep / 2, 48), kNothing);
       half.run_blas();
-      half.run_ours(block);
+      half.run_ours(deep);
       if (!half.agrees()) continue;
       more.run_blas();
-      more.run_ours(block);
-      if (more.agrees()) return block;
+      more.run_ours(deep);
+      if (more.agrees()) return deep;
     }
     return 0;
   }
 
   void measure() {
-    if (faster || tries++ >= 3) return;  // other work on the machine may have come between
+    if (faster || tries++ >= kTries) return;  // other work on the machine may have come between
     Trial trial(example(256, 128, 256), kNothing);
     using clock = std::chrono::steady_clock;
     auto best_blas = clock::duration::max(), best_ours = clock::duration::max();
@@ -205,43 +220,88 @@ struct Machine {
 };
 
 struct Known {
-  std::mutex lock;
+  std::mutex trying, lock;  // the first for the machine, the second for the rest
   std::unordered_map<uint64_t, Class> classes;
+  std::unordered_map<uint64_t, Shape> shapes;
+  size_t admitted = 0;
   Machine machine;
 };
 
 Known& known() {
-  static auto* made = new Known;  // never destroyed: threads may still run at exit
+  static auto* made = [] {
+    auto* all = new Known;  // never destroyed: threads may still run at exit
+    pthread_atfork(nullptr, nullptr, [] {  // whoever held a lock is not there any more
+      new (&known().trying) std::mutex;
+      new (&known().lock) std::mutex;
+    });
+    return all;
+  }();
   return *made;
 }
 
-// The stretches to multiply by, or nothing where ATen's kernel is to be used.
-std::optional<int64_t> choose(const Product& p, Added added) {
-  Known& all = known();
+template <typename Value>
+Value* entry(std::unordered_map<uint64_t, Value>& entries, uint64_t key) {
+  auto found = entries.find(key);
+  if (found != entries.end()) return &found->second;
+  return entries.size() < kMostEntries ? &entries[key] : nullptr;
+}
+
+// Whether to use our kernel, as far as is known; and whether it is to be tried now.
+struct Verdict {
+  bool ours = false, try_now = false;
+};
+
+Verdict judge(Known& all, uint64_t key, const Product& p, uint64_t shape) {
   std::lock_guard<std::mutex> held(all.lock);
-  Class& own = all.classes[key_of(p, added)];
-  if (!own.ours.has_value()) {
-    if (own.uses < uses_before || own.work < work_before) {
-      own.uses++;
-      own.work += 2.0 * static_cast<double>(p.batch * p.rows) * static_cast<double>(p.columns * p.depth);
-      return std::nullopt;
-    }
-    own.ours = false;
-    try {
-      all.machine.measure();
-      if (all.machine.faster) {
-        Trial trial(p, added);
-        trial.run_blas();
-        trial.run_ours(all.machine.block);
-        own.ours = trial.agrees();
-      } else if (all.machine.tries < 3) {
-        own = Class();
-      }
-    } catch (const std::exception&) {
-      // A kernel that cannot be had here: ATen's own is used, now and later.
+  Class* own = entry(all.classes, key);
+  Shape* tiles = entry(all.shapes, shape);
+  if (own == nullptr || tiles == nullptr) return {};
+  if (!own->ours.has_value()) {
+    bool due = own->uses >= uses_before && own->work >= work_before;
+    own->uses++;
+    own->work += 2.0 * static_cast<double>(p.batch * p.rows) * static_cast<double>(p.columns * p.depth);
+    tiles->uses++;
+    if (due) own->ours = false;  // until it was tried
+    return {false, due};
+  }
+  if (*own->ours && !tiles->admitted && tiles->uses++ >= uses_before && all.admitted < kMostShapes) {
+    tiles->admitted = true;
+    all.admitted++;
+  }
+  return {*own->ours && tiles->admitted, false};
+}
+
+// What a trial says of the class; nothing where the machine has to be measured again.
+std::optional<bool> tried(Known& all, const Product& p, Added added) {
+  std::lock_guard<std::mutex> held(all.trying);
+  try {
+    all.machine.measure();
+    if (!all.machine.faster) return all.machine.tries < kTries ? std::nullopt : std::optional<bool>(false);
+    Trial trial(p, added);
+    trial.run_blas();
+    trial.run_ours(block);
+    return trial.agrees();
+  } catch (const std::exception&) {  // a kernel that cannot be had here: ATen's own is used, now and later
+    return false;
+  }
+}
+
+// Whether to use our kernel, having tried it where that is due.
+bool choose(const Product& p, Added added, uint64_t shape) {
+  Known& all = known();
+  uint64_t key = key_of(p, added);
+  Verdict verdict = judge(all, key, p, shape);
+  if (!verdict.try_now) return verdict.ours;
+  std::optional<bool> ours = tried(all, p, added);
+  {
+    std::lock_guard<std::mutex> held(all.lock);
+    if (ours.has_value()) {
+      all.classes[key].ours = ours;
+    } else {
+      all.classes.erase(key);
     }
   }
-  return own.ours.value_or(false) ? std::optional<int64_t>(all.machine.block) : std::nullopt;
+  return ours.value_or(false) && judge(all, key, p, shape).ours;
 }
 
 // --- the operators ---------------------------------------------------------------------------------------------------
@@ -290,14 +350,14 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   if (!left || !right) return {};
   p.a = *left;
   p.b = *right;
-  auto block = choose(p, added);
-  if (!block) return {};
+  p.add = bias != nullptr;
+  marid::Tiles tiles = marid::tiles_of(p);
+  if (!choose(p, added, marid::shape_of(p, tiles))) return {};
   std::array<int64_t, 3> sizes{p.batch, p.rows, p.columns};
   at::Tensor made = at::detail::empty_cpu(at::IntArrayRef(sizes).slice(3 - dims), at::TensorOptions(at::kFloat));
   if (bias != nullptr) made.copy_(*bias);
   p.c = made.mutable_data_ptr<float>();
-  p.add = bias != nullptr;
-  marid::multiply(p, *block);
+  marid::multiply(p, tiles, block);
   count++;
   return made;
 }
@@ -359,13 +419,14 @@ extern "C" {
 // work. `block` is for tests: how deep the stretches of BLAS are taken to be; -1 to find out.
 void marid_products_configure(int on, int64_t uses, double work, int64_t block) {
   Known& all = known();
-  std::lock_guard<std::mutex> held(all.lock);
+  std::scoped_lock held(all.trying, all.lock);
   enabled = on != 0;
   also_slower = on == 2;
   uses_before = uses;
   work_before = work;
   given_block = block;
   all.classes.clear();
+  all.shapes.clear();
   all.machine = Machine();
 }
 
