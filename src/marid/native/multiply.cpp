@@ -1,9 +1,9 @@
 // Multiplies matrices tile by tile with the microkernel (brgemm) that ATen exports for its own attention kernels.
 //
 // BLAS adds up a sum in stretches: it works through the depth in blocks that fit into a cache. With the same stretches
-// the microkernel gives the same bits (products.cpp finds out which those are, and whether it is so). On processors on
+// the microkernel gives the same bits (trials.cpp finds out which those are, and whether it is so). On processors on
 // which MKL does not use all of the vector units it takes half of the time.
-#include "product.h"
+#include "multiply.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
