@@ -122,6 +122,21 @@ def test_other_types_are_ATens_affair(dtype: torch.dtype) -> None:
     assert products.count() == before
 
 
+def test_conjugate_and_negative_views_are_not_resolved() -> None:
+    """BLAS multiplies by a conjugate as such, which rounds elsewhere than a product with its copy."""
+    for rows, depth, columns in 8 * [(1, 7, 1), (5, 3, 1), (1, 4, 6)]:
+        a, b = (torch.randn(size, depth, dtype=torch.complex64) for size in (rows, columns))
+        for function in (
+            lambda a, b: torch.view_as_real(a.conj() @ b.mT),
+            lambda a, b: torch.view_as_real(a @ b.mH),
+            lambda a, b: torch.view_as_real(torch.addmm(b[:, 0], a.conj(), b.mH)),
+            lambda a, b: a.real @ b.conj().imag.mT,
+        ):
+            wanted = function(a, b)
+            for _ in range(3):
+                assert torch.equal(function(a.to(DEVICE), b.to(DEVICE)).cpu(), wanted)
+
+
 def test_a_wrong_order_of_summation_is_noticed() -> None:
     """Were BLAS to add up in another order than was found out, its kernel would be used."""
     products.configure(2, uses=0, work=0.0, block=24)

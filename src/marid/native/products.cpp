@@ -123,6 +123,15 @@ TORCH_LIBRARY_FRAGMENT(marid, library) {
   library.impl("linear", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(linear));
 }
 
+// Like ATen's, they see conjugate and negative views as such, and hand them on.
+void hand_on_views(torch::Library& library) {
+  for (const char* name : {"product", "product_add", "linear"}) {
+    library.impl(name, torch::CppFunction::makeFallthrough());
+  }
+}
+TORCH_LIBRARY_IMPL(marid, Conjugate, library) { hand_on_views(library); }
+TORCH_LIBRARY_IMPL(marid, Negative, library) { hand_on_views(library); }
+
 const at::Tensor& tensor_of(AtenTensorHandle handle) { return *reinterpret_cast<at::Tensor*>(handle); }
 
 template <typename F>
