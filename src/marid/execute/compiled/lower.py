@@ -49,10 +49,12 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
         "aot_inductor.precompile_headers": False,
         "cpp_cache_precompile_headers": False,
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        "aot_inductor.enable_line_tables": False,
+        "aot_inductor.enable_line_tables": False,  # since PyTorch 2.13
         "keep_output_stride": True,
         "compile_threads": 1,
     }
+    known = config.get_config_copy()  # pyright: ignore[reportAttributeAccessIssue]
+    patches = {name: value for name, value in patches.items() if name in known}
     with torch.no_grad():
         files: Any = compile_fx_aot(module, examples, config_patches=patches)  # pyright: ignore[reportArgumentType]
     path = Path(files if isinstance(files, str) else next(str(f) for f in files if str(f).endswith(".so")))
