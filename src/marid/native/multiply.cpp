@@ -83,14 +83,14 @@ uint64_t shape_of(const Product& p, const Tiles& tiles) {
 
 void multiply(const Product& p, const Tiles& tiles, int64_t block) {
   std::vector<int64_t> starts = stretches(p.depth, block);
-  const auto [height, down, across, by_rows, pack] = tiles;
-  at::parallel_for(0, p.batch * down * across, 1, [&, height = height, down = down, across = across, by_rows = by_rows, pack = pack](int64_t begin, int64_t end) {
+  int64_t height = tiles.height, down = tiles.down, across = tiles.across;
+  at::parallel_for(0, p.batch * down * across, 1, [&](int64_t begin, int64_t end) {
     static thread_local std::vector<float> of_a, of_b;
     int64_t packed_a = -1, packed_b = -1;
     Panel a{}, b{};
     for (int64_t index = begin; index < end; index++) {
       int64_t matrix = index / (down * across), rest = index % (down * across);
-      int64_t i = by_rows ? rest / across : rest % down, j = by_rows ? rest % across : rest / down;
+      int64_t i = tiles.by_rows ? rest / across : rest % down, j = tiles.by_rows ? rest % across : rest / down;
       int64_t row = i * height, rows = std::min(height, p.rows - row);
       int64_t column = j * kTile, columns = std::min(kTile, p.columns - column);
       if (int64_t id = matrix * down + i; id != packed_a) {
@@ -100,7 +100,7 @@ void multiply(const Product& p, const Tiles& tiles, int64_t block) {
       }
       if (int64_t id = matrix * across + j; id != packed_b) {
         b = panel_of(p.b.data + matrix * p.b.batch + column * p.b.column, p.b.row, p.b.column, p.depth, columns,
-                     pack, of_b);
+                     tiles.pack, of_b);
         packed_b = id;
       }
       float* c = p.c + (matrix * p.rows + row) * p.columns + column;
