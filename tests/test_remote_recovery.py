@@ -197,6 +197,30 @@ def test_views_and_dtypes_survive_a_checkpoint() -> None:
     assert torch.equal(conj.cpu(), z.conj())
 
 
+def test_bytes_behind_the_last_whole_number_survive_a_checkpoint() -> None:
+    """Memory is brought to the host whole, whatever the dtype of the tensor that it is asked for by."""
+    base = torch.arange(7, dtype=torch.uint8, device=DEVICE) + 1
+    numbers = base[:4].view(torch.int32)
+    marid.materialize(numbers)
+    rest = base[3:]
+    marid.materialize(rest)
+    del base
+    take_checkpoint(engine().delivery)
+    kill()
+    rest.add_(10)
+    assert rest.tolist() == [14, 15, 16, 17]
+    assert numbers.view(torch.uint8).tolist() == [1, 2, 3, 14]
+
+
+def test_memory_that_was_read_through_larger_numbers_is_whole() -> None:
+    base = torch.arange(7, dtype=torch.uint8, device=DEVICE) + 1
+    numbers = base[:4].view(torch.int32)
+    marid.materialize(numbers, base)
+    assert numbers.untyped_storage().nbytes() == 7
+    assert list(numbers.untyped_storage()) == [1, 2, 3, 4, 5, 6, 7]
+    assert base.untyped_storage()[6] == 7
+
+
 def test_a_journal_that_costs_too_much_takes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     from marid.remote import checkpoint, journal
 

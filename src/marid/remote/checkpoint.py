@@ -70,7 +70,8 @@ def _take(delivery: Delivery) -> int:
         if block.identity not in written and all(handle in uploaded for handle, _ in tensors):
             kept += [handle for handle, _ in tensors]
             continue
-        handle, geometry = tensors[0]
+        # The smallest numbers: whatever lies in the memory ends where one of them ends.
+        handle, geometry = min(tensors, key=lambda tensor: tensor[1].dtype.itemsize)
         count = block.nbytes // geometry.dtype.itemsize
         got: list[torch.Tensor] = []
         step = FetchWork(handle, block, (0, (count,), (1,)), got.append)

@@ -125,15 +125,20 @@ class CheckpointWork(Work):
         content, flat, scratch = self._upload
         found = upload_requests(content, flat, scratch, sent)
         for handle, geometry in self._tensors:
-            found += _as_viewed(scratch, flat.dtype, handle, geometry)
+            found += _as_viewed(scratch, flat, handle, geometry)
         return [*found, Free((scratch,))]
 
 
-def _as_viewed(base: int, dtype: Any, handle: int, of: Geometry) -> list[Request]:
-    """Requests that make ``handle`` a view of this geometry of the flat tensor ``base``; the next handles are free."""
+def _as_viewed(base: int, flat: Geometry, handle: int, of: Geometry) -> list[Request]:
+    """Requests that make ``handle`` a view of this geometry of the flat tensor ``base``, whose numbers are not larger;
+    the next handles are free."""
     between = base + 1
     steps: list[tuple[str, tuple[Any, ...]]] = []
-    if of.dtype is not dtype:
+    if of.dtype is not flat.dtype:
+        (count,) = flat.shape
+        whole = count - count % (of.dtype.itemsize // flat.dtype.itemsize)
+        if whole != count:  # not all of it can be seen in this dtype
+            steps.append(("aten.as_strided.default", ([whole], [1], 0)))
         steps.append(("aten.view.dtype", (of.dtype,)))
     steps.append(("aten.as_strided.default", (list(of.shape), list(of.stride), of.offset)))
     if of.conj:
