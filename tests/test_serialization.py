@@ -72,6 +72,15 @@ def test_round_trip(way: str, kind: str) -> None:
         assert original.tolist() == before
 
 
+def test_a_deep_copy_of_numbers_that_leave_bytes_over() -> None:
+    """Seven bytes, four of them read as one int32. (PyTorch itself cannot load what it saved of such memory.)"""
+    original = torch.arange(7, device=DEVICE, dtype=torch.uint8)[:4].view(torch.int32)
+    copied = copy.deepcopy(original)
+    assert_same(copied, torch.arange(7, dtype=torch.uint8)[:4].view(torch.int32))
+    copied.zero_()
+    assert original.item() == 0x03020100
+
+
 @pytest.mark.parametrize("way", SHARING_WAYS)
 def test_shared_memory_stays_shared(way: str) -> None:
     """A base, a view of it and a second name of it are one storage again, apart from the original's."""

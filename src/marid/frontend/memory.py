@@ -66,7 +66,17 @@ def storage_behind(storage: torch.UntypedStorage, dtype: torch.dtype, device: in
         return handles.wrap(handles.source(engine_of(device).upload(buffer), spec), spec)
     whole = handles.wrap(root, root.spec, shared)
     flat = torch.ops.aten.as_strided.default(whole, (storage.nbytes() // root.spec.dtype.itemsize,), (1,), 0)
-    return flat if dtype == root.spec.dtype else torch.ops.aten.view.dtype(flat, dtype)
+    return _numbers_of(flat, dtype)
+
+
+def _numbers_of(flat: Any, dtype: torch.dtype) -> Any:
+    """One-dimensional memory in another dtype, without the bytes behind the last whole number."""
+    if flat.dtype == dtype:
+        return flat
+    whole = flat.numel() - flat.numel() % max(dtype.itemsize // flat.dtype.itemsize, 1)
+    if whole != flat.numel():
+        flat = flat.as_strided((whole,), (1,), 0)
+    return torch.ops.aten.view.dtype(flat, dtype)
 
 
 _kept: dict[int, Any] = {}
@@ -89,9 +99,7 @@ def copy_with_aliases(tensor: Any, memo: dict[Any, Any]) -> Any:
     if key not in memo:
         flat = storage_behind(untyped_storage(tensor), root_of(tensor._value).spec.dtype, tensor.device.index)  # pyright: ignore[reportOptionalMemberAccess]
         memo[key] = (flat.clone(), tensor._storage)
-    block = memo[key][0]
-    if block.dtype != tensor.dtype:
-        block = block.view(tensor.dtype)
+    block = _numbers_of(memo[key][0], tensor.dtype)
     return _whole(block.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
 
