@@ -9,9 +9,6 @@ from marid.settings import settings
 
 __all__ = ["configure", "count", "replacement"]
 
-_USES = 2
-_WORK = 4e7
-
 _REPLACEMENTS = {
     torch.ops.aten.mm.default: b"marid::product",
     torch.ops.aten.bmm.default: b"marid::product",
@@ -25,14 +22,14 @@ def replacement(func: torch._ops.OpOverload) -> bytes | None:
     return _REPLACEMENTS.get(func)
 
 
-def configure(mode: int, uses: int = _USES, work: float = _WORK, block: int = -1) -> None:
-    """Use the faster kernel never (0), where it is faster (1), or wherever its bits are right (2).
+def configure(*, also_slower: bool = False, uses: int = 2, work: float = 4e7, block: int = -1) -> None:
+    """Begin anew, using the faster kernel wherever its bits are right, and it is faster unless ``also_slower``.
 
     Products of a class are tried once ``uses`` of them, of ``work`` floating-point operations together, were run by
     ATen. ``block`` is for tests: the depth of the stretches in which BLAS is taken to add up, -1 to find it out.
     """
     if library is not None:
-        library.marid_products_configure(mode, uses, work, block)
+        library.marid_products_configure(also_slower, uses, work, block)
 
 
 def count() -> int:
@@ -40,15 +37,11 @@ def count() -> int:
     return 0 if library is None else library.marid_products_count()
 
 
-_mode = True
-
-
 def _settings_changed() -> None:
-    global _mode
-    if settings.fast_products is not _mode:
-        _mode = settings.fast_products
-        configure(int(_mode))
+    if library is not None:
+        library.marid_products_enable(settings.fast_products)
 
 
+configure()
 settings.when_changed(_settings_changed)
 _settings_changed()

@@ -18,6 +18,7 @@ struct Product {
   Matrices a, b;
   float* c;
   bool add;
+  bool batched;  // one of bmm's, if only of one pair
 };
 
 // Whether this build has the microkernel.

@@ -10,12 +10,11 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
 #include <array>
 #include <atomic>
-#include <exception>
 #include <optional>
 #include <vector>
 
@@ -75,6 +74,7 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   p.a = *left;
   p.b = *right;
   p.add = bias != nullptr;
+  p.batched = dims == 3;
   marid::Tiles tiles = marid::tiles_of(p);
   if (!marid::choose(p, added, marid::shape_of(p, tiles))) return {};
   std::array<int64_t, 3> sizes{p.batch, p.rows, p.columns};
@@ -132,17 +132,8 @@ void hand_on_views(torch::Library& library) {
 TORCH_LIBRARY_IMPL(marid, Conjugate, library) { hand_on_views(library); }
 TORCH_LIBRARY_IMPL(marid, Negative, library) { hand_on_views(library); }
 
-const at::Tensor& tensor_of(AtenTensorHandle handle) { return *reinterpret_cast<at::Tensor*>(handle); }
-
-template <typename F>
-AOTITorchError returned(AtenTensorHandle* result, F make) {
-  try {
-    *result = reinterpret_cast<AtenTensorHandle>(new at::Tensor(make()));
-    return AOTI_TORCH_SUCCESS;
-  } catch (const std::exception&) {
-    return AOTI_TORCH_FAILURE;
-  }
-}
+using torch::aot_inductor::new_tensor_handle;
+using torch::aot_inductor::tensor_handle_to_tensor_pointer;
 
 }  // namespace
 
@@ -153,11 +144,16 @@ int64_t marid_products_count() { return count; }
 
 // What compiled parts call (execute/compiled/lower.py).
 AOTITorchError aoti_torch_cpu_product(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle* result) {
-  return returned(result, [&] { return product(tensor_of(a), tensor_of(b)); });
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *result = new_tensor_handle(product(*tensor_handle_to_tensor_pointer(a), *tensor_handle_to_tensor_pointer(b)));
+  });
 }
 AOTITorchError aoti_torch_cpu_product_add(AtenTensorHandle bias, AtenTensorHandle a, AtenTensorHandle b,
                                           AtenTensorHandle* result) {
-  return returned(result, [&] { return product_add(tensor_of(bias), tensor_of(a), tensor_of(b), 1, 1); });
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *result = new_tensor_handle(product_add(*tensor_handle_to_tensor_pointer(bias), *tensor_handle_to_tensor_pointer(a),
+                                            *tensor_handle_to_tensor_pointer(b), 1, 1));
+  });
 }
 
 }  // extern "C"

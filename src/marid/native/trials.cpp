@@ -38,10 +38,10 @@ constexpr size_t kMostShapes = 512;       // some 0.1 MB of code each, for each 
 constexpr size_t kMostEntries = 1 << 16;  // of shapes that came, and of classes
 constexpr int kTries = 3;                 // measurements of a machine on which our kernel does not seem to be faster
 
-// Set by marid_products_configure.
-std::atomic<bool> enabled{true}, also_slower{false};
-std::atomic<int64_t> uses_before{2};   // a class is tried when it came so often before,
-std::atomic<double> work_before{4e7};  // and that many operations of work with it
+// Set by execute/products.py.
+std::atomic<bool> enabled{false}, also_slower{false};
+std::atomic<int64_t> uses_before{0};  // a class is tried when it came so often before,
+std::atomic<double> work_before{0};   // and that many operations of work with it
 std::atomic<int64_t> given_block{-1};
 
 std::atomic<int64_t> block{0};
@@ -70,7 +70,7 @@ uint64_t key_of(const Product& p, Added added) {
   add(magnitude(p.rows), 4);
   add(magnitude(p.columns), 4);
   add(added, 2);
-  add(p.batch > 1, 1);
+  add(p.batched, 1);
   add(p.a.column != 1, 1);
   add(p.b.column != 1, 1);
   add(has_gaps(p.a, p.rows, p.depth), 1);
@@ -112,31 +112,30 @@ struct Trial {
     product.rows = cut(p.rows);
     product.columns = cut(p.columns);
     product.batch = std::min<int64_t>(p.batch, 2);
-    fill(product.a, a, product.rows, product.depth, has_gaps(p.a, p.rows, p.depth), 1);
-    fill(product.b, b, product.depth, product.columns, has_gaps(p.b, p.depth, p.columns), 2);
+    fill(product.a, a, product.batch, product.rows, product.depth, has_gaps(p.a, p.rows, p.depth), 1);
+    fill(product.b, b, product.batch, product.depth, product.columns, has_gaps(p.b, p.depth, p.columns), 2);
     bias = numbers(added == kRow ? product.columns : added == kMatrix ? product.rows * product.columns : 0, 3);
     by_blas.resize(product.batch * product.rows * product.columns);
     by_us.resize(by_blas.size());
   }
 
-  static void fill(Matrices& matrices, std::vector<float>& memory, int64_t rows, int64_t columns, bool gaps,
-                   uint32_t seed) {
+  static void fill(Matrices& matrices, std::vector<float>& memory, int64_t batch, int64_t rows, int64_t columns,
+                   bool gaps, uint32_t seed) {
     bool by_rows = matrices.column == 1;
     int64_t inner = by_rows ? columns : rows, outer = by_rows ? rows : columns;
     int64_t stride = inner + (gaps ? 64 : 0);
     (by_rows ? matrices.row : matrices.column) = stride;
     matrices.batch = outer * stride;
-    memory = numbers(2 * outer * stride, seed);
+    memory = numbers(batch * outer * stride, seed);
     matrices.data = memory.data();
   }
 
   void run_blas() {
     const Product& p = product;
-    bool batched = p.batch > 1;
-    at::Tensor left = view_of(p.a, p.batch, p.rows, p.depth, batched);
-    at::Tensor right = view_of(p.b, p.batch, p.depth, p.columns, batched);
-    at::Tensor out = view_of({by_blas.data(), p.rows * p.columns, p.columns, 1}, p.batch, p.rows, p.columns, batched);
-    if (batched) {
+    at::Tensor left = view_of(p.a, p.batch, p.rows, p.depth, p.batched);
+    at::Tensor right = view_of(p.b, p.batch, p.depth, p.columns, p.batched);
+    at::Tensor out = view_of({by_blas.data(), p.rows * p.columns, p.columns, 1}, p.batch, p.rows, p.columns, p.batched);
+    if (p.batched) {
       at::bmm_out(out, left, right);
     } else if (added == kNothing) {
       at::mm_out(out, left, right);
@@ -160,7 +159,7 @@ struct Trial {
 };
 
 Product example(int64_t rows, int64_t depth, int64_t columns) {
-  return {1, rows, columns, depth, {nullptr, 0, depth, 1}, {nullptr, 0, columns, 1}, nullptr, false};
+  return {1, rows, columns, depth, {nullptr, 0, depth, 1}, {nullptr, 0, columns, 1}, nullptr, false, false};
 }
 
 // --- the machine -----------------------------------------------------------------------------------------------------
@@ -296,13 +295,14 @@ bool choose(const Product& p, Added added, uint64_t shape) {
 
 extern "C" {
 
-// Begin anew: use our kernel or not (0, 1, 2: also where it is slower), try a class after so many uses and operations of
-// work. `block` is for tests: how deep the stretches of BLAS are taken to be; -1 to find out.
-void marid_products_configure(int on, int64_t uses, double work, int64_t block) {
+void marid_products_enable(int on) { enabled = on != 0; }
+
+// Begin anew: use our kernel also where it is slower or not, try a class after so many uses and operations of work.
+// `block` is for tests: how deep the stretches of BLAS are taken to be; -1 to find out.
+void marid_products_configure(int slower, int64_t uses, double work, int64_t block) {
   Known& all = known();
   std::scoped_lock held(all.trying, all.lock);
-  enabled = on != 0;
-  also_slower = on == 2;
+  also_slower = slower != 0;
   uses_before = uses;
   work_before = work;
   given_block = block;

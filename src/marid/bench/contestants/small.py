@@ -66,7 +66,7 @@ def tiny(lab: Any) -> Callable[[], Any]:
         read = lambda y: y.flatten().tolist()  # noqa: E731
 
     def chain() -> Any:
-        y = x
+        y: Any = x
         for _ in range(count):
             y = y + x
             y = y * half

@@ -45,7 +45,7 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
     config.cpp.threads = threads
     patches = {
         "force_disable_caches": True,
-        "aot_inductor.custom_ops_to_c_shims": _Products.get().shims,
+        "aot_inductor.custom_ops_to_c_shims": _products().shims,
         "aot_inductor.precompile_headers": False,
         "cpp_cache_precompile_headers": False,
         "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -174,9 +174,9 @@ class _Products:
     def __init__(self) -> None:
         if not hasattr(torch.ops.marid, "product"):  # as in the worker, which has no C++ half
             self._library = torch.library.Library("marid", "FRAGMENT")
-            kept = (torch.Tag.flexible_layout,)
-            self._library.define("product(Tensor self, Tensor mat2) -> Tensor", tags=kept)
-            self._library.define("product_add(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", tags=kept)
+            tags = (torch.Tag.flexible_layout,)
+            self._library.define("product(Tensor self, Tensor mat2) -> Tensor", tags=tags)
+            self._library.define("product_add(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", tags=tags)
             self._library.impl("product", lambda a, b: a @ b, "Meta")
             self._library.impl("product_add", torch.addmm, "Meta")
         self.product = torch.ops.marid.product.default
@@ -187,11 +187,10 @@ class _Products:
             self.product_add: [f"AOTITorchError aoti_torch_cpu_product_add({handles}, {handles}*)"],
         }
 
-    @staticmethod
-    @functools.cache
-    def get() -> _Products:
-        """The only one."""
-        return _Products()
+
+@functools.cache
+def _products() -> _Products:
+    return _Products()
 
 
 # --- the graph -----------------------------------------------------------------------------------------------------
@@ -327,7 +326,7 @@ class _Builder:
 
     def emit_product(self, name: str, arguments: dict[str, Any], size: list[Any]) -> Any:
         """``mm``, ``bmm``, ``addmm`` or ``linear``, by the operators of ``native/products.cpp``."""
-        operators = _Products.get()
+        operators = _products()
         if name != "linear":
             target = operators.product_add if name == "addmm" else operators.product
             return self.graph.call_function(target, tuple(arguments.values()))
