@@ -18,6 +18,9 @@ import marid
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--worker", action="store_true", help="remote_accelerator:0 and :1 are worker processes")
+    parser.addoption(
+        "--captured", action="store_true", help="with --worker: on a device that captures, played by the CPU"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,7 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "conformance: takes long; runs only with -m conformance")
     config.addinivalue_line("markers", "in_process(reason): is about the engine of this process; not with --worker")
     if config.getoption("--worker") and (hasattr(config, "workerinput") or not config.getoption("numprocesses", 0)):
-        marid.connect(workers=2, imports=["tests.operators"])
+        captured = ["tests.simulated_graphs"] if config.getoption("--captured") else []
+        marid.connect(workers=2, imports=["tests.operators", *captured])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

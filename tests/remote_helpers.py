@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,10 +85,10 @@ def worker_process(*options: str, transport: str = "tcp") -> Iterator[LocalWorke
 
 
 @contextlib.contextmanager
-def connected(*indices: int) -> Iterator[None]:
+def connected(*indices: int, device: str = "cpu", imports: Sequence[str] = ()) -> Iterator[None]:
     """These devices, one behind the other, are workers on this machine."""
     gc.collect()  # errors of other tests may hold tensors
-    marid.connect(workers=len(indices), first=indices[0])
+    marid.connect(workers=len(indices), first=indices[0], device=device, imports=imports)
     try:
         yield
     finally:

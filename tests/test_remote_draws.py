@@ -12,7 +12,7 @@ from marid.engine.inprocess import concretely
 from marid.graph.node import Operation
 from marid.remote import machine as machines
 from marid.remote import programs
-from marid.remote.host_draws import HostDraw, drawing_on
+from marid.remote.device_operators import HostOperator, operator_on
 from marid.remote.machine import Machine
 from marid.remote.operators import operator_named
 from tests.helpers import DEVICE, assert_same
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (programs, machines):
-        monkeypatch.setattr(module, "drawing_on", lambda device, op: HostDraw(op, device))
+        monkeypatch.setattr(module, "operator_on", lambda device, op, draws: HostOperator(op, device) if draws else op)
     return Machine(CPU)
 
 
@@ -66,8 +66,8 @@ def test_a_call_draws_on_the_host_and_says_where_it_stopped(machine: Machine) ->
 
 def test_on_the_cpu_operators_are_called_as_ever() -> None:
     op = operator_named("aten.normal_.default")
-    assert drawing_on(CPU, op) is op
-    elsewhere = drawing_on(torch.device("cuda", 0), op)
+    assert operator_on(CPU, op, True) is op
+    elsewhere = operator_on(torch.device("cuda", 0), op, True)
     assert isinstance(elsewhere, Operation)
     assert elsewhere.func is op.func
     assert elsewhere.mutates
@@ -76,7 +76,7 @@ def test_on_the_cpu_operators_are_called_as_ever() -> None:
 def test_a_made_tensor_is_not_one_that_was_given(machine: Machine) -> None:
     """A copy is copied back only where the operator has written it."""
     assert machine.device == CPU
-    op = HostDraw(operator_named("aten.normal.Tensor_Tensor"), CPU)
+    op = HostOperator(operator_named("aten.normal.Tensor_Tensor"), CPU)
     mean, std = torch.zeros(3), torch.ones(3)
     with concretely():
         result = op.call(mean, std, generator=torch.Generator().manual_seed(1))

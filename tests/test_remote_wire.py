@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from marid.errors import WireError
+from marid.execute.accelerator import Host
 from marid.frontend import handles
 from marid.graph.node import Draw
 from marid.graph.program import bind
@@ -142,7 +143,7 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
     data = bytes(memory_of(packing.pack(tensor)))
     assert len(data) == packing.nbytes
     dtype = wire.dtype_named(wire.dtype_name(tensor.dtype))
-    return tensor_of([data[:5], data[5:]], packing_of(tensor.shape, tensor.stride(), dtype), dtype, CPU)
+    return tensor_of([data[:5], data[5:]], packing_of(tensor.shape, tensor.stride(), dtype), dtype, Host())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -198,7 +199,7 @@ def test_dtypes_that_are_none_are_refused(name: Any) -> None:
 def test_bytes_that_do_not_fit_are_refused() -> None:
     for pieces in ([b"\0" * 23], [b"\0" * 25], [b"\0" * 20, b"\0" * 5], []):
         with pytest.raises(WireError):
-            tensor_of(pieces, packing_of((2, 3), (3, 1), torch.float32), torch.float32, CPU)
+            tensor_of(pieces, packing_of((2, 3), (3, 1), torch.float32), torch.float32, Host())
 
 
 # --- specs -----------------------------------------------------------------------------------------------------------
@@ -503,7 +504,7 @@ def test_chunks_stay_in_the_memory_of_the_tensor_they_became() -> None:
     def made() -> torch.Tensor:
         for digest, piece in pieces:
             store.put(b"one", digest, piece)
-        return tensor_of([store.get(b"one", digest) for digest in digests], packing, torch.uint8, CPU)
+        return tensor_of([store.get(b"one", digest) for digest in digests], packing, torch.uint8, Host())
 
     tensor = made()
     counted = store.nbytes

@@ -72,6 +72,8 @@ class Settings:
     """Every so many replays, a function under ``marid.compile`` runs its Python to be compared with; 0 for never."""
     pool_bytes: int = 128 << 20
     """How many bytes of freed results are kept to be used again, in place of fresh memory."""
+    capture_after: int = 3
+    """On CUDA, a program that has run so often with the same sizes is captured as CUDA graphs; 0 for never."""
     compile: bool = True
     """Compile programs that repeat, in a process of its own; what is compiled agrees with eager PyTorch to rounding."""
     compile_after: int = 8

@@ -66,7 +66,8 @@ def _keys(*names: str) -> torch._C.DispatchKeySet:
 
 _INCLUDED = _keys("BackendSelect")
 _EXCLUDED = _keys(
-    *("AutogradCPU", "AutogradMeta", "AutogradOther", "AutogradPrivateUse1", "AutogradNestedTensor", "ADInplaceOrView"),
+    *("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther", "AutogradPrivateUse1", "AutogradNestedTensor"),
+    "ADInplaceOrView",
     *("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1", "Python", "PythonTLSSnapshot", "PythonDispatcher"),
     *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchGradWrapper", "FuncTorchBatched"),
     *("FuncTorchVmapMode", "Functionalize", "PreDispatch"),
@@ -202,7 +203,7 @@ class InProcessEngine:
         named = {name: placed(arg, _concrete_of) for name, arg in kwargs}
         tensors = [value.concrete for value in values_in((*args, *[arg for _, arg in kwargs]))]
         with concretely():
-            return operators.perform(op.func, [placed(arg, _concrete_of) for arg in args], named, tensors, state)
+            return operators.perform(op, [placed(arg, _concrete_of) for arg in args], named, tensors, state)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():

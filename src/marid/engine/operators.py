@@ -7,29 +7,30 @@ from typing import Any
 import torch
 
 from marid.engine.protocol import Called, Geometry, Returned
+from marid.graph.node import Operation
 
 __all__ = ["geometry_of", "perform"]
 
 
 def perform(
-    func: Any, args: list[Any], kwargs: dict[str, Any], tensors: list[torch.Tensor], state: torch.Tensor | None
+    op: Operation, args: list[Any], kwargs: dict[str, Any], tensors: list[torch.Tensor], state: torch.Tensor | None
 ) -> Called:
-    """Call ``func``; ``tensors`` are those among its arguments, in order. To be called below all dispatch.
+    """Call ``op``; ``tensors`` are those among its arguments, in order. To be called below all dispatch.
 
     ``state`` is where the CPU generator stands that it draws from, if it draws.
     """
     if state is None:
-        return describe(func(*args, **kwargs), tensors, None)
+        return describe(op.call(*args, **kwargs), tensors, None)
     source = torch.Generator()
     source.set_state(state)
-    if any(argument.name == "generator" for argument in func._schema.arguments):
-        returned = func(*args, **kwargs, generator=source)
+    if any(argument.name == "generator" for argument in op.func._schema.arguments):
+        returned = op.call(*args, **kwargs, generator=source)
         return describe(returned, tensors, source.get_state())
     default = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
     users = default.get_state()
     try:
         default.set_state(state)
-        returned = func(*args, **kwargs)
+        returned = op.call(*args, **kwargs)
         return describe(returned, tensors, default.get_state())
     finally:
         default.set_state(users)

@@ -25,7 +25,7 @@ from marid.execute.resume import arguments
 from marid.execute.source import SourceProgram, source_of
 from marid.execute.table import Table, Untranslatable, translate
 from marid.graph.prepared import Replay
-from marid.graph.program import Program, Task
+from marid.graph.program import Instruction, Program, Task
 from marid.native import module
 from marid.optimize.passes.lowering import last_uses
 from marid.optimize.passes.registry import generation, improvable
@@ -200,14 +200,18 @@ class FlatProgram:
             args, kwargs = arguments(instruction, tensors, params, generator)
             # An interrupt comes when a call is over: had it not been noted in C by then, the operator would run twice.
             returned.extend(starmap(partial(instruction.op.call, *args, **kwargs), _ONCE))
-            for result in instruction.results:
-                value = returned[0]
-                for step in result.path:
-                    value = value[step]
-                tensors[result.slot] = value
+            self.take(instruction, returned[0], tensors)
             for slot in self.dying[index]:
                 if slot not in kept:
                     del tensors[slot]
+
+    def take(self, instruction: Instruction, returned: Any, tensors: dict[int, Any]) -> None:
+        """Put what an instruction has returned into its slots."""
+        for result in instruction.results:
+            value = returned
+            for step in result.path:
+                value = value[step]
+            tensors[result.slot] = value
 
     def stopped(self, index: int, tensors: dict[int, torch.Tensor], error: BaseException) -> Interrupted:
         """What is known when a run stops before an instruction."""

@@ -22,6 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from marid.errors import AuthenticationError, WireError, WorkerLostError
+from marid.execute.accelerator import Host
 from marid.remote.keys import ClientKey
 from marid.remote.packing import packing_of
 from marid.remote.requests import Request, write_requests
@@ -34,7 +35,7 @@ from marid.report.traffic import SocketCounts
 
 __all__ = ["Link", "LinkLost", "RequestFailed"]
 
-_CPU = torch.device("cpu")
+_HOST = Host()
 _HEARTBEATS = 10  # in a lease, when there is nothing else to say
 _RETRY = 0.2  # seconds between attempts to connect
 _DROPS = 3  # connections that end before keys were compared, after which that is taken to be the reason
@@ -438,8 +439,8 @@ def _tensor_from(described: Any, segments: list[Any]) -> torch.Tensor:
     shape, stride = sizes_from(shape, stride, dtype)
     packing = packing_of(shape, stride, dtype)
     if len(where) == 1:
-        return tensor_of([as_bytes(where[0], packing.nbytes, "a small tensor")], packing, dtype, _CPU)
+        return tensor_of([as_bytes(where[0], packing.nbytes, "a small tensor")], packing, dtype, _HOST)
     first, count = where
     first = as_int(first, 0, len(segments), "a segment")
     count = as_int(count, 0, len(segments) - first, "a number of segments")
-    return tensor_of(segments[first : first + count], packing, dtype, _CPU)
+    return tensor_of(segments[first : first + count], packing, dtype, _HOST)

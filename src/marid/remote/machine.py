@@ -16,21 +16,23 @@ from marid.engine.inprocess import concretely
 from marid.engine.operators import perform
 from marid.engine.protocol import Called
 from marid.errors import WireError
+from marid.execute.accelerator import Host, accelerator_of
 from marid.execute.arena import Arena
 from marid.execute.cache import ProgramCache
+from marid.execute.captured import CapturedProgram
 from marid.execute.compiled.tier import best
+from marid.execute.flat import FlatProgram
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import Node, Operation, Spec
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import ListOf, Slot
 from marid.graph.twister import Twisters
 from marid.native import module
-from marid.remote.host_draws import drawing_on
+from marid.remote.device_operators import operator_on
 from marid.remote.programs import RemoteProgram, changed, digest_of, geometry_from, geometry_of
 from marid.remote.residency import Residency
 from marid.remote.specs import matches
 from marid.report.units import bytes_text
-from marid.settings import settings
 
 __all__ = ["Machine", "TooLarge", "bytes_of"]
 
@@ -38,6 +40,7 @@ _PROGRAMS = 4096
 _PROGRAM_BYTES = 1 << 30  # of programs and geometries, as they are kept
 _INSTRUCTION_BYTES, _SLOT_BYTES = 1024, 32  # what an instruction takes, and a slot in a geometry, about
 _GEOMETRIES = 256  # of one program
+_CAPTURED = 256  # programs with graphs, each of which has memory of its own
 _HELD = 8  # of what a run holds at its fullest, how much is told when it is too much
 
 
@@ -75,15 +78,16 @@ class Machine:
         self.device = device
         self.memory_limit = memory_limit
         self.residency = Residency(device, spill_limit if memory_limit else 0)
-        if device.type != "cpu":  # what improves and compiles programs knows the CPU only
-            settings.passes = settings.compile = False
-            settings.plan_bytes = 1 << 62
+        self.accelerator = accelerator_of(device)
         self.twisters = Twisters()
         self.runs = 0
+        self.replays = 0
+        """How many captured pieces of programs were run."""
         self.refused = 0
         """How many requests were malformed, or made no sense."""
         self._cache = ProgramCache()
         self._arena = Arena()
+        self._captured: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
         self._programs: OrderedDict[bytes, _Kept] = OrderedDict()
         self._bytes = 0
 
@@ -164,13 +168,10 @@ class Machine:
         """
         kept, prepared, held = self._checked(program, geometry, inputs, params)
         self.make_room(prepared.transient_bytes, inputs, resident, held)
-        if prepared.ready is None:
-            prepared.ready = self._cache.find(prepared)
+        ready = self._ready(prepared)
         with concretely():
-            form = best(prepared.ready, Replay(prepared, inputs, params), None)  # pyright: ignore[reportArgumentType]
             try:
-                with self._arena.run(form.placement):
-                    results = form.run(inputs, params, self.twisters.at)
+                results = self._execute(ready, prepared, inputs, params)
             except Interrupted as stop:
                 self.twisters.forget()
                 if stop.index < len(kept.program):
@@ -178,6 +179,31 @@ class Machine:
                 results = [stop.tensors[slot] for slot in prepared.program.output_slots]
         self.runs += 1
         return prepared, results
+
+    def _ready(self, prepared: Prepared) -> FlatProgram:
+        if prepared.ready is None and isinstance(self.accelerator, Host):
+            prepared.ready = self._cache.find(prepared)
+        elif prepared.ready is None:  # what improves, plans and compiles programs knows the host only
+            # The memory that graphs keep is not counted.
+            prepared.ready = CapturedProgram(prepared, self.accelerator, captures=not self.memory_limit)
+        return prepared.ready
+
+    def _execute(
+        self, ready: FlatProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
+    ) -> list[torch.Tensor]:
+        if not isinstance(ready, CapturedProgram):
+            form = best(ready, Replay(prepared, inputs, params), None)  # pyright: ignore[reportArgumentType]
+            with self._arena.run(form.placement):
+                return form.run(inputs, params, self.twisters.at)
+        replays = ready.replays
+        results = ready.execute(inputs, params, self.twisters.at)
+        self.replays += ready.replays - replays
+        if ready.graphs:
+            self._captured[ready] = None
+            self._captured.move_to_end(ready)
+            if len(self._captured) > _CAPTURED:
+                self._captured.popitem(last=False)[0].forget()
+        return results
 
     def run_until(
         self,
@@ -193,7 +219,7 @@ class Machine:
         given = list(params)
         _, prepared, held = self._checked(program, geometry, inputs, given)
         self.make_room(prepared.transient_bytes, inputs, resident, held)
-        ready = prepared.ready = prepared.ready or self._cache.find(prepared)
+        ready = self._ready(prepared)
         if until > len(prepared.program.instructions):
             raise WireError("a run is to go on behind its end")
         tensors: dict[int, Any] = dict(zip(prepared.input_slots, inputs, strict=True))
@@ -250,8 +276,7 @@ class Machine:
         if op.factory and self.device.type != "cpu" and any(a.name == "device" for a in op.func._schema.arguments):
             kwargs = {**kwargs, "device": self.device}
         with concretely():
-            drawing = op if drawn is None else drawing_on(self.device, op)
-            return perform(op.func if drawing is op else drawing, args, kwargs, tensors, drawn)
+            return perform(operator_on(self.device, op, drawn is not None), args, kwargs, tensors, drawn)
 
     def trim(self) -> None:
         """Give back memory that is only kept to be used again."""

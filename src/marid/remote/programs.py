@@ -22,7 +22,7 @@ import torch
 from marid.errors import WireError
 from marid.graph.node import Draw, Operation, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Result, Slot
-from marid.remote.host_draws import drawing_on
+from marid.remote.device_operators import operator_on
 from marid.remote.operators import operator_name, operator_named
 from marid.remote.specs import spec_from, spec_to
 from marid.remote.wire import as_bytes, as_int, as_list, as_text, dtype_name, dtype_named, pack_plain, unpack_plain
@@ -226,8 +226,8 @@ class _Reader:
                 raise WireError(f"{op} needs argument {formal.name}")
         if op.factory and "device" in left and self._device.type != "cpu":
             kwargs.append(("device", Constant(self._device)))
-        if any(isinstance(arg, Param) and arg.draw for arg in (*args, *[arg for _, arg in kwargs])):
-            op = drawing_on(self._device, op)
+        draws = any(isinstance(arg, Param) and arg.draw for arg in (*args, *[arg for _, arg in kwargs]))
+        op = operator_on(self._device, op, draws)
         return Instruction(op, args, tuple(kwargs), self._results(parts[3], op))
 
     def _argument(self, arg: Any, kind: str, op: Operation) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from marid.errors import WireError
+from marid.execute.accelerator import Accelerator
 from marid.remote.packing import Packing
 from marid.remote.wire import SEGMENT_BYTES
 
@@ -26,12 +27,12 @@ def segments_of(tensor: torch.Tensor) -> list[memoryview]:
     return [data[start : start + SEGMENT_BYTES] for start in range(0, len(data), SEGMENT_BYTES)]
 
 
-def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """A new one-dimensional tensor of these bytes. Raises ``WireError`` unless they are ``nbytes``."""
+def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
+    """A new one-dimensional tensor of these bytes, on the host. Raises ``WireError`` unless they are ``nbytes``."""
     sizes = [memoryview(piece).nbytes for piece in pieces]
     if sum(sizes) != nbytes or nbytes % dtype.itemsize:
         raise WireError(f"a tensor of {nbytes} bytes came with {sum(sizes)}")
-    block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    block = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and nbytes > 0)
     # Not through numpy, after which the memory could not be resized any more (residency.py does).
     target = memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr() if nbytes else 0)).cast("B")
     start = 0
@@ -41,6 +42,6 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype) -> torch
     return block.view(dtype)
 
 
-def tensor_of(pieces: Sequence[Any], packing: Packing, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The tensor that was packed into these bytes, on ``device``. Raises ``WireError``."""
-    return packing.unpack(elements_of(pieces, packing.nbytes, dtype).to(device))
+def tensor_of(pieces: Sequence[Any], packing: Packing, dtype: torch.dtype, where: Accelerator) -> torch.Tensor:
+    """The tensor that was packed into these bytes, on a device. Raises ``WireError``."""
+    return packing.unpack(where.to_device(elements_of(pieces, packing.nbytes, dtype, where.pins)))

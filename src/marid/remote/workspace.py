@@ -174,7 +174,7 @@ class Workspace:
             if lacking:
                 raise Missing("chunks are not here", lacking)
             pieces = found
-        made = tensor_of(pieces, packing, request.dtype, self.machine.device)
+        made = tensor_of(pieces, packing, request.dtype, self.machine.accelerator)
         self.keep(request.handle, made, "input")
         if request.digests and made.device.type == "cpu" and packing.is_dense:
             self._chunks.place(self.owner, request.digests, made.untyped_storage())
@@ -192,7 +192,7 @@ class Workspace:
                 raise Refused("a tensor of this size has to be fetched in pieces")
             if self.untaken and self.untaken + packing.nbytes > self._reply_bytes:
                 raise Refused("the client has not taken what it fetched before")
-            data = packing.pack(tensor).cpu()
+            data = self.machine.accelerator.to_host(packing.pack(tensor))
         described = [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
         if packing.nbytes <= SMALL_BYTES:
             return {"tensor": [*described, bytes(memory_of(data))]}
@@ -256,7 +256,7 @@ class Workspace:
         with concretely():
             tensor = tensor.resolve_conj().resolve_neg()
             packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
-            data = packing.pack(tensor).cpu().view(torch.uint8)
+            data = self.machine.accelerator.to_host(packing.pack(tensor)).view(torch.uint8)
         self.keep(request.handle, data, None)  # others may come for it at any time
 
     def packed(self, handle: int, start: int, longest: int) -> tuple[memoryview, int] | None:
@@ -283,7 +283,7 @@ class Workspace:
         self.copies.forget(request.ticket)
         if arrival.error is not None:
             raise arrival.error
-        elements = arrival.data.view(request.dtype).to(self.machine.device)
+        elements = self.machine.accelerator.to_device(arrival.data.view(request.dtype))
         self.keep(request.handle, packing.unpack(elements))
 
     def _group(self, request: ask.Meet | ask.Join | ask.Reduce | ask.Leave) -> int | None:
@@ -338,6 +338,7 @@ class Workspace:
             "chunk_hits": self._chunks.hits,
             "programs": self.machine.programs,
             "runs": self.machine.runs,
+            "graph_replays": self.machine.replays,
             **self.worker_stats(),
         }
 

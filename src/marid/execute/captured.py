@@ -1,0 +1,353 @@
+"""Programs on a device that work is launched on: an operation at a time, and what repeats as captured graphs.
+
+Launching a kernel takes the host as long as a small one runs, so a program that came a few times with the same specs is
+captured: in *pieces*, stretches of instructions that launch the same work on the same addresses in each run. Between
+them run, one by one, instructions that draw, that take numbers which change from run to run, or that wait for the
+device.
+
+A captured piece reads and writes fixed addresses. An input that lies somewhere else in each run and is only read is
+copied into a buffer of the piece; where any other has moved, the piece runs one by one, or is captured again. What it
+makes lies in memory that its next run overwrites, so what leaves a run is copied out of that. Capturing executes
+nothing: where it fails, nothing has happened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from marid.execute.accelerator import Accelerator
+from marid.execute.flat import FlatProgram
+from marid.execute.forms import Positioned
+from marid.execute.interrupted import Interrupted
+from marid.graph.node import Operation, Spec
+from marid.graph.prepared import Prepared
+from marid.graph.program import Instruction, ListOf, Param, Slot
+from marid.settings import settings
+
+__all__ = ["CapturedProgram"]
+
+logger = logging.getLogger("marid")
+
+_LEAST = 4  # instructions in a piece that is worth a graph
+_ATTEMPTS = 4  # times that a program is cut into pieces, and that a piece is given up, before it is left alone
+
+_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class CapturedProgram(FlatProgram):
+    """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured."""
+
+    may_improve = False
+
+    def __init__(self, prepared: Prepared, accelerator: Accelerator, captures: bool) -> None:
+        super().__init__(prepared.program, prepared.transient_bytes)
+        self.replays = 0
+        """How many times a captured piece was run."""
+        self._specs = prepared.specs
+        self._accelerator = accelerator
+        self._captures = captures and accelerator.captures and settings.capture_after > 0
+        self._whole = _Piece(0, len(self.program.instructions))
+        self._pieces = [self._whole]
+        self._cuts = 0
+        self._varying: set[int] = set()
+        self._params: list[Any] = []
+        self._written: set[int] | None = None
+
+    def execute(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+        """Run on tensors of the device; the results that escape, in order. Raises ``Interrupted``."""
+        tensors: dict[int, Any] = dict(zip(self.program.input_slots, inputs, strict=True))
+        self._cut(params)
+        try:
+            for piece in self._pieces:
+                if not piece.captures or not self._replayed(piece, tensors, params, generator):
+                    self.steps(tensors, params, generator, piece.start, piece.stop)
+        except Interrupted as stop:
+            stop.tensors = dict(zip(stop.tensors, self._owned(stop.tensors.values()), strict=True))
+            raise
+        return self._owned([tensors[slot] for slot in self.program.output_slots])
+
+    @property
+    def graphs(self) -> int:
+        """How many pieces are captured now."""
+        return sum(piece.graph is not None for piece in self._pieces)
+
+    def forget(self) -> None:
+        """Give back the memory of what is captured; it may be captured again."""
+        for piece in self._pieces:
+            piece.graph = None
+
+    # --- pieces ---
+
+    def _cut(self, params: list[Any]) -> None:
+        """Cut the program into pieces when it has come often enough, and anew where a number has changed."""
+        changed = {index for index, (a, b) in enumerate(zip(self._params, params, strict=False)) if _differ(a, b)}
+        self._params = list(params)
+        self.runs += 1
+        if not self._captures or self.runs <= settings.capture_after:
+            self._varying |= changed
+            return
+        new = changed - self._varying
+        self._varying |= changed
+        if self._cuts and not any(new & piece.params for piece in self._pieces):
+            return
+        self._cuts += 1
+        self._pieces = [self._whole] if self._cuts > _ATTEMPTS else self._cut_up()
+
+    def _cut_up(self) -> list[_Piece]:
+        instructions = self.program.instructions
+        able = [_is_capturable(one, self._varying) for one in instructions]
+        pieces: list[_Piece] = []
+        start = 0
+        while start < len(able):
+            stop = next((i for i in range(start, len(able)) if able[i] is not able[start]), len(able))
+            captures = able[start] and stop - start >= _LEAST
+            if captures or not pieces or pieces[-1].captures:
+                pieces.append(_Piece(start, stop, captures))
+            else:
+                pieces[-1].stop = stop
+            start = stop
+        for piece in pieces:
+            if piece.captures:
+                piece.describe(instructions)
+        return pieces
+
+    def _replayed(self, piece: _Piece, tensors: dict[int, Any], params: list[Any], generator: Positioned) -> bool:
+        """Run a piece by its graph, captured now if it is time; False when it has to be run one by one."""
+        places = [tensors[slot].data_ptr() for slot in piece.reads]
+        before, piece.places = piece.places, places
+        if piece.graph is not None and not piece.graph.is_for(places):
+            piece.drop()
+        if piece.graph is None:
+            if len(before) != len(places):  # nothing to compare with
+                return False
+            moving = piece.moving | {s for s, a, b in zip(piece.reads, before, places, strict=True) if a != b}
+            piece.moving = {slot for slot in moving - piece.written if _is_all(tensors[slot])}
+            if piece.moving != moving:  # others have moved
+                piece.drop()
+                return False
+            if not self._capture(piece, tensors, params, generator):
+                piece.drop()
+                return False
+        assert piece.graph is not None
+        piece.graph.run(tensors)
+        self.replays += 1
+        return True
+
+    def _capture(self, piece: _Piece, tensors: dict[int, Any], params: list[Any], generator: Positioned) -> bool:
+        for one in self._pieces:
+            if one.start > piece.start:  # what these run on may lie where the results of this one will
+                one.graph = None
+        buffers = {slot: tensors[slot].clone() for slot in piece.reads if slot in piece.moving}
+        inside = {**tensors, **buffers}
+        self._written = set()
+        try:
+            replay = self._accelerator.capture(lambda: self.steps(inside, params, generator, piece.start, piece.stop))
+        except (Interrupted, RuntimeError) as error:
+            cause = error.error if isinstance(error, Interrupted) else error
+            if not isinstance(cause, Exception):
+                raise Interrupted(piece.start, False, tensors, cause) from cause
+            logger.info("instructions %d to %d are not captured: %s", piece.start, piece.stop, cause)
+            piece.captures = False
+            return False
+        finally:
+            written, self._written = self._written, None
+        piece.written |= {slot for slot, buffer in buffers.items() if _place(buffer) in written}
+        if piece.written & buffers.keys():
+            piece.moving -= piece.written
+            return False
+        at = {_place(tensors[slot]): slot for slot in piece.reads}
+        at |= {_place(buffer): slot for slot, buffer in buffers.items()}
+        made = {slot: tensor for slot, tensor in inside.items() if slot not in tensors}
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in made.values()):
+            piece.captures = False
+            return False
+        results = {slot: _Made(tensor, at.get(_place(tensor))) for slot, tensor in made.items()}
+        fixed = [None if slot in buffers else place for slot, place in zip(piece.reads, piece.places, strict=True)]
+        piece.graph = _Graph(replay, fixed, buffers, results, [slot for slot in tensors if slot not in inside])
+        return True
+
+    # --- results ---
+
+    def take(self, instruction: Instruction, returned: Any, tensors: dict[int, Any]) -> None:
+        super().take(instruction, returned, tensors)
+        if not instruction.op.view and not instruction.op.mutates:
+            for result in instruction.results:  # other kernels may lay results out in another way than was recorded
+                tensors[result.slot] = _laid_out(tensors[result.slot], self._specs[result.slot])
+        if self._written is not None and instruction.op.mutates:
+            self._written.update(_place(tensors[slot]) for slot in _written_by(instruction))
+
+    def _owned(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
+        held = {place for piece in self._pieces if piece.graph is not None for place in piece.graph.held}
+        copies: dict[int, torch.UntypedStorage] = {}
+        found: list[torch.Tensor] = []
+        for tensor in tensors:
+            place = _place(tensor)
+            if place not in held:
+                found.append(tensor)
+                continue
+            if place not in copies:
+                block = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+                copies[place] = block.clone().untyped_storage()
+            copy = _seen_in(copies[place], tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+            copy = torch.conj(copy) if tensor.is_conj() else copy
+            found.append(torch.ops.aten._neg_view.default(copy) if tensor.is_neg() else copy)
+        return found
+
+
+@dataclass
+class _Piece:
+    """Instructions ``start`` to before ``stop``.
+
+    ``reads`` are the slots that it takes from before, ``params`` the numbers it takes, ``places`` where the reads were
+    the last time; ``moving`` are those that were somewhere else before, ``written`` those of them that it writes.
+    """
+
+    start: int
+    stop: int
+    captures: bool = False
+    reads: list[int] = field(default_factory=list)
+    params: set[int] = field(default_factory=set)
+    places: list[int] = field(default_factory=list)
+    moving: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+    drops: int = 0
+    graph: _Graph | None = None
+
+    def drop(self) -> None:
+        """Its graph is of no use, or there is none: try again a few times."""
+        self.graph = None
+        self.drops += 1
+        self.captures = self.captures and self.drops < _ATTEMPTS
+
+    def describe(self, instructions: tuple[Instruction, ...]) -> None:
+        """Find out what it reads."""
+        made: set[int] = set()
+        reads: dict[int, None] = {}
+        for instruction in instructions[self.start : self.stop]:
+            for arg in _arguments(instruction):
+                if isinstance(arg, Slot) and arg.index not in made:
+                    reads[arg.index] = None
+                elif isinstance(arg, Param):
+                    self.params.add(arg.index)
+            made.update(result.slot for result in instruction.results)
+        self.reads = list(reads)
+
+
+class _Made:
+    """A result of a graph: ``tensor`` in its own memory, or a view of the memory of what is in slot ``of`` at each
+    run."""
+
+    def __init__(self, tensor: torch.Tensor, of: int | None) -> None:
+        self.of = of
+        self.tensor = tensor if of is None else None
+        self._geometry = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def get(self, tensors: dict[int, Any]) -> torch.Tensor:
+        """A new tensor of it."""
+        if self.tensor is not None:
+            return self.tensor.detach()
+        assert self.of is not None
+        return _seen_in(tensors[self.of].untyped_storage(), *self._geometry)
+
+
+class _Graph:
+    """A captured piece. ``fixed`` are the addresses of what it reads, None for what is copied into ``buffers``."""
+
+    def __init__(
+        self,
+        replay: Callable[[], None],
+        fixed: list[int | None],
+        buffers: dict[int, torch.Tensor],
+        results: dict[int, _Made],
+        gone: list[int],
+    ) -> None:
+        self._replay = replay
+        self._fixed = fixed
+        self._buffers = buffers
+        self._results = results
+        self._gone = gone
+        self.held = {_place(result.tensor) for result in results.values() if result.tensor is not None}
+        """Where the memory is that belongs to it."""
+
+    def is_for(self, places: list[int]) -> bool:
+        """Whether it can run on what lies there."""
+        return all(a is None or a == b for a, b in zip(self._fixed, places, strict=True))
+
+    def run(self, tensors: dict[int, Any]) -> None:
+        """Launch it; ``tensors`` are what exists, before and then after it."""
+        for slot, buffer in self._buffers.items():
+            buffer.copy_(tensors[slot])
+        self._replay()
+        made = {slot: result.get(tensors) for slot, result in self._results.items()}
+        for slot in self._gone:
+            del tensors[slot]
+        tensors.update(made)
+
+
+# --- tensors and their memory ----------------------------------------------------------------------------------------
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_all(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory, each element once, so that a copy can stand for it."""
+    whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    return whole and not tensor.is_conj() and not tensor.is_neg() and _reach(tensor) == tensor.numel()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+
+
+def _seen_in(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    made = torch.empty(0, dtype=dtype, device=storage.device)
+    return made.set_(storage, offset, shape, stride)  # pyright: ignore[reportArgumentType]
+
+
+def _laid_out(tensor: Any, spec: Spec | None) -> Any:
+    """A result with the strides that were recorded."""
+    if spec is None or not isinstance(tensor, torch.Tensor) or tensor.stride() == spec.stride or not tensor.numel():
+        return tensor
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+# --- instructions ----------------------------------------------------------------------------------------------------
+
+
+def _arguments(instruction: Instruction) -> list[Any]:
+    given = [*instruction.args, *[arg for _, arg in instruction.kwargs]]
+    return [item for arg in given for item in (arg.items if isinstance(arg, ListOf) else (arg,))]
+
+
+def _is_capturable(instruction: Instruction, varying: set[int]) -> bool:
+    """Whether each run launches the same for it, without waiting for the device."""
+    op = instruction.op
+    if type(op) is not Operation or torch.Tag.inplace_view in op.func.tags or any(t in op.func.tags for t in _WAITS):
+        return False
+    return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in _arguments(instruction))
+
+
+def _written_by(instruction: Instruction) -> list[int]:
+    """The slots of the tensors that an instruction writes."""
+    named = dict(instruction.kwargs)
+    found: list[int] = []
+    for position, formal in enumerate(instruction.op.func._schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            arg = instruction.args[position] if position < len(instruction.args) else named.get(formal.name)
+            found += [one.index for one in (arg.items if isinstance(arg, ListOf) else (arg,)) if isinstance(one, Slot)]
+    return found
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return a is not b and (type(a) is not type(b) or repr(a) != repr(b))
