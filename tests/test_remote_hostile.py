@@ -30,6 +30,7 @@ from marid.remote.machine import Machine
 from marid.remote.programs import changes_between, digest_of, geometry_of
 from marid.remote.session import Message, Session
 from marid.remote.switches import Switches
+from marid.remote.worker import Limits, Worker
 from marid.remote.workspace import Workspace
 from tests.helpers import DEVICE
 from tests.remote_helpers import Recorded, linked, upload, worker_process
@@ -498,6 +499,45 @@ def test_too_much_in_flight_is_refused() -> None:
         assert kinds <= {"reply", "refused"}
         assert _resident(worker) < 2 << 30
         _is_well(worker)
+
+
+def test_headers_count_as_in_flight() -> None:
+    """Requests without segments wait in a worker that does nothing: as many as fit, headers and all."""
+    worker = Worker("127.0.0.1:0", torch.device("cpu"), limits=Limits(in_flight=1 << 20))
+    context = zmq.Context()
+    try:
+        one = context.socket(zmq.DEALER)
+        one.linger = 0
+        one.connect(worker.address)
+        session = {"v": wire.VERSION, "session": b"s" * 16}
+        one.send(wire.encode({**session, "kind": "hello", "boot": None}))
+        worker._take(5000)
+        fields = {**session, "kind": "work", "boot": worker.boot, "epoch": 0, "acked": 0}
+        requests = ask.write_requests([ask.Load("x" * 200_000, 0, 1, ())])[0]
+        for number in range(20):
+            one.send(wire.encode({**fields, "seq": 1 + number, "requests": requests}))
+        until = time.monotonic() + 10
+        while worker.refusals.counts.get("in flight", 0) < 15 and time.monotonic() < until:
+            worker._take(100)
+        (waiting,) = worker._sessions.values()
+        assert len(waiting.inbox) == 5
+        assert worker.refusals.counts == {"in flight": 15}
+        one.close()
+    finally:
+        context.term()
+        worker._collectors.close()
+        worker._socket.close()
+
+
+def test_a_client_counts_its_headers_too(worker: LocalWorker) -> None:
+    """What it has in flight is what went over the socket, and nothing when all is answered."""
+    with linked(worker) as link:
+        with link._changed:  # no answer is taken meanwhile
+            before = link.counts.bytes_up
+            link.send([ask.Stats()] * 500)
+            assert link._in_flight == link.counts.bytes_up - before > 500
+        link.wait(link.send([ask.Stats()]))
+        assert link._in_flight == 0
 
 
 def test_many_sessions_are_refused() -> None:

@@ -361,13 +361,23 @@ class Link:
                 self._put(note, [])
             if sent is not None:
                 fields = {"kind": "work", "epoch": epoch, "seq": sent.seq, "acked": acked, "requests": sent.requests}
-                self._put(fields, sent.segments)
+                self._weigh(sent, self._put(fields, sent.segments))
 
-    def _put(self, fields: dict[str, Any], segments: list[Any]) -> None:
+    def _weigh(self, sent: _Sent, nbytes: int) -> None:
+        """Now that a message was written down it is known how long its header is."""
+        with self._changed:
+            if self._unanswered.get(sent.seq) is sent:
+                self._in_flight += nbytes - sent.nbytes
+                sent.nbytes = nbytes
+
+    def _put(self, fields: dict[str, Any], segments: list[Any]) -> int:
+        """Send a message; its bytes."""
         assert self._socket is not None
-        self.counts.bytes_up += self._socket.send(self._header(fields), segments)
+        nbytes = self._socket.send(self._header(fields), segments)
+        self.counts.bytes_up += nbytes
         self.counts.messages_up += 1
         self._spoke = time.monotonic()
+        return nbytes
 
     def _header(self, fields: dict[str, Any]) -> bytes:
         return encode({"v": VERSION, "session": self.session, "boot": self._boot, **fields})

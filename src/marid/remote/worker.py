@@ -223,7 +223,7 @@ class Worker:
             try:
                 if not 1 <= len(frames) <= SEGMENTS + 1:
                     raise WireError("a message has too many segments, or none")
-                self._handle(route, owner, decode(frames[0].buffer), frames[1:])
+                self._handle(route, owner, decode(frames[0].buffer), frames)
             except WireError as error:
                 self._refuse(route, "malformed", str(error))
 
@@ -305,7 +305,7 @@ class Worker:
         if session.inbox_bytes + nbytes > self.limits.in_flight or len(session.inbox) >= self.limits.messages:
             self._refuse(route, "in flight", "more is in flight than the worker allows")
             return
-        message = Message(epoch, seq, acked, header["requests"], [frame.buffer for frame in frames], nbytes)
+        message = Message(epoch, seq, acked, header["requests"], [frame.buffer for frame in frames[1:]], nbytes)
         self._schedule(session, message)
 
     def _schedule(self, session: Session, message: Message) -> None:
