@@ -281,13 +281,37 @@ def test_what_draws_is_between_pieces(machine: Machine) -> None:
 
 
 def test_what_cannot_be_captured_runs_one_by_one(machine: Machine) -> None:
+    """And is left out, so that the rest is captured."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (F.gelu(x.exp().log().mul(2).add(1)).exp().log().mul(3).cos(),)
+
     assert isinstance(machine.accelerator, Simulated)
     machine.accelerator.refused.add("aten.gelu.default")
-    repeated = Repeated(machine, _mlp, torch.randn(4, 6), *WEIGHTS)
-    x = torch.randn(4, 6)
+    repeated = Repeated(machine, function, torch.rand(4, 6))
+    x = torch.rand(4, 6)
     for _ in range(RUNS):
-        assert_same(repeated(x, *WEIGHTS)[0], _mlp(x, *WEIGHTS)[0])
-    assert machine.replays == 0
+        x.uniform_()
+        assert_same(repeated(x)[0], function(x)[0])
+    assert repeated.program.graphs == 2
+
+
+def test_a_program_of_which_nothing_can_be_captured(machine: Machine) -> None:
+    assert isinstance(machine.accelerator, Simulated)
+    machine.accelerator.refused |= {"aten.exp.default", "aten.log.default"}
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for _ in range(30):
+            x = x.exp().log()
+        return (x,)
+
+    repeated = Repeated(machine, function, torch.rand(4, 6))
+    x = torch.rand(4, 6)
+    for _ in range(60):
+        x.uniform_()
+        assert_same(repeated(x)[0], function(x)[0])
+    assert repeated.program.graphs == 0
+    assert len(repeated.program._refused) < 20
 
 
 def test_an_interrupt_while_capturing_has_done_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ __all__ = ["CapturedProgram"]
 logger = logging.getLogger("marid")
 
 _LEAST = 4  # instructions in a piece that is worth a graph
+_REFUSALS = 16  # instructions that turn out not to be capturable, of a program that is captured all the same
 _ATTEMPTS = 4  # times that a program is cut into pieces, and that a piece is given up, before it is left alone
 
 _WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -55,6 +56,8 @@ class CapturedProgram(FlatProgram):
         self._pieces = [self._whole]
         self._cuts = 0
         self._varying: set[int] = set()
+        self._refused: set[int] = set()
+        self._stale = False
         self._params: list[Any] = []
         self._written: set[int] | None = None
 
@@ -93,14 +96,18 @@ class CapturedProgram(FlatProgram):
             return
         new = changed - self._varying
         self._varying |= changed
-        if self._cuts and not any(new & piece.params for piece in self._pieces):
+        renewed = any(new & piece.params for piece in self._pieces)
+        if self._cuts and not renewed and not self._stale:
             return
-        self._cuts += 1
-        self._pieces = [self._whole] if self._cuts > _ATTEMPTS else self._cut_up()
+        self._cuts += renewed or not self._cuts
+        self._stale = False
+        given_up = self._cuts > _ATTEMPTS or len(self._refused) > _REFUSALS
+        self._pieces = [self._whole] if given_up else self._cut_up()
 
     def _cut_up(self) -> list[_Piece]:
         instructions = self.program.instructions
         able = [_is_capturable(one, self._varying) for one in instructions]
+        able = [one and index not in self._refused for index, one in enumerate(able)]
         pieces: list[_Piece] = []
         start = 0
         while start < len(able):
@@ -153,6 +160,9 @@ class CapturedProgram(FlatProgram):
                 raise Interrupted(piece.start, False, tensors, cause) from cause
             logger.info("instructions %d to %d are not captured: %s", piece.start, piece.stop, cause)
             piece.captures = False
+            if isinstance(error, Interrupted):  # the rest may be, without this one
+                self._refused.add(error.index)
+                self._stale = True
             return False
         finally:
             written, self._written = self._written, None
