@@ -24,7 +24,7 @@ from marid.remote.packing import packing_of
 from marid.remote.programs import body_of, digest_of, geometry_of
 from marid.remote.tensors import segments_of
 
-__all__ = ["Recorded", "connected", "kill", "linked", "upload", "worker_process"]
+__all__ = ["Recorded", "connected", "kill", "linked", "upload", "within", "worker_process"]
 
 
 class Recorded:
@@ -100,6 +100,22 @@ def kill(*indices: int) -> None:
     """End the workers of these devices, without a chance to say so."""
     for index in indices:
         os.kill(connecting.connection_of(index).worker.process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """What takes longer, on the main thread, fails with ``TimeoutError``."""
+
+    def ended(_number: int, _frame: Any) -> None:
+        raise TimeoutError(f"not done within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager

@@ -24,10 +24,11 @@ from marid.remote import requests as ask
 from marid.remote.checkpoint import take_checkpoint
 from marid.remote.copies import Arrival, Collectors, Copies, Place
 from marid.remote.keys import ClientKey, make_client
+from marid.remote.link import Link
 from marid.remote.local import start_workers
 from marid.remote.request_readers import read_requests
 from marid.report.traffic import traffic
-from tests.remote_helpers import connected, kill
+from tests.remote_helpers import connected, kill, within
 
 A, B = "remote_accelerator:3", "remote_accelerator:4"
 
@@ -172,6 +173,22 @@ def test_two_stages_survive_both_workers() -> None:
     recoveries = traffic.recoveries
     found = train(A, B, 6, lambda step: kill(3, 4) if step == 3 else None)
     assert traffic.recoveries == recoveries + 2
+    assert same(found, train("cpu", "cpu", 6))
+
+
+def test_two_stages_survive_both_workers_with_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each successor is to do again is more than it may be sent at once, and waits for what the other one has not
+    been sent yet."""
+    welcomed = Link._welcomed
+
+    def with_little_room(self: Link, header: dict[str, Any]) -> None:
+        welcomed(self, {**header, "limits": {**header["limits"], "messages": 3}})
+
+    monkeypatch.setattr(Link, "_welcomed", with_little_room)
+    started = time.monotonic()
+    with within(100):
+        found = train(A, B, 6, lambda step: kill(3, 4) if step == 3 else None)
+    assert time.monotonic() - started < 25  # no worker was given up as out of reach, which takes 30 seconds
     assert same(found, train("cpu", "cpu", 6))
 
 

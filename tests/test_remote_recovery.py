@@ -143,19 +143,19 @@ def test_ctrl_c_while_things_are_done_again(monkeypatch: pytest.MonkeyPatch, sen
     for _ in range(3):
         x.add_(1)
         x.sum().item()
-    send, count = Link.send, 0
+    enqueue, count = Link._enqueue, 0
 
-    def interrupted(link: Link, *args: Any) -> int:
+    def interrupted(link: Link, *args: Any) -> int | None:
         nonlocal count
         if link is not lost:
             count += 1
             if count > sends:
                 raise KeyboardInterrupt
-        return send(link, *args)
+        return enqueue(link, *args)
 
     lost = engine().link
     with monkeypatch.context() as patched:
-        patched.setattr(Link, "send", interrupted)
+        patched.setattr(Link, "_enqueue", interrupted)
         kill()
         with pytest.raises(KeyboardInterrupt):
             x.cpu()

@@ -4,6 +4,7 @@ when the worker is lost."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import time
 from collections import deque
@@ -105,6 +106,7 @@ class Delivery:
         it is not known yet whether the worker has them."""
         self.drop()
         while self._outbox:
+            link = self.link
             try:
                 if streaming:
                     self.settle()
@@ -114,7 +116,8 @@ class Delivery:
                 if streaming:
                     return
             except LinkLost as lost:
-                self._recover(str(lost))
+                if link is self.link:  # else another worker was taken meanwhile
+                    self._recover(str(lost))
             except RequestFailed:
                 self.settle()
             except (WireError, OSError) as error:  # OSError: of a file with what is to be uploaded
@@ -198,7 +201,7 @@ class Delivery:
             self._asked.extend([(first + end, step) for end, step in message.ends])
             del self._outbox[: len(message.ends)]
 
-        self.link.send(message.requests, sent_as)
+        self.link.send(message.requests, sent_as, self._see_to_sources)
 
     def wait(self, step: Work) -> None:
         """Send what there is to do, and wait until ``step`` was done or refused. Raises what came before it raised."""
@@ -302,7 +305,7 @@ class Delivery:
         """A step has failed, and the worker has refused what was sent behind it."""
         self._progress.end()
         following = [step for last, step in self._asked if last >= failure["seq"]] + self._outbox
-        again = not following or following[0].retry(failure)  # which may wait for another worker
+        again = not following or following[0].retry(failure)
         with Uninterrupted():
             self._asked.clear()
             self._outbox = []
@@ -380,7 +383,10 @@ class Delivery:
     def revive(self) -> None:
         """Take another worker if this one is known to be lost; say again what may not have been heard. To be called
         while others wait for it, also by what waits for it inside of a recovery of this one."""
-        if self._successor is None and not self.closed and self.is_lost:
+        if self._successor is not None:
+            with contextlib.suppress(LinkLost):  # which is seen where that recovery goes on
+                self._successor.advance()
+        elif not self.closed and self.is_lost:
             self._recover("a copy from it was waited for")
         for step in self._in_flight():
             step.say_again()

@@ -164,32 +164,49 @@ class Link:
 
     # --- requests ---
 
-    def send(self, requests: Sequence[Request], sent_as: Callable[[int], None] | None = None) -> int:
+    def send(
+        self,
+        requests: Sequence[Request],
+        sent_as: Callable[[int], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> int:
         """Send requests in one message; the number of the first, those of the others follow. Waits only while more is
-        in flight than the worker allows. Segments must stay as they are until they are answered. ``sent_as`` is told
-        that number too, and Ctrl-C comes before both or after both.
+        in flight than the worker allows, and does ``meanwhile`` again and again then. Segments must stay as they are
+        until they are answered. ``sent_as`` is told that number too, and Ctrl-C comes before both or after both.
 
         Raises ``RequestFailed`` when one sent before has failed, and ``LinkLost``.
         """
         data, segments = write_requests(requests)
+        while (first := self._enqueue(data, segments, sent_as)) is None:
+            self._pass_time(_SLICE)
+            if meanwhile is not None:
+                meanwhile()
+        self._pass_on()
+        return first
+
+    def try_send(self, requests: Sequence[Request]) -> int | None:
+        """The same without waiting; None where there is no room for it now."""
+        first = self._enqueue(*write_requests(requests), None)
+        if first is not None:
+            self._pass_on()
+        return first
+
+    def _enqueue(self, data: list[Any], segments: list[Any], sent_as: Callable[[int], None] | None) -> int | None:
         nbytes = sum(memoryview(segment).nbytes for segment in segments)
         limits = self.welcome["limits"]
-        while True:
-            with Uninterrupted(), self._changed:
-                self._check()
-                full = len(self._unanswered) >= limits["messages"] or self._in_flight + nbytes > limits["in_flight"]
-                if not full or not self._unanswered:
-                    sent = _Sent(self._next, self._next + len(requests) - 1, data, segments, nbytes)
-                    self._next = sent.last + 1
-                    self._unanswered[sent.seq] = sent
-                    self._in_flight += nbytes
-                    self._queue.append(sent)
-                    if sent_as is not None:
-                        sent_as(sent.seq)
-                    break
-            self._pass_time(_SLICE)
-        self._pass_on()
-        return sent.seq
+        with Uninterrupted(), self._changed:
+            self._check()
+            full = len(self._unanswered) >= limits["messages"] or self._in_flight + nbytes > limits["in_flight"]
+            if full and self._unanswered:
+                return None
+            sent = _Sent(self._next, self._next + len(data) - 1, data, segments, nbytes)
+            self._next = sent.last + 1
+            self._unanswered[sent.seq] = sent
+            self._in_flight += nbytes
+            self._queue.append(sent)
+            if sent_as is not None:
+                sent_as(sent.seq)
+            return sent.seq
 
     def wait(self, seq: int, timeout: float | None = None) -> Any:
         """``reach`` and ``take`` in one."""

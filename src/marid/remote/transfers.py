@@ -116,8 +116,7 @@ class TakeWork(Work):
         if failure.get("type") == "Unreachable" and not lost and not self._is_first and self._failures < _ATTEMPTS:
             self._failures += 1
             self._told = None
-            self._ends[0].revive()
-            return not self._ends[0].link.is_lost
+            return True  # whoever waits for it sees to its source
         self.error = failure
         return super().retry(failure)
 
