@@ -20,6 +20,7 @@ import torch
 import marid
 from marid.execute.compiled import workers
 from marid.execute.compiled.run import _close
+from marid.execute.compiled.tier import Tier
 from marid.execute.compiled.workers import Job
 from marid.frontend.engines import local_engine as engine
 
@@ -159,6 +160,51 @@ def test_a_wrong_one_is_reported_by_operation_and_line_and_not_used(answer: Call
     assert warning.filename == __file__
     assert "return torch.exp" in Path(__file__).read_text().splitlines()[warning.lineno - 1]
     assert (marid.stats().compile_mismatches, marid.stats().compiled_runs) == (1, 0)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2])
+def test_no_run_takes_long_because_of_compiling(
+    build: Callable[[str], Path],
+    answer: Callable[[str], None],
+    wrong: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Parts are asked for, and compared, one in a run; those that are right are used when all were."""
+    answer("right")
+    monkeypatch.setattr(Tier, "_patience", lambda self, specs: 1e-9)
+    seen: list[tuple[int, int]] = []
+    asked = 0
+
+    def submit(request: dict[str, Any]) -> Job:
+        nonlocal asked
+        path = shutil.copy(build("WRONG=1" if asked == wrong else "right"), tmp_path / f"part-{asked}.so")
+        asked += 1
+        return Job(request, answer={"path": str(path), "conditions": []})
+
+    monkeypatch.setattr(workers.compiler, "submit", submit)
+
+    def step(a: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            a = _chain(a).sort().values
+        return a
+
+    a = torch.randn(64)
+    lazy = a.to(DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(24):
+            torch.testing.assert_close(step(lazy).cpu(), step(a))
+            programs: Any = engine.programs  # pyright: ignore[reportAttributeAccessIssue]
+            forms = next((p.tier._forms for p in programs._programs.values() if p.tier is not None), [])
+            seen.append((asked, forms[0][0].checked if forms else 0))
+    assert {count for count, _ in seen} >= {0, 1, 2, 3}
+    checked = [count for _, count in seen]
+    assert [count for count in dict.fromkeys(checked) if count in (1, 2)] == [1, 2]
+    assert marid.stats().compile_mismatches == (wrong is not None)
+    assert marid.stats().compiled_runs > 5
+    assert len(forms[0][0].parts) == (3 if wrong is None else 2)
+    assert forms[0][0].is_checked
 
 
 @pytest.mark.parametrize("call", [1, 4])

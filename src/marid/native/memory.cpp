@@ -29,7 +29,6 @@
 namespace {
 
 constexpr size_t kAlign = 64;  // what PyTorch's allocator aligns to
-constexpr size_t kHugePage = size_t(2) << 20;
 constexpr size_t kPooled = size_t(64) << 10;  // smaller blocks are cheap to get and to give back
 constexpr size_t kMapped = size_t(4) << 20;  // larger blocks are mapped on their own: what is given back is gone at once
 constexpr size_t kMuch = size_t(32) << 20;  // as MUCH in execute/arena.py
@@ -39,15 +38,10 @@ c10::Allocator* plain() { return c10::GetDefaultCPUAllocator(); }
 
 void* get(size_t bytes) {
   if (bytes < kMapped) return plain()->raw_allocate(bytes);
-  // Aligned to huge pages, which make first use several times faster.
-  size_t wanted = (bytes + kPage - 1) / kPage * kPage;
-  void* mapped = mmap(nullptr, wanted + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return plain()->raw_allocate(bytes);  // raises what PyTorch raises
-  auto at = reinterpret_cast<uintptr_t>(mapped), aligned = (at + kHugePage - 1) / kHugePage * kHugePage;
-  if (aligned > at) munmap(mapped, aligned - at);
-  if (at + kHugePage > aligned) munmap(reinterpret_cast<void*>(aligned + wanted), at + kHugePage - aligned);
-  madvise(reinterpret_cast<void*>(aligned), wanted, MADV_HUGEPAGE);
-  return reinterpret_cast<void*>(aligned);
+  // Huge pages are not asked for: where the system has to make room for one, its first use takes milliseconds.
+  size_t whole = (bytes + kPage - 1) / kPage * kPage;
+  void* mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return mapped == MAP_FAILED ? plain()->raw_allocate(bytes) : mapped;  // which raises what PyTorch raises
 }
 void give_back(void* ptr, size_t bytes) {
   if (bytes < kMapped) {
@@ -152,12 +146,10 @@ Slab* reserve(size_t bytes) {
   }
   if (arena.slab != nullptr && arena.slab->bytes >= bytes) return arena.slab;
   give_up();
-  size_t wanted = bytes >= kHugePage ? (bytes + kHugePage - 1) / kHugePage * kHugePage : std::max<size_t>(bytes, 1);
   void* base = nullptr;
-  if (posix_memalign(&base, bytes >= kHugePage ? kHugePage : kAlign, wanted) != 0) return nullptr;
-  if (bytes >= kHugePage) madvise(base, wanted, MADV_HUGEPAGE);
+  if (posix_memalign(&base, kAlign, std::max<size_t>(bytes, 1)) != 0) return nullptr;
   auto* slab = new Slab;
-  slab->bytes = wanted;
+  slab->bytes = bytes;
   slab->base = static_cast<char*>(base);
   slabs.push_back(slab);
   arena.slab = slab;

@@ -79,7 +79,10 @@ class Form:
 
     def __init__(self, program: Program, parts: list[CompiledPart], threads: int) -> None:
         self.program, self.parts, self.threads = program, parts, threads
-        self.checked = False
+        self.checked = 0
+        """How many of the parts were compared with the flat tier, in their order."""
+        self.bad: set[int] = set()
+        """Those that gave something else."""
         self._baked = [index for part in parts for index in part.part.baked]
         self._instances: OrderedDict[Any, _Instances | None] = OrderedDict()
 
@@ -110,10 +113,19 @@ class Form:
         """Runs like this one are not to be bound again."""
         self._instances[specs, tuple([params[index] for index in self._baked])] = None
 
-    def without(self, bad: set[int]) -> Form | None:
-        """The form without these parts, by position; None when nothing is left."""
-        parts = [part for index, part in enumerate(self.parts) if index not in bad]
-        return Form(self.program, parts, self.threads) if parts else None
+    @property
+    def is_checked(self) -> bool:
+        """Whether all of its parts were."""
+        return self.checked == len(self.parts)
+
+    def without_bad(self) -> Form | None:
+        """The form of those that were right; None when nothing is left."""
+        parts = [part for index, part in enumerate(self.parts) if index not in self.bad]
+        if not parts:
+            return None
+        rest = Form(self.program, parts, self.threads)
+        rest.checked = len(parts)
+        return rest
 
     def _fit(self, specs: Specs, params: list[Any]) -> _Instances | None:
         names: list[int] = []

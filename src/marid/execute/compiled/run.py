@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -148,9 +149,11 @@ class Bound(_Here):
 
 
 class Checked(_Here):
-    """A flat run beside which each part runs once, on copies of what it writes; results are compared.
+    """A flat run beside which parts run once, on copies of what they write; results are compared.
 
-    Each part is compared on its own inputs: what an earlier one does to the last digits is not held against it.
+    Each part is compared on its own inputs: what an earlier one does to the last digits is not held against it. A user
+    waits for this, so when it has taken ``seconds`` the parts that are left are for the next run. ``done`` is told
+    which are wrong, and how many were seen to by now.
     """
 
     __slots__ = (
@@ -158,6 +161,7 @@ class Checked(_Here):
         "_extended",
         "_flat",
         "_form",
+        "_seconds",
         "_task",
         "in_cpp",
         "output_slots",
@@ -166,9 +170,16 @@ class Checked(_Here):
     )
 
     def __init__(
-        self, flat: FlatProgram, form: Form, extended: list[Any], task: Task | Replay, done: Callable[[set[int]], None]
+        self,
+        flat: FlatProgram,
+        form: Form,
+        extended: list[Any],
+        task: Task | Replay,
+        seconds: float,
+        done: Callable[[set[int], int], None],
     ) -> None:
         self._flat, self._form, self._extended, self._task, self._done = flat, form, extended, task, done
+        self._seconds = seconds
         self.transient_bytes = flat.transient_bytes
         self.placement: Placement | None = None
         self.output_slots = flat.program.output_slots
@@ -179,16 +190,19 @@ class Checked(_Here):
         flat, position = self._flat, 0
         tensors: dict[int, Any] = dict(zip(flat.program.input_slots, inputs, strict=True))
         bad: set[int] = set()
-        for number, compiled in enumerate(self._form.parts):
-            part = compiled.part
+        number, left = self._form.checked, self._seconds
+        while number < len(self._form.parts) and left > 0:
+            part = self._form.parts[number].part
             flat.steps(tensors, params, generator, position, part.start)
+            started = time.perf_counter()
             real = [tensors[slot] for slot in part.inputs]
             given = _copies(part, real)
             made = self._call(given, number, len(params))
+            left -= time.perf_counter() - started
             # What is written now could be what the copies were made of: the flat tier comes second.
             outputs = frozenset(part.outputs)  # some only for views that are made again behind the part
             flat.steps(tensors, params, generator, part.start, part.stop, outputs)
-            position = part.stop
+            position, started = part.stop, time.perf_counter()
             pairs = [(tensors[slot], slot) for slot in part.outputs]
             written = [i for i, w in enumerate(part.written) if w]
             if made is None:
@@ -205,8 +219,10 @@ class Checked(_Here):
             for index in range(part.start, part.stop):
                 for slot in outputs.intersection(flat.dying[index]):
                     del tensors[slot]
+            left -= time.perf_counter() - started
+            number += 1
         flat.steps(tensors, params, generator, position, len(flat.program.instructions))
-        self._done(bad)
+        self._done(bad, number)
         return [tensors[slot] for slot in flat.program.output_slots]
 
     def _call(self, given: list[torch.Tensor], number: int, own: int) -> list[torch.Tensor] | None:

@@ -6,6 +6,7 @@ import functools
 import logging
 import shutil
 import statistics
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ _FORMS = 3  # shapes rules that a program is compiled for at most
 _EXAMPLES = 4  # sets of sizes that are remembered, to see what changes
 _SAMPLES = 9  # runs of either tier before they are compared
 _WARM = 4  # runs of a new form that do not count: its memory is planned in them
+_PATIENCE = 0.005  # seconds that compiling may add to any run
 _CACHED = 8  # a program is looked up on disk after this fraction of the time it takes to be compiled
 
 _said: set[str] = set()
@@ -81,6 +83,7 @@ class Tier:
         self._first: list[Any] | None = None
         self._spent = 0.0
         self._looked = False
+        self._asking: Iterator[None] | None = None
         self._times: dict[tuple[Form | None, Specs], deque[float]] = {}
         flat.ran = None
 
@@ -101,7 +104,7 @@ class Tier:
             extended = form.bind(specs, params)
             if extended is None:
                 continue
-            if not form.checked:
+            if not form.is_checked:
                 return self._check(form, extended, task, room)
             counters.compiled_runs += 1
             program.ran = functools.partial(self._ran, form, specs)
@@ -124,7 +127,7 @@ class Tier:
         except Exception:
             logger.warning("marid cannot compile a program; it runs all the same", exc_info=True)
             counters.compile_failures += 1
-            self.over, self._request = True, None
+            self.over, self._request, self._asking = True, None, None
 
     # --- times -----------------------------------------------------------------------------------------------------
 
@@ -155,20 +158,25 @@ class Tier:
     def _consider(self, task: Task | Replay) -> None:
         """Ask for the program to be compiled if its runs took long enough, for the sizes seen so far."""
         wanted = settings.compile_ms / 1000
-        if self._spent < wanted and (self._looked or self._spent < wanted / _CACHED):
-            return
-        only_cached, self._looked = self._spent < wanted, True
-        request = self._describe(only_cached, _shared(task))
-        if only_cached and (request is None or any(isinstance(found, Job) for *_, found in request.parts)):
-            return
-        self._spent = 0.0
-        self._requested += 1
-        self._asked.update(self._seen)
-        self.over = request is None or self._requested >= _FORMS
-        self._request = request
+        if self._asking is None:
+            if self._spent < wanted and (self._looked or self._spent < wanted / _CACHED):
+                return
+            self._asking = self._ask(_shared(task), only_cached=self._spent < wanted)
+            self._looked = True
+        until = time.perf_counter() + self._patience(task.specs)
+        while self._asking is not None:
+            if next(self._asking, self) is self:
+                self._asking = None
+            elif time.perf_counter() > until:
+                break
 
-    def _describe(self, only_cached: bool, shared: dict[int, int]) -> _Request | None:
-        """The parts to compile, found on disk or asked for; None when there is nothing to compile."""
+    def _patience(self, specs: Specs) -> float:
+        """Seconds that may be added to a run, which a user waits for: a small part of what it takes."""
+        times = self._times.get((None, specs))
+        return max(_PATIENCE, statistics.median(times) / 3) if times else _PATIENCE
+
+    def _ask(self, shared: dict[int, int], only_cached: bool) -> Iterator[None]:
+        """Look for the parts on disk, or ask for them, one after the other."""
         examples = list(self._seen.items())
         specs, params = examples[-1]
         assert self._first is not None
@@ -180,7 +188,9 @@ class Tier:
         }
         request = _Request(torch.get_num_threads())
         cache = DiskCache(folder(), settings.cache_bytes)
-        for part in choose(self.flat.program, specs, params, changing, shared):
+        parts = choose(self.flat.program, specs, params, changing, shared)
+        for part in parts:
+            yield
             described = [describe(part, self.flat.program, s, p) for s, p in examples]
             general, count = generalize(described) or (None, 0)
             values = None if general is None else solve(general, described[-1], count)
@@ -193,7 +203,7 @@ class Tier:
             if found is not None:
                 counters.compile_cache_hits += 1
             elif only_cached:
-                return None
+                return
             else:
                 hints = _hints(values, general)
                 found = compiler.submit(
@@ -201,7 +211,13 @@ class Tier:
                 )
             request.parts.append((part, general, count, found))
         counters.compile_damaged += cache.damaged
-        return request if request.parts else None
+        if only_cached and not request.parts:
+            return
+        self._spent = 0.0
+        self._requested += 1
+        self._asked.update(specs for specs, _ in examples)
+        self.over = not request.parts or self._requested >= _FORMS
+        self._request = request if request.parts else None
 
     def _look_after(self) -> None:
         """Make a form of what was compiled, when all of it is there."""
@@ -236,18 +252,18 @@ class Tier:
             extra = max(_copies(specs, part.part) for part in form.parts)
             if extra > room - self.flat.transient_bytes:
                 return self.flat.form(task)
-        return Checked(self.flat, form, extended, task, lambda bad: self._judge(form, bad))
+        return Checked(self.flat, form, extended, task, self._patience(specs), functools.partial(self._judge, form))
 
-    def _judge(self, form: Form, bad: set[int]) -> None:
-        """Use the parts of a form that were right."""
-        form.checked = True
-        if not bad:
+    def _judge(self, form: Form, bad: set[int], checked: int) -> None:
+        """So many parts of a form are checked; use those that were right when all of them are."""
+        form.checked = checked
+        form.bad |= bad
+        if not form.is_checked or not form.bad:
             return
         self._forms = [one for one in self._forms if one[0] is not form]
         counters.programs_compiled -= 1
-        rest = form.without(bad)
+        rest = form.without_bad()
         if rest is not None:
-            rest.checked = True
             self._add(rest)
 
 
