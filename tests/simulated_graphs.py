@@ -84,7 +84,7 @@ class _Pool:
         else:
             start, self._end = self._end, self._end + size
             assert self._end <= _POOL_BYTES, "the simulated pool is full"
-        block = (ctypes.c_char * size).from_buffer(self._memory, start)
+        block = (ctypes.c_char * nbytes).from_buffer(self._memory, start)
         weakref.finalize(block, free.append, start).atexit = False
         return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
 

@@ -200,6 +200,40 @@ def test_results_that_share_memory_still_do(machine: Machine) -> None:
     assert machine.replays > 0
 
 
+def test_results_of_other_sizes_are_written_where_they_lie(machine: Machine) -> None:
+    """``out=`` gives empty tensors memory, and each its own; so it is not captured, and what is before it is."""
+
+    def function(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.exp().log().mul(2).add(1).tanh()
+        torch.topk(y, 2, out=(values, indices))
+        return values, indices, y
+
+    def empty() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty(0), torch.empty(0, dtype=torch.long)
+
+    repeated = Repeated(machine, function, torch.randn(4, 6), *empty())
+    x = torch.randn(4, 6)
+    for _ in range(RUNS):
+        x.normal_()
+        for found, expected in zip(repeated(x, *empty()), function(x, *empty()), strict=True):
+            assert_same(found, expected)
+    assert repeated.program.graphs == 1
+
+
+def test_empty_tensors_are_told_apart(machine: Machine) -> None:
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a.view(0), b.view(0, 2), x.exp().log().mul(2).add(1).tanh()
+
+    examples = torch.randn(4, 6), torch.empty(0), torch.empty(0, dtype=torch.long)
+    repeated = Repeated(machine, function, *examples)
+    for _ in range(RUNS):
+        given = examples[0], torch.empty(0), torch.empty(0, dtype=torch.long)
+        a, b, _ = repeated(*given)
+        assert a.untyped_storage()._cdata == given[1].untyped_storage()._cdata
+        assert b.untyped_storage()._cdata == given[2].untyped_storage()._cdata
+    assert repeated.program.graphs == 1
+
+
 def test_a_part_of_memory_is_read_where_it_lies(machine: Machine) -> None:
     """``as_strided`` counts from the beginning of its memory, which a copy of it would not have."""
 

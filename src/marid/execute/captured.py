@@ -33,7 +33,7 @@ __all__ = ["CapturedProgram"]
 
 logger = logging.getLogger("marid")
 
-_LEAST = 4  # instructions in a piece that is worth a graph
+_LEAST = 4  # instructions that launch something, in a piece that is worth a graph
 _REFUSALS = 16  # instructions that turn out not to be capturable, of a program that is captured all the same
 _ATTEMPTS = 4  # times that a program is cut into pieces, and that a piece is given up, before it is left alone
 
@@ -112,7 +112,7 @@ class CapturedProgram(FlatProgram):
         start = 0
         while start < len(able):
             stop = next((i for i in range(start, len(able)) if able[i] is not able[start]), len(able))
-            captures = able[start] and stop - start >= _LEAST
+            captures = able[start] and sum(not one.op.view for one in instructions[start:stop]) >= _LEAST
             if captures or not pieces or pieces[-1].captures:
                 pieces.append(_Piece(start, stop, captures))
             else:
@@ -166,17 +166,17 @@ class CapturedProgram(FlatProgram):
             return False
         finally:
             written, self._written = self._written, None
-        piece.written |= {slot for slot, buffer in buffers.items() if _place(buffer) in written}
+        piece.written |= {slot for slot, buffer in buffers.items() if _memory(buffer) in written}
         if piece.written & buffers.keys():
             piece.moving -= piece.written
             return False
-        at = {_place(tensors[slot]): slot for slot in piece.reads}
-        at |= {_place(buffer): slot for slot, buffer in buffers.items()}
+        at = {_memory(tensors[slot]): slot for slot in piece.reads}
+        at |= {_memory(buffer): slot for slot, buffer in buffers.items()}
         made = {slot: tensor for slot, tensor in inside.items() if slot not in tensors}
         if any(tensor.is_conj() or tensor.is_neg() for tensor in made.values()):
             piece.captures = False
             return False
-        results = {slot: _Made(tensor, at.get(_place(tensor))) for slot, tensor in made.items()}
+        results = {slot: _Made(tensor, at.get(_memory(tensor))) for slot, tensor in made.items()}
         fixed = [None if slot in buffers else place for slot, place in zip(piece.reads, piece.places, strict=True)]
         piece.graph = _Graph(replay, fixed, buffers, results, [slot for slot in tensors if slot not in inside])
         return True
@@ -189,22 +189,22 @@ class CapturedProgram(FlatProgram):
             for result in instruction.results:  # other kernels may lay results out in another way than was recorded
                 tensors[result.slot] = _laid_out(tensors[result.slot], self._specs[result.slot])
         if self._written is not None and instruction.op.mutates:
-            self._written.update(_place(tensors[slot]) for slot in _written_by(instruction))
+            self._written.update(_memory(tensors[slot]) for slot in _written_by(instruction))
 
     def _owned(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
-        held = {place for piece in self._pieces if piece.graph is not None for place in piece.graph.held}
+        held = {memory for piece in self._pieces if piece.graph is not None for memory in piece.graph.held}
         copies: dict[int, torch.UntypedStorage] = {}
         found: list[torch.Tensor] = []
         for tensor in tensors:
-            place = _place(tensor)
-            if place not in held:
+            memory = _memory(tensor)
+            if memory not in held:
                 found.append(tensor)
                 continue
-            if place not in copies:
+            if memory not in copies:
                 block = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                copies[place] = block.clone().untyped_storage()
-            copy = _seen_in(copies[place], tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+                copies[memory] = block.clone().untyped_storage()
+            copy = _seen_in(copies[memory], tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
             copy = torch.conj(copy) if tensor.is_conj() else copy
             found.append(torch.ops.aten._neg_view.default(copy) if tensor.is_neg() else copy)
         return found
@@ -282,8 +282,8 @@ class _Graph:
         self._buffers = buffers
         self._results = results
         self._gone = gone
-        self.held = {_place(result.tensor) for result in results.values() if result.tensor is not None}
-        """Where the memory is that belongs to it."""
+        self.held = {_memory(result.tensor) for result in results.values() if result.tensor is not None}
+        """The memory that belongs to it."""
 
     def is_for(self, places: list[int]) -> bool:
         """Whether it can run on what lies there."""
@@ -303,8 +303,9 @@ class _Graph:
 # --- tensors and their memory ----------------------------------------------------------------------------------------
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _memory(tensor: torch.Tensor) -> int:
+    """Which storage it lies in, as long as that lives: empty ones have no address."""
+    return tensor.untyped_storage()._cdata
 
 
 def _is_all(tensor: torch.Tensor) -> bool:
@@ -343,7 +344,9 @@ def _arguments(instruction: Instruction) -> list[Any]:
 def _is_capturable(instruction: Instruction, varying: set[int]) -> bool:
     """Whether each run launches the same for it, without waiting for the device."""
     op = instruction.op
-    if type(op) is not Operation or torch.Tag.inplace_view in op.func.tags or any(t in op.func.tags for t in _WAITS):
+    if type(op) is not Operation or any(tag in op.func.tags for tag in (*_WAITS, torch.Tag.inplace_view)):
+        return False
+    if any(formal.is_out for formal in op.func._schema.arguments):  # which it may give other sizes, and other memory
         return False
     return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in _arguments(instruction))
 
