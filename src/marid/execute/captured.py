@@ -51,7 +51,8 @@ class CapturedProgram(FlatProgram):
         """How many times a captured piece was run."""
         self._specs = prepared.specs
         self._accelerator = accelerator
-        self._captures = captures and accelerator.captures and settings.capture_after > 0
+        able = captures and accelerator.captures and settings.capture_after > 0
+        self._captures = able and not any(_moves_memory(one.op) for one in self.program.instructions)
         self._whole = _Piece(0, len(self.program.instructions))
         self._pieces = [self._whole]
         self._cuts = 0
@@ -341,12 +342,15 @@ def _arguments(instruction: Instruction) -> list[Any]:
     return [item for arg in given for item in (arg.items if isinstance(arg, ListOf) else (arg,))]
 
 
+def _moves_memory(op: Operation) -> bool:
+    """Whether it may give its arguments other sizes and other memory, also those that a graph has made or reads."""
+    return torch.Tag.inplace_view in op.func.tags or any(formal.is_out for formal in op.func._schema.arguments)
+
+
 def _is_capturable(instruction: Instruction, varying: set[int]) -> bool:
     """Whether each run launches the same for it, without waiting for the device."""
     op = instruction.op
-    if type(op) is not Operation or any(tag in op.func.tags for tag in (*_WAITS, torch.Tag.inplace_view)):
-        return False
-    if any(formal.is_out for formal in op.func._schema.arguments):  # which it may give other sizes, and other memory
+    if type(op) is not Operation or any(tag in op.func.tags for tag in _WAITS):
         return False
     return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in _arguments(instruction))
 
