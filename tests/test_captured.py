@@ -448,6 +448,34 @@ def test_results_are_laid_out_as_recorded(machine: Machine, monkeypatch: pytest.
             assert_same(a, b)
 
 
+def test_what_is_written_out_is_captured_and_what_the_host_does_is_not(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.scaled_dot_product_attention(x.exp().log().mul(2), x, x + 1)
+        z = (y.tanh() * 3).log_softmax(-1).exp()
+        return y, z.exp().log().mul(2).add(1).tanh()
+
+    cuda = torch.device("cuda", 0)
+    host = torch.ops.aten._log_softmax.default
+
+    def placed(device: torch.device, op: Operation, draws: bool) -> Operation:
+        return HostOperator(op, device) if op.func is host else operator_on(cuda, op, draws)
+
+    monkeypatch.setattr("marid.remote.programs.operator_on", placed)
+    x = torch.randn(2, 3, 5, 8)
+    repeated = Repeated(machine, function, x)
+    for _ in range(RUNS):
+        x.normal_()
+        for a, b in zip(repeated(x), function(x), strict=True):
+            torch.testing.assert_close(a, b)
+            assert a.stride() == b.stride()
+    assert repeated.program.graphs == 2
+    kinds = [type(one.op) for one in repeated.program.program.instructions]
+    assert WrittenOut in kinds
+    assert HostOperator in kinds
+
+
 @pytest.mark.in_process("connects workers of its own")
 def test_training_and_generating_on_a_worker_that_captures() -> None:
     """The losses, parameters and tokens are those of eager PyTorch, bit for bit."""

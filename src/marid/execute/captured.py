@@ -350,7 +350,7 @@ def _moves_memory(op: Operation) -> bool:
 def _is_capturable(instruction: Instruction, varying: set[int]) -> bool:
     """Whether each run launches the same for it, without waiting for the device."""
     op = instruction.op
-    if type(op) is not Operation or any(tag in op.func.tags for tag in _WAITS):
+    if op.waits or any(tag in op.func.tags for tag in _WAITS):
         return False
     return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in _arguments(instruction))
 

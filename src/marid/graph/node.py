@@ -108,6 +108,9 @@ class Operation:
 
     __slots__ = ("call", "factory", "func", "mutates", "name", "view")
 
+    waits = False
+    """Whether a call waits for the device that it is for."""
+
     def __init__(self, func: torch._ops.OpOverload, mutates: bool, view: bool) -> None:
         self.func = func
         self.call = func._op

@@ -54,6 +54,8 @@ class HostOperator(Operation):
 
     __slots__ = ("_device", "_schema")
 
+    waits = True
+
     def __init__(self, of: Operation, device: torch.device) -> None:
         super().__init__(of.func, of.mutates, of.view)
         self._device = device
