@@ -163,6 +163,24 @@ def test_written_memory_that_is_elsewhere_each_time(machine: Machine) -> None:
             assert_same(a, b)
 
 
+def test_memory_that_is_written_without_saying_so(machine: Machine) -> None:
+    """The schema of ``native_batch_norm`` does not mark the running statistics."""
+
+    def function(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.batch_norm(x.exp().log().mul(2).add(1), mean, variance, training=True)
+        return (y.tanh(),)
+
+    repeated = Repeated(machine, function, torch.randn(4, 6), torch.zeros(6), torch.ones(6))
+    alive = []
+    for _ in range(RUNS):
+        x, mean, variance = torch.rand(4, 6), torch.rand(6), torch.rand(6)
+        theirs = mean.clone(), variance.clone()
+        alive.append((x, mean, variance))
+        found, expected = repeated(x, mean, variance), function(x, *theirs)
+        for a, b in zip((*found, mean, variance), (*expected, *theirs), strict=True):
+            assert_same(a, b)
+
+
 def test_memory_at_the_same_place_may_be_another(machine: Machine) -> None:
     """A tensor dies and the next one lies where it lay: views of it that leave are views of the new one."""
 

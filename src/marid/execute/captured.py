@@ -25,8 +25,9 @@ from marid.execute.flat import FlatProgram
 from marid.execute.forms import Positioned
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import Operation, Spec
+from marid.graph.operators import written_slots
 from marid.graph.prepared import Prepared
-from marid.graph.program import Instruction, ListOf, Param, Slot
+from marid.graph.program import Instruction, ListOf, Param, Slot, differ
 from marid.settings import settings
 
 __all__ = ["CapturedProgram"]
@@ -89,7 +90,7 @@ class CapturedProgram(FlatProgram):
 
     def _cut(self, params: list[Any]) -> None:
         """Cut the program into pieces when it has come often enough, and anew where a number has changed."""
-        changed = {index for index, (a, b) in enumerate(zip(self._params, params, strict=False)) if _differ(a, b)}
+        changed = {index for index, (a, b) in enumerate(zip(self._params, params, strict=False)) if differ(a, b)}
         self._params = list(params)
         self.runs += 1
         if not self._captures or self.runs <= settings.capture_after:
@@ -186,11 +187,13 @@ class CapturedProgram(FlatProgram):
 
     def take(self, instruction: Instruction, returned: Any, tensors: dict[int, Any]) -> None:
         super().take(instruction, returned, tensors)
-        if not instruction.op.view and not instruction.op.mutates:
-            for result in instruction.results:  # other kernels may lay results out in another way than was recorded
+        returns = instruction.op.func._schema.returns
+        for result in () if instruction.op.view else instruction.results:
+            if returns[result.path[0] if len(returns) > 1 else 0].alias_info is None:  # memory of its own
+                # Other kernels may lay results out in another way than was recorded.
                 tensors[result.slot] = _laid_out(tensors[result.slot], self._specs[result.slot])
         if self._written is not None and instruction.op.mutates:
-            self._written.update(_memory(tensors[slot]) for slot in _written_by(instruction))
+            self._written.update(_memory(tensors[slot]) for slot in written_slots(instruction))
 
     def _owned(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
@@ -267,36 +270,33 @@ class _Made:
         return _seen_in(tensors[self.of].untyped_storage(), *self._geometry)
 
 
+@dataclass
 class _Graph:
-    """A captured piece. ``fixed`` are the addresses of what it reads, None for what is copied into ``buffers``."""
+    """A captured piece. ``fixed`` are the addresses of what it reads, None for what is copied into ``buffers``;
+    ``results`` are what it makes, by slot, and ``gone`` the slots that are not needed behind it. ``held`` is the memory
+    that belongs to it."""
 
-    def __init__(
-        self,
-        replay: Callable[[], None],
-        fixed: list[int | None],
-        buffers: dict[int, torch.Tensor],
-        results: dict[int, _Made],
-        gone: list[int],
-    ) -> None:
-        self._replay = replay
-        self._fixed = fixed
-        self._buffers = buffers
-        self._results = results
-        self._gone = gone
-        self.held = {_memory(result.tensor) for result in results.values() if result.tensor is not None}
-        """The memory that belongs to it."""
+    replay: Callable[[], None]
+    fixed: list[int | None]
+    buffers: dict[int, torch.Tensor]
+    results: dict[int, _Made]
+    gone: list[int]
+    held: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = {_memory(result.tensor) for result in self.results.values() if result.tensor is not None}
 
     def is_for(self, places: list[int]) -> bool:
         """Whether it can run on what lies there."""
-        return all(a is None or a == b for a, b in zip(self._fixed, places, strict=True))
+        return all(a is None or a == b for a, b in zip(self.fixed, places, strict=True))
 
     def run(self, tensors: dict[int, Any]) -> None:
         """Launch it; ``tensors`` are what exists, before and then after it."""
-        for slot, buffer in self._buffers.items():
+        for slot, buffer in self.buffers.items():
             buffer.copy_(tensors[slot])
-        self._replay()
-        made = {slot: result.get(tensors) for slot, result in self._results.items()}
-        for slot in self._gone:
+        self.replay()
+        made = {slot: result.get(tensors) for slot, result in self.results.items()}
+        for slot in self.gone:
             del tensors[slot]
         tensors.update(made)
 
@@ -311,12 +311,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _is_all(tensor: torch.Tensor) -> bool:
     """Whether a tensor is all of its memory, each element once, so that a copy can stand for it."""
-    whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-    return whole and not tensor.is_conj() and not tensor.is_neg() and _reach(tensor) == tensor.numel()
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    if tensor.is_conj() or tensor.is_neg() or tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
+        return False
+    return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
 
 
 def _seen_in(
@@ -353,18 +350,3 @@ def _is_capturable(instruction: Instruction, varying: set[int]) -> bool:
     if op.waits or any(tag in op.func.tags for tag in _WAITS):
         return False
     return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in _arguments(instruction))
-
-
-def _written_by(instruction: Instruction) -> list[int]:
-    """The slots of the tensors that an instruction writes."""
-    named = dict(instruction.kwargs)
-    found: list[int] = []
-    for position, formal in enumerate(instruction.op.func._schema.arguments):
-        if formal.alias_info is not None and formal.alias_info.is_write:
-            arg = instruction.args[position] if position < len(instruction.args) else named.get(formal.name)
-            found += [one.index for one in (arg.items if isinstance(arg, ListOf) else (arg,)) if isinstance(one, Slot)]
-    return found
-
-
-def _differ(a: Any, b: Any) -> bool:
-    return a is not b and (type(a) is not type(b) or repr(a) != repr(b))

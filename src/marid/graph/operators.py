@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from marid.graph.node import Operation
+from marid.graph.program import Instruction, ListOf, Slot
 
-__all__ = ["operation_of", "written_arguments"]
+__all__ = ["operation_of", "written_arguments", "written_slots"]
 
 # Operators that write arguments which their schema does not mark as written, by argument name.
 _UNMARKED_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
@@ -20,6 +21,16 @@ def written_arguments(func: Any) -> list[bool]:
     return [
         bool((a.alias_info is not None and a.alias_info.is_write) or a.name in unmarked) for a in func._schema.arguments
     ]
+
+
+def written_slots(instruction: Instruction) -> list[int]:
+    """The slots of the tensors that an instruction writes."""
+    func = instruction.op.func
+    formals = [argument.name for argument in func._schema.arguments]
+    marks = dict(zip(formals, written_arguments(func), strict=True))
+    given = [*zip(formals, instruction.args, strict=False), *instruction.kwargs]
+    items = [arg.items if isinstance(arg, ListOf) else (arg,) for name, arg in given if marks[name]]
+    return [item.index for listed in items for item in listed if isinstance(item, Slot)]
 
 
 def operation_of(func: Any) -> Operation:

@@ -27,7 +27,19 @@ import torch
 
 from marid.graph.node import Draw, Node, Operation, Output, Spec, Value, finish
 
-__all__ = ["Constant", "Instruction", "ListOf", "Param", "Program", "Result", "Slot", "Task", "bind", "deliver"]
+__all__ = [
+    "Constant",
+    "Instruction",
+    "ListOf",
+    "Param",
+    "Program",
+    "Result",
+    "Slot",
+    "Task",
+    "bind",
+    "deliver",
+    "differ",
+]
 
 _faster: Callable[[Task, list[Node]], None] | None = None
 
@@ -340,3 +352,9 @@ def _find_escaping(task: Task, inner: dict[int, int]) -> None:
             key.append(slot)
             task.escaping.add(slot)
             task.outputs.append(root)
+
+
+def differ(a: Any, b: Any) -> bool:
+    """Whether two numbers of runs are not the very same: 1 is not 1.0, and 0.0 is not -0.0. Random positions always
+    differ."""
+    return a is not b and (type(a) is not type(b) or type(a) is Draw or repr(a) != repr(b))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from marid.graph.node import Spec
-from marid.graph.operators import written_arguments
+from marid.graph.operators import written_slots
 from marid.graph.prepared import Prepared
 from marid.graph.program import ListOf, Program, Slot, Task
 from marid.optimize.forecast import forecast
@@ -39,7 +39,7 @@ class Known:
                 for result in instruction.results:
                     self.roots[result.slot] = self.roots[slots[0]]
             if instruction.op.mutates:
-                written |= {self.roots[slot] for slot in _written(instruction)}
+                written |= {self.roots[slot] for slot in written_slots(instruction)}
         places = {slot: place for place, slot in enumerate(program.input_slots)}
         self.written_inputs = tuple(sorted(places[slot] for slot in written if slot in places))
         self.places = places
@@ -113,12 +113,3 @@ def _slots(args: Iterable[Any]) -> Iterable[int]:
             yield arg.index
         elif isinstance(arg, ListOf):
             yield from _slots(arg.items)
-
-
-def _written(instruction: Any) -> list[int]:
-    """The slots that an instruction writes."""
-    func = instruction.op.func
-    formals = [argument.name for argument in func._schema.arguments]
-    marks = dict(zip(formals, written_arguments(func), strict=True))
-    given = [*zip(formals, instruction.args, strict=False), *instruction.kwargs]
-    return [slot for name, arg in given if marks[name] for slot in _slots((arg,))]

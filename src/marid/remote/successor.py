@@ -33,6 +33,7 @@ class Successor:
         self._left: deque[Work] = deque()
         self._messages: deque[Message] = deque()  # of the first of them, which are still to be sent
         self._asked: deque[tuple[int, Work]] = deque()  # and not answered yet
+        self._newest = 0  # request that was sent
         self._advancing = False
 
     def do_again(self, steps: list[Work], reason: str) -> None:
@@ -41,9 +42,9 @@ class Successor:
         self._left.extend(steps)
         while self._left or self._asked:
             self.advance()
-            if self._asked:
-                with contextlib.suppress(RequestFailed):  # seen to by ``advance``
-                    self._reach(self.link, self._asked[0 if self._left else -1][0])
+            seq = self._asked[0 if self._left else -1][0] if self._asked else self._newest
+            with contextlib.suppress(RequestFailed):  # seen to by ``advance``
+                self._reach(self.link, seq)
 
     def advance(self) -> None:
         """Send what there is room for, and see to what has failed. Raises ``LinkLost``."""
@@ -64,6 +65,7 @@ class Successor:
             self._messages.clear()
             self._left.extendleft(reversed([step for last, step in self._asked if last >= failed.seq]))
             self._asked.clear()
+            self._newest = 0
             if not self._left[0].retry(failed.failure):
                 self._lose(f"{self._reason}, and doing it again failed: {failed}")
         finally:
@@ -87,8 +89,9 @@ class Successor:
             if first is None:
                 return False
             self._messages.popleft()
+            self._newest = first + len(requests) - 1
             if not self._messages:
-                self._asked.append((first + len(requests) - 1, step))
+                self._asked.append((self._newest, step))
         return True
 
     def _look_for_file(self, step: Work) -> None:

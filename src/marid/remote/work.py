@@ -11,8 +11,8 @@ import torch
 
 from marid.engine.protocol import Geometry as Layout
 from marid.engine.protocol import GiveBack
-from marid.graph.node import Draw, Node, finish
-from marid.graph.program import Task
+from marid.graph.node import Node, finish
+from marid.graph.program import Task, differ
 from marid.remote.buffers import Block, RemoteBuffer
 from marid.remote.contents import Content, FileContent
 from marid.remote.known import Sized
@@ -240,7 +240,7 @@ class RunWork(Work):
             until, keep = self.stopped or (None, ())
             return [*found, Run(known.digest, self.sized.digest, self.inputs, self.params, self.base, until, keep)]
         inputs = tuple([(i, b) for i, (a, b) in enumerate(zip(last[0], self.inputs, strict=True)) if a != b])
-        params = tuple([(i, b) for i, (a, b) in enumerate(zip(last[1], self.params, strict=True)) if _differ(a, b)])
+        params = tuple([(i, b) for i, (a, b) in enumerate(zip(last[1], self.params, strict=True)) if differ(a, b)])
         return [*found, Again(known.digest, self.sized.digest, inputs, params, self.base)]
 
     def done(self, result: Any) -> None:
@@ -388,11 +388,6 @@ class CallWork(Work):
 
     def refused(self) -> bool:
         return False  # whoever called asks again
-
-
-def _differ(a: Any, b: Any) -> bool:
-    """Whether two numbers are not the very same: 1 is not 1.0, and 0.0 is not -0.0. Random positions always differ."""
-    return a is not b and (type(a) is not type(b) or type(a) is Draw or repr(a) != repr(b))
 
 
 def _geometry(sized: Sized, before: Sized | None) -> Request:

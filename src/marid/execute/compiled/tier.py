@@ -188,8 +188,7 @@ class Tier:
         }
         request = _Request(torch.get_num_threads())
         cache = DiskCache(folder(), settings.cache_bytes)
-        parts = choose(self.flat.program, specs, params, changing, shared)
-        for part in parts:
+        for part in choose(self.flat.program, specs, params, changing, shared):
             yield
             described = [describe(part, self.flat.program, s, p) for s, p in examples]
             general, count = generalize(described) or (None, 0)
