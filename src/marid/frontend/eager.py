@@ -6,7 +6,6 @@ Nothing is made up here: the operator's own CPU kernel computes the result, or r
 from __future__ import annotations
 
 import logging
-import sys
 from typing import TYPE_CHECKING, Any
 
 from marid.engine.protocol import Called, Geometry, Returned
@@ -17,7 +16,7 @@ from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize, run_anyway
 from marid.graph.node import Draw, input_values, root_of
 from marid.report.stats import counters
-from marid.semantics.scopes import capture_site
+from marid.semantics.scopes import current_site
 
 if TYPE_CHECKING:
     from marid.frontend.record import Recorder
@@ -33,7 +32,7 @@ def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
     call = recorder.read(args, kwargs)
     if reason == "unsupported layout":
         raise unsupported(name, "its result has a layout other than torch.strided")
-    site = capture_site(sys._getframe())
+    site = current_site()
     counters.count_eager(name, reason or "the shape of its result depends on data", site)
     if reason is None:
         counters.count_operator(counters.dynamic, name)
@@ -61,7 +60,7 @@ def run_now(recorder: Recorder, call: Call, reason: str) -> Any:
 def unsupported(name: str, why: str) -> UnsupportedOperationError:
     """The error for what the device cannot represent, at the user's line."""
     return UnsupportedOperationError(
-        f"{name} at {capture_site(sys._getframe())}: {why}, which {handles.DEVICE_TYPE} does not support; "
+        f"{name} at {current_site()}: {why}, which {handles.DEVICE_TYPE} does not support; "
         "move the tensors to the CPU first with .cpu()"
     )
 
@@ -72,7 +71,7 @@ def _note_fallback(name: str, reason: str) -> None:
             "%s runs eagerly: %s. Its inputs are materialised at each call (first at %s).",
             name,
             reason,
-            capture_site(sys._getframe()),
+            current_site(),
         )
 
 

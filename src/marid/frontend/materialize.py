@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from sys import _getframe as getframe
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
 from marid.graph.tape import Tape
 from marid.report.stats import counters
-from marid.semantics.scopes import Site, capture_site, current_site
+from marid.semantics.scopes import Site, current_site
 from marid.settings import settings
 
 __all__ = [
@@ -110,7 +109,7 @@ def materialize(tensors: Iterable[Any], reason: str, need: Need = "run") -> None
     asked: dict[int, list[Any]] = {}
     for tensor in tensors:
         asked.setdefault(tensor._value.spec.device, []).append(tensor)
-    site = capture_site(getframe())
+    site = current_site()
     started = time.perf_counter()
     waited = False
     for device in list(asked):
@@ -227,7 +226,7 @@ def taken(tensor: Any, index: int, reason: str) -> Any | None:
             fail_dependents()
             continue  # it is raised if the tensor needs what failed
         if buffer is not None:
-            counters.count_sync(capture_site(getframe()), reason, time.perf_counter() - started)
+            counters.count_sync(current_site(), reason, time.perf_counter() - started)
         return buffer
 
 

@@ -29,7 +29,8 @@ from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last
 from marid.graph.operators import operation_of, written_arguments
 from marid.graph.tape import Tape
 from marid.native import module
-from marid.semantics.scopes import INTERNAL, capture_site, sites, state
+from marid.semantics import scopes
+from marid.semantics.scopes import INTERNAL, capture_site, current_site, sites, state
 from marid.settings import settings
 
 __all__ = ["Recorder", "dispatch", "follow_default_dtype", "recorder_of", "special"]
@@ -146,7 +147,7 @@ class Recorder:
         for index, spec in known.rule.resized:
             _set_geometry(call.tensors[index], spec)
         if settings.log_intercepts:
-            logger.info("recorded %s at %s", self.op.name, capture_site(getframe()))
+            logger.info("recorded %s at %s", self.op.name, current_site())
         return self.append(known, call.args, call.kwargs, call.tensors, getframe())
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -475,3 +476,4 @@ if module is not None:
         last_write=last_write,
     )
     module.use(_recorders)
+    scopes.use(module.here)

@@ -412,7 +412,11 @@ PyObject* make_handles(PyObject*, PyObject* type) {
   Py_RETURN_NONE;
 }
 
+// here(): the user's line that is running now; scopes.current_site, quicker.
+PyObject* here(PyObject*, PyObject*) { return site_of(PyEval_GetFrame()).release(); }
+
 PyMethodDef functions[] = {
+    {"here", here, METH_NOARGS, nullptr},
     {"configure", marid::fast(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"use", use, METH_O, nullptr},
     {"make_handles", make_handles, METH_O, nullptr},

@@ -22,7 +22,8 @@ class Block:
 
     ``version`` is raised by every write. ``live`` counts the handles that somebody holds. ``error`` is why its
     content is not to be had: a write failed, or the worker is gone. ``root`` is the geometry of the tensor it was
-    made for, ``site`` and ``scope`` say by which line and in which module.
+    made for, ``nbytes`` how far it reaches (as far as that tensor, unless more is known), ``site`` and ``scope`` say by
+    which line and in which module.
     """
 
     __slots__ = (
@@ -30,10 +31,10 @@ class Block:
         *("marked", "role", "root", "scope", "site", "told", "version"),
     )
 
-    def __init__(self, root: Geometry, site: Any) -> None:
+    def __init__(self, root: Geometry, site: Any, nbytes: int | None = None) -> None:
         self.identity = next(_identities)
         self.root = root
-        self.nbytes = extent_of(root)
+        self.nbytes = extent_of(root) if nbytes is None else nbytes
         self.version = 0
         self.live = 0
         self.error: Exception | None = None

@@ -126,6 +126,8 @@ class Delivery:
     def _ready(self, streaming: bool) -> int:
         """How many steps can be sent. Asks about uploads, and waits for answers, but for the latest with
         ``streaming``."""
+        if not any(isinstance(step, UploadWork) for step in self._outbox):
+            return len(self._outbox)
         questions = self._offers.ask(self._outbox, self._sent, streaming)
         if questions:
             self._outbox[:0] = questions
@@ -209,7 +211,7 @@ class Delivery:
         while not step.answered:
             if self._outbox:
                 self.flush()
-            if not any(asked is step for _, asked in self._asked):
+            if self._number(step) is None:
                 break
             waited = self._await(step) or waited
         self.count(round_trips=int(waited and not isinstance(step, AskWork)))  # questions of ours are nobody's
@@ -218,7 +220,7 @@ class Delivery:
         """Wait until something that was sent was answered, or something went wrong; whether that took time."""
         waited = False
         while not step.answered:
-            seq = next((seq for seq, asked in self._asked if asked is step), None)
+            seq = self._number(step)
             if seq is None:
                 break
             waited = waited or self.link.applied < seq
@@ -233,6 +235,13 @@ class Delivery:
                 raise
             self.settle()
         return waited
+
+    def _number(self, step: Work) -> int | None:
+        """That of a step that was sent and is not answered; looked for from the newest."""
+        for seq, asked in reversed(self._asked):
+            if asked is step:
+                return seq
+        return None
 
     def withdraw(self, step: Work) -> None:
         """Nobody waits for it any more: it is not done, unless it was sent already."""
@@ -254,8 +263,8 @@ class Delivery:
 
     def settle(self) -> None:
         """Take note of the answers that have come; raise the error of a step that failed."""
-        if self.closed:
-            return
+        if self.closed or not self._asked:
+            return  # should the worker be lost, whoever sends it something finds that out
         failure: dict[str, Any] | None = None
         try:
             self.link.poll()
@@ -269,28 +278,34 @@ class Delivery:
 
     def _note(self) -> None:
         """Take note of the answers that are here."""
-        applied, done = self.link.applied, 0
-        while self._asked and self._asked[0][0] <= applied:
+        applied = self.link.applied
+        if self._asked and self._asked[0][0] <= applied:
             with Uninterrupted():
-                seq, step = self._asked.popleft()
-                step.done(self.link.take(seq))
-            done += 1
-            if isinstance(step, UploadWork):
-                self._progress.done(step.contents[0].nbytes)
-            if isinstance(step, RunWork):
-                counters.ops_executed += len(step.sized.known.program.instructions)
-                counters.epoch += 1
-            if done and (not self._asked or self._asked[0][0] > applied):
-                now = time.monotonic()
-                step.seconds, self._since = now - self._since, now  # the last one stands for those before it
+                step = self._take_answers(applied)
+            now = time.monotonic()
+            step.seconds, self._since = now - self._since, now  # the last one stands for those before it
         if self.link.warnings:
             texts, self.link.warnings = self.link.warnings, []
             warn_of(texts)
 
+    def _take_answers(self, applied: int) -> Work:
+        """Those up to this number, of which there are some; the last step that was answered."""
+        while True:
+            seq, step = self._asked.popleft()
+            step.done(self.link.take(seq))
+            if isinstance(step, UploadWork):
+                self._progress.done(step.contents[0].nbytes)
+            elif isinstance(step, RunWork):
+                counters.ops_executed += len(step.sized.known.program.instructions)
+                counters.epoch += 1
+            if not self._asked or self._asked[0][0] > applied:
+                return step
+
     def count(self, round_trips: int = 0) -> None:
         """Add to the statistics what went over the socket since the last time."""
         before, self._counted = self._counted, dict(vars(self.link.counts))
-        traffic.add(round_trips=round_trips, **{name: n - before[name] for name, n in self._counted.items()})
+        more = {name: n - before[name] for name, n in self._counted.items() if n != before[name]}
+        traffic.add(round_trips=round_trips, **more)
 
     def close(self) -> None:
         """Say good-bye to the worker, for good."""

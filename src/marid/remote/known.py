@@ -6,12 +6,13 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+from marid.engine.protocol import Geometry
 from marid.graph.node import Spec
 from marid.graph.operators import written_slots
 from marid.graph.prepared import Prepared
 from marid.graph.program import ListOf, Program, Slot, Task
 from marid.optimize.forecast import forecast
-from marid.remote.buffers import extent_of
+from marid.remote.buffers import extent_of, geometry_of_spec
 from marid.remote.programs import body_of, digest_of, geometry_of
 from marid.report.builds import builds
 from marid.report.stats import counters
@@ -50,17 +51,26 @@ class Sized:
     """A program with the specs of its slots. ``extents`` are the bytes that each root takes at least, by slot;
     ``transient_bytes`` the forecast of what its results take at once."""
 
-    __slots__ = ("digest", "extents", "known", "specs", "transient_bytes")
+    __slots__ = ("_geometries", "digest", "extents", "known", "specs", "transient_bytes")
 
     def __init__(self, known: Known, specs: tuple[Spec | None, ...], transient_bytes: int) -> None:
         self.known = known
         self.specs = specs
         self.digest = digest_of(self.body)
         self.transient_bytes = transient_bytes
+        self._geometries: dict[int, Geometry] = {}
         self.extents: dict[int, int] = {}
         for root, spec in zip(known.roots, specs, strict=True):
             if spec is not None:
                 self.extents[root] = max(self.extents.get(root, 0), extent_of(spec))
+
+    def geometry(self, slot: int) -> Geometry | None:
+        """That of what is in a slot, if that is a tensor."""
+        found = self._geometries.get(slot)
+        spec = self.specs[slot]
+        if found is None and spec is not None:
+            found = self._geometries[slot] = geometry_of_spec(spec)
+        return found
 
     @property
     def body(self) -> bytes:

@@ -90,8 +90,9 @@ class Link:
         """What kernels have warned of, to be taken by whoever shows it."""
         self._key = key
         self._patience = patience
-        # What is known of the session; ``_changed`` guards it.
-        self._changed = threading.Condition()
+        # What is known of the session.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
         self._boot: bytes | None = None
         self._epoch = 0
         self._next = 1
@@ -192,9 +193,9 @@ class Link:
         return first
 
     def _enqueue(self, data: list[Any], segments: list[Any], sent_as: Callable[[int], None] | None) -> int | None:
-        nbytes = sum(memoryview(segment).nbytes for segment in segments)
+        nbytes = sum(memoryview(segment).nbytes for segment in segments) if segments else 0
         limits = self.welcome["limits"]
-        with Uninterrupted(), self._changed:
+        with Uninterrupted(), self._guard:
             self._check()
             full = len(self._unanswered) >= limits["messages"] or self._in_flight + nbytes > limits["in_flight"]
             if full and self._unanswered:
@@ -219,11 +220,8 @@ class Link:
         Raises ``RequestFailed`` when it or one before it has failed, ``LinkLost``, and ``TimeoutError``.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with self._changed:
-                if self._applied >= seq:
-                    return
-                self._check()
+        while self._applied < seq:
+            self._check()
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"no answer from {self.address} within {timeout:g} s")
             self._pass_time(_SLICE)
@@ -231,21 +229,19 @@ class Link:
     def take(self, seq: int) -> Any:
         """The answer to a request that is applied, once: a CPU tensor for ``Fetch``, plain data for others, None where
         there is none."""
-        with self._changed:
-            value, segments = self._results.pop(seq, (None, []))
+        value, segments = self._results.pop(seq, (None, []))
         return _tensor_from(value["tensor"], segments) if type(value) is dict and "tensor" in value else value
 
     def poll(self) -> None:
         """Take what has come, and raise what went wrong: ``RequestFailed``, ``LinkLost``."""
         if self._unanswered:
             self._pass_time(0)
-        with self._changed:
-            self._check()
+        self._check()
 
     def resume(self) -> int:
         """Go on after a failure: what was sent behind the request that failed was not applied, and numbers go on from
         there. The number that the next request gets."""
-        with self._changed:
+        with self._guard:
             assert self._failure is not None
             self._epoch += 1
             self._next = self._failure["seq"] + 1
@@ -256,14 +252,14 @@ class Link:
     def cancel(self) -> None:
         """Ask the worker to stop what it was sent: it fails as ``Cancelled`` between two operations, or is done by
         then."""
-        with self._changed:
+        with self._guard:
             self._cancel = {"kind": "cancel", "epoch": self._epoch, "through": self._next - 1}
         self._pass_on()
 
     def tell(self, fields: dict[str, Any]) -> None:
         """Say something that is no request, at once: it is not answered, and lost when the connection breaks. Does
         nothing when the session is gone."""
-        with self._changed:
+        with self._guard:
             if self._error is None:
                 self._notes.append(fields)
         self._pass_on()
@@ -284,13 +280,14 @@ class Link:
             self._wake.close()
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise RequestFailed(self._failure)
-        if self._error is not None:
-            raise self._error
+        failure, error = self._failure, self._error
+        if failure is not None:
+            raise RequestFailed(failure)
+        if error is not None:
+            raise error
 
     def _fail(self, error: Exception) -> None:
-        with self._changed:
+        with self._guard:
             self._error = self._error or error
             self._changed.notify_all()
 
@@ -348,7 +345,7 @@ class Link:
         for frames in self._socket.poll(milliseconds):
             self._heard = time.monotonic()
             self.counts.messages_down += 1
-            self.counts.bytes_down += sum(len(frame) for frame in frames)
+            self.counts.bytes_down += sum(map(len, frames))
             self._take(decode(frames[0].buffer), [frame.buffer for frame in frames[1:]])
         now = time.monotonic()
         if self._boot is None and (self._socket.refused or self._drops >= _DROPS):
@@ -366,7 +363,7 @@ class Link:
 
     def _flush(self) -> None:
         while self._greeted and (self._queue or self._notes or self._cancel):
-            with self._changed:
+            with self._guard:
                 cancel, self._cancel = self._cancel, {}
                 notes = [self._notes.popleft() for _ in range(len(self._notes))]
                 sent = self._queue.popleft() if self._queue else None
@@ -382,7 +379,7 @@ class Link:
 
     def _weigh(self, sent: _Sent, nbytes: int) -> None:
         """Now that a message was written down it is known how long its header is."""
-        with self._changed:
+        with self._guard:
             if self._unanswered.get(sent.seq) is sent:
                 self._in_flight += nbytes - sent.nbytes
                 sent.nbytes = nbytes
@@ -419,7 +416,7 @@ class Link:
         elif header.get("boot") != self._boot:
             self._fail(LinkLost(f"the worker at {self.address} was started again"))
             return
-        with self._changed:
+        with self._guard:
             queued = {id(sent) for sent in self._queue}
             self.counts.resent += sum(id(sent) not in queued for sent in self._unanswered.values())
             self._queue = deque(self._unanswered.values())
@@ -427,7 +424,7 @@ class Link:
         self._drops = 0
 
     def _reply(self, header: dict[str, Any], segments: list[Any]) -> None:
-        with self._changed:
+        with self._guard:
             if header.get("epoch") != self._epoch or self._failure is not None:
                 return
             for seq, value in as_list(header.get("results", []), 1 << 14, "results"):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from marid.engine.protocol import Geometry
 from marid.graph.node import Node
-from marid.remote.buffers import Block, RemoteBuffer, geometry_of_spec
+from marid.remote.buffers import Block, RemoteBuffer
 from marid.remote.known import Sized
 from marid.remote.work import RunWork
 
@@ -70,16 +70,15 @@ class Memory:
         made: list[Block] = []
         for slot in slots:
             root = sized.known.roots[slot]
-            spec = sized.specs[root]
-            if root not in step.blocks and spec is not None:
-                step.blocks[root] = block = Block(geometry_of_spec(spec), step.site)
-                block.nbytes = max(block.nbytes, sized.extents[root])
+            geometry = sized.geometry(root)
+            if root not in step.blocks and geometry is not None:
+                step.blocks[root] = block = Block(geometry, step.site, sized.extents[root])
                 made.append(block)
         step.makes = (*step.makes, *made)
 
     def result(self, step: RunWork, slot: int, node: Node) -> RemoteBuffer:
         """The tensor that a run makes in a slot."""
-        spec = step.sized.specs[slot]
-        assert spec is not None
+        geometry = step.sized.geometry(slot)
+        assert geometry is not None
         block = step.blocks[step.sized.known.roots[slot]]
-        return self.made(step.base + slot, geometry_of_spec(spec), block, node)
+        return self.made(step.base + slot, geometry, block, node)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from marid.remote.requests import Again, Chunk, Geometry, Have, Load, Program, Run, Upload
+from marid.remote.wire import Buffer
 from marid.remote.work import Work
 
 __all__ = ["Message", "messages_of"]
@@ -14,6 +15,21 @@ _ITEMS = 12_000  # inputs and numbers; a header has a bound
 _DIGEST = 4  # items that are as long as a digest
 _BYTES = 32 << 20  # in segments
 _SEGMENTS = 200
+
+
+_items: dict[type, Callable[[Any], int]] = {
+    Run: lambda of: len(of.inputs) + len(of.params),
+    Again: lambda of: len(of.inputs) + len(of.params),
+    Upload: lambda of: _DIGEST * len(of.digests),
+    Have: lambda of: _DIGEST * len(of.digests),
+    Load: lambda of: _DIGEST * len(of.digests),
+}
+_pieces: dict[type, Callable[[Any], Sequence[Buffer]]] = {
+    Upload: lambda of: of.data,
+    Chunk: lambda of: (of.data,),
+    Program: lambda of: (of.body,),
+    Geometry: lambda of: (of.body,),
+}
 
 
 class Message:
@@ -26,22 +42,11 @@ class Message:
 
     def has_room(self, request: Any) -> bool:
         """Whether a request fits in too; counts it as if it were added. One fits always."""
-        pieces: tuple[Any, ...] = ()
-        items = 1
-        if isinstance(request, (Run, Again)):
-            items += len(request.inputs) + len(request.params)
-        elif isinstance(request, Upload):
-            pieces = request.data
-            items += _DIGEST * len(request.digests)
-        elif isinstance(request, (Have, Load)):
-            items += _DIGEST * len(request.digests)
-        elif isinstance(request, Chunk):
-            pieces = (request.data,)
-        elif isinstance(request, (Program, Geometry)):
-            pieces = (request.body,)
-        self._items += items
-        self._segments += len(pieces)
-        self._bytes += sum(memoryview(piece).nbytes for piece in pieces)
+        kind = type(request)
+        self._items += 1 + (_items[kind](request) if kind in _items else 0)
+        for piece in _pieces[kind](request) if kind in _pieces else ():
+            self._segments += 1
+            self._bytes += memoryview(piece).nbytes
         fits = self._items <= _ITEMS and self._segments <= _SEGMENTS and self._bytes <= _BYTES
         return fits or not self.requests
 

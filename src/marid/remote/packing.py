@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 __all__ = ["Packing", "packing_of"]
+
+_REMEMBERED = 1024  # packings
 
 
 class Packing:
@@ -75,4 +78,7 @@ class Packing:
 
 def packing_of(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Packing:
     """The packing of tensors with this geometry."""
-    return Packing(tuple(shape), tuple(stride), dtype.itemsize)
+    return _packing(tuple(shape), tuple(stride), dtype.itemsize)
+
+
+_packing = lru_cache(_REMEMBERED)(Packing)  # they do not change

@@ -6,7 +6,7 @@ of which the list has the position. ``request_readers`` reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,69 +304,78 @@ Request = (
 def write_requests(requests: Sequence[Request]) -> tuple[list[Any], list[Buffer]]:
     """The requests as plain data, and the segments that go with them."""
     segments: list[Buffer] = []
-    return [_write(request, segments) for request in requests], segments
+    return [_WRITERS[type(request)](request, segments) for request in requests], segments
 
 
-def _write(request: Request, segments: list[Buffer]) -> list[Any]:
+def _geometry_to(of: Upload | Take) -> list[Any]:
+    return [dtype_name(of.dtype), list(of.shape), list(of.stride)]
+
+
+def _segment(data: Buffer, segments: list[Buffer]) -> int:
+    segments.append(data)
+    return len(segments) - 1
+
+
+def _upload(of: Upload, segments: list[Buffer]) -> list[Any]:
     first = len(segments)
-    if isinstance(request, Run):
-        params = [number_to(param) for param in request.params]
-        run = ["run", request.program, request.geometry, list(request.inputs), params, request.base]
-        return run if request.until is None else [*run, request.until, list(request.keep)]
-    if isinstance(request, Again):
-        inputs = [part for pair in request.inputs for part in pair]
-        params = [part for place, number in request.params for part in (place, number_to(number))]
-        return ["again", request.program, request.geometry, inputs, params, request.base]
-    if isinstance(request, Sizes):
-        changes = [[place, spec_to(spec)] for place, spec in request.changes]
-        return ["sizes", request.program, request.like, request.digest, changes]
-    if isinstance(request, Roles):
-        return ["roles", [part for handle, role in request.roles for part in (handle, ORDER.index(role))]]
-    if isinstance(request, Switch):
-        return ["switch", switches_to(request.switches)]
-    if isinstance(request, Free):
-        return ["free", list(request.handles)]
-    if isinstance(request, Fetch):
-        if request.view is None:
-            return ["fetch", request.handle]
-        offset, shape, stride = request.view
-        return ["fetch", request.handle, offset, list(shape), list(stride)]
-    if isinstance(request, Upload):
-        segments += request.data
-        geometry = [dtype_name(request.dtype), list(request.shape), list(request.stride)]
-        return ["upload", request.handle, *geometry, len(request.data), first, list(request.digests)]
-    if isinstance(request, Chunk):
-        segments.append(request.data)
-        return ["chunk", request.digest, first]
-    if isinstance(request, Have):
-        return ["have", list(request.digests)]
-    if isinstance(request, Program):
-        segments.append(request.body)
-        return ["program", request.digest, first]
-    if isinstance(request, Geometry):
-        segments.append(request.body)
-        return ["geometry", request.program, request.digest, first]
-    if isinstance(request, Call):
-        args = [_write_argument(arg) for arg in request.args]
-        kwargs = [[name, _write_argument(arg)] for name, arg in request.kwargs]
-        return ["call", request.operator, args, kwargs, request.state, request.base]
-    if isinstance(request, Load):
-        return ["load", request.path, request.offset, request.nbytes, list(request.digests)]
-    if isinstance(request, Pack):
-        return ["pack", request.handle, request.source]
-    if isinstance(request, Take):
-        geometry = [dtype_name(request.dtype), list(request.shape), list(request.stride)]
-        return ["take", request.handle, request.ticket, *geometry]
-    if isinstance(request, Meet):
-        return ["meet", request.group, request.timeout]
-    if isinstance(request, Join):
-        where = [request.host, request.port, request.own, request.timeout]
-        return ["join", request.group, request.rank, request.size, *where]
-    if isinstance(request, Reduce):
-        return ["reduce", request.group, request.operation, request.handle, request.source]
-    if isinstance(request, Leave):
-        return ["leave", request.group]
-    return ["stats"]
+    segments += of.data
+    return ["upload", of.handle, *_geometry_to(of), len(of.data), first, list(of.digests)]
+
+
+def _run(of: Run, _segments: list[Buffer]) -> list[Any]:
+    run = ["run", of.program, of.geometry, list(of.inputs), [number_to(param) for param in of.params], of.base]
+    return run if of.until is None else [*run, of.until, list(of.keep)]
+
+
+def _again(of: Again, _segments: list[Buffer]) -> list[Any]:
+    inputs = [part for pair in of.inputs for part in pair]
+    params = [part for place, number in of.params for part in (place, number_to(number))]
+    return ["again", of.program, of.geometry, inputs, params, of.base]
+
+
+def _call(of: Call, _segments: list[Buffer]) -> list[Any]:
+    args = [_write_argument(arg) for arg in of.args]
+    return ["call", of.operator, args, [[name, _write_argument(arg)] for name, arg in of.kwargs], of.state, of.base]
+
+
+def _fetch(of: Fetch, _segments: list[Buffer]) -> list[Any]:
+    if of.view is None:
+        return ["fetch", of.handle]
+    offset, shape, stride = of.view
+    return ["fetch", of.handle, offset, list(shape), list(stride)]
+
+
+def _sizes(of: Sizes, _segments: list[Buffer]) -> list[Any]:
+    return ["sizes", of.program, of.like, of.digest, [[place, spec_to(spec)] for place, spec in of.changes]]
+
+
+def _roles(of: Roles, _segments: list[Buffer]) -> list[Any]:
+    return ["roles", [part for handle, role in of.roles for part in (handle, ORDER.index(role))]]
+
+
+_WRITERS: dict[type, Callable[[Any, list[Buffer]], list[Any]]] = {
+    Upload: _upload,
+    Chunk: lambda of, segments: ["chunk", of.digest, _segment(of.data, segments)],
+    Have: lambda of, _: ["have", list(of.digests)],
+    Program: lambda of, segments: ["program", of.digest, _segment(of.body, segments)],
+    Geometry: lambda of, segments: ["geometry", of.program, of.digest, _segment(of.body, segments)],
+    Run: _run,
+    Call: _call,
+    Fetch: _fetch,
+    Free: lambda of, _: ["free", list(of.handles)],
+    Load: lambda of, _: ["load", of.path, of.offset, of.nbytes, list(of.digests)],
+    Pack: lambda of, _: ["pack", of.handle, of.source],
+    Take: lambda of, _: ["take", of.handle, of.ticket, *_geometry_to(of)],
+    Meet: lambda of, _: ["meet", of.group, of.timeout],
+    Join: lambda of, _: ["join", of.group, of.rank, of.size, of.host, of.port, of.own, of.timeout],
+    Reduce: lambda of, _: ["reduce", of.group, of.operation, of.handle, of.source],
+    Leave: lambda of, _: ["leave", of.group],
+    Stats: lambda _of, _: ["stats"],
+    Switch: lambda of, _: ["switch", switches_to(of.switches)],
+    Roles: _roles,
+    Sizes: _sizes,
+    Again: _again,
+}
 
 
 def _write_argument(arg: Any) -> Any:

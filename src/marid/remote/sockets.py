@@ -30,7 +30,7 @@ _CLIENT_BEATS, _WORKER_BEATS = 2000, 3000  # milliseconds between heartbeats; th
 _RETRY = 200  # milliseconds between attempts to connect
 _LINGER = 500  # milliseconds for the last message
 _BURST = 64  # messages taken at once
-_READABLE = int(zmq.POLLIN)
+_READABLE, _NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)  # enums would be made of the sums
 
 
 class Wake:
@@ -99,7 +99,7 @@ class ClientSocket:
     def send(self, header: bytes, segments: list[Any]) -> int:
         """Send a message, without waiting and without copying segments; its bytes."""
         self._socket.send_multipart([header, *segments], copy=False)
-        return len(header) + sum(memoryview(segment).nbytes for segment in segments)
+        return len(header) + (sum(memoryview(segment).nbytes for segment in segments) if segments else 0)
 
     def poll(self, milliseconds: int) -> Iterator[list[Any]]:
         """Wait for messages that long at most; those that have come."""
@@ -175,7 +175,7 @@ class ServerSocket:
     def send(self, route: bytes, header: bytes, segments: list[Any]) -> None:
         """Send a message without waiting; one that has no way to go is dropped."""
         with contextlib.suppress(zmq.Again):
-            self._router.send_multipart([route, header, *segments], zmq.NOBLOCK, copy=False)
+            self._router.send_multipart([route, header, *segments], _NOBLOCK, copy=False)
 
     def wake(self) -> None:
         """Have a ``poll`` end; from any thread."""

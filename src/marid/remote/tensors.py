@@ -32,14 +32,17 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype, pinned: 
     sizes = [memoryview(piece).nbytes for piece in pieces]
     if sum(sizes) != nbytes or nbytes % dtype.itemsize:
         raise WireError(f"a tensor of {nbytes} bytes came with {sum(sizes)}")
-    block = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and nbytes > 0)
+    block = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=pinned and nbytes > 0)
     # Not through numpy, after which the memory could not be resized any more (residency.py does).
+    if len(pieces) == 1 and type(pieces[0]) is bytes:  # a number, mostly
+        ctypes.memmove(block.data_ptr(), pieces[0], nbytes)
+        return block
     target = memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr() if nbytes else 0)).cast("B")
     start = 0
     for piece, size in zip(pieces, sizes, strict=True):
         target[start : start + size] = memoryview(piece).cast("B")
         start += size
-    return block.view(dtype)
+    return block
 
 
 def tensor_of(pieces: Sequence[Any], packing: Packing, dtype: torch.dtype, where: Accelerator) -> torch.Tensor:

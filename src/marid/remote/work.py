@@ -221,8 +221,8 @@ class RunWork(Work):
     def record(self, task: Task, give_back: GiveBack) -> None:
         """Let the nodes of ``task`` count as run."""
         self.task, self._give_back = task, give_back
+        self._kept += [(node, node.args, node.kwargs, node.after, node.overwrites) for node in task.nodes]
         for node in task.nodes:
-            self._kept.append((node, node.args, node.kwargs, node.after, node.overwrites))
             finish(node)
 
     def requests(self, sent: Sent) -> list[Request]:

@@ -298,8 +298,8 @@ class Worker:
         return made
 
     def _enqueue(self, route: bytes, session: Session, header: dict[str, Any], frames: list[Any]) -> None:
-        epoch, seq, acked = (as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "seq", "acked"))
-        nbytes = sum(len(frame) for frame in frames) + 256
+        epoch, seq, acked = [as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "seq", "acked")]
+        nbytes = sum(map(len, frames)) + 256
         if seq < 1 or header.get("requests") is None:
             raise WireError("a message has no requests, or no sequence number")
         if session.inbox_bytes + nbytes > self.limits.in_flight or len(session.inbox) >= self.limits.messages:

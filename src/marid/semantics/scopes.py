@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -29,10 +29,12 @@ __all__ = [
     "Scope",
     "Site",
     "capture_site",
+    "current_site",
     "install_hooks",
     "phase",
     "sites",
     "state",
+    "use",
 ]
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -171,9 +173,19 @@ def capture_site(frame: FrameType | None) -> Site | None:
     return None
 
 
+_quicker: Callable[[], Site | None] | None = None
+
+
+def use(quicker: Callable[[], Site | None]) -> None:
+    """Have ``current_site`` ask this, which does the same: below some dozen frames of ours it saves tens of
+    microseconds when caches are cold."""
+    global _quicker
+    _quicker = quicker
+
+
 def current_site() -> Site | None:
     """The user's line that is running now."""
-    return capture_site(sys._getframe(1))
+    return _quicker() if _quicker is not None else capture_site(sys._getframe(1))
 
 
 def _classify(code: CodeType) -> Any:
