@@ -25,7 +25,7 @@ aten = torch.ops.aten
 @special(aten._local_scalar_dense.default)
 def _item(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     with concretely():
-        return aten._local_scalar_dense.default(read(args[0], "item()"))
+        return read(args[0], "item()").item()
 
 
 @special(aten.is_pinned.default)

@@ -4,6 +4,8 @@
 
 #include "execute.h"
 
+#include <ATen/Context.h>
+
 #include <cstring>
 #include <memory>
 
@@ -178,6 +180,17 @@ PyObject* warnings_of(PyObject*, PyObject* given) {
   return kept == nullptr ? nullptr : texts_of(kept);
 }
 
+// switches(): what kernels ask of the process (remote/switches.py), as one number.
+PyObject* switches(PyObject*, PyObject*) {
+  at::Context& context = at::globalContext();
+  long long key = static_cast<long long>(context.float32MatmulPrecision());
+  key = key << 8 | static_cast<long long>(c10::typeMetaToScalarType(at::get_default_dtype()));
+  for (bool one : {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
+                   context.deterministicFillUninitializedMemory(), context.userEnabledMkldnn()})
+    key = key << 1 | static_cast<long long>(one);
+  return PyLong_FromLongLong(key);
+}
+
 }  // namespace
 
 namespace marid {
@@ -186,6 +199,7 @@ PyMethodDef run_functions[] = {
     {"run_begin", fast(run_begin), METH_FASTCALL, nullptr},
     {"run_once", fast(run_once), METH_FASTCALL, nullptr},
     {"run_tensors", fast(run_tensors), METH_FASTCALL, nullptr},
+    {"switches", switches, METH_NOARGS, nullptr},
     {"warnings_begin", warnings_begin, METH_NOARGS, nullptr},
     {"warnings_end", warnings_end, METH_O, nullptr},
     {"warnings_of", warnings_of, METH_O, nullptr},

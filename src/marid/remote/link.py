@@ -28,7 +28,7 @@ from marid.remote.packing import packing_of
 from marid.remote.requests import Request, write_requests
 from marid.remote.sockets import ClientSocket, Wake
 from marid.remote.specs import sizes_from
-from marid.remote.tensors import tensor_of
+from marid.remote.tensors import number_of, tensor_of
 from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.wire import VERSION, as_bytes, as_int, as_list, decode, dtype_named, encode
 from marid.report.traffic import SocketCounts
@@ -460,6 +460,8 @@ def _tensor_from(described: Any, segments: list[Any]) -> torch.Tensor:
         raise WireError("a tensor that was sent has four parts, or five")
     name, shape, stride, *where = parts
     dtype = dtype_named(name)
+    if len(where) == 1 and shape == [] == stride:
+        return number_of(as_bytes(where[0], dtype.itemsize, "a number"), dtype)
     shape, stride = sizes_from(shape, stride, dtype)
     packing = packing_of(shape, stride, dtype)
     if len(where) == 1:

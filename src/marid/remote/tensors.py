@@ -13,7 +13,7 @@ from marid.execute.accelerator import Accelerator
 from marid.remote.packing import Packing
 from marid.remote.wire import SEGMENT_BYTES
 
-__all__ = ["elements_of", "memory_of", "segments_of", "tensor_of"]
+__all__ = ["bytes_of_number", "elements_of", "memory_of", "number_of", "segments_of", "tensor_of"]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -34,15 +34,25 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype, pinned: 
         raise WireError(f"a tensor of {nbytes} bytes came with {sum(sizes)}")
     block = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=pinned and nbytes > 0)
     # Not through numpy, after which the memory could not be resized any more (residency.py does).
-    if len(pieces) == 1 and type(pieces[0]) is bytes:  # a number, mostly
-        ctypes.memmove(block.data_ptr(), pieces[0], nbytes)
-        return block
     target = memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr() if nbytes else 0)).cast("B")
     start = 0
     for piece, size in zip(pieces, sizes, strict=True):
         target[start : start + size] = memoryview(piece).cast("B")
         start += size
     return block
+
+
+def number_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor without dimensions on the host: ``tensor_of`` in the fewest calls, since a loop that reads a number
+    at each step waits for this."""
+    made = torch.empty((), dtype=dtype, device="cpu")
+    ctypes.memmove(made.data_ptr(), data, dtype.itemsize)
+    return made
+
+
+def bytes_of_number(tensor: torch.Tensor) -> bytes:
+    """Those of a tensor without dimensions on the host, its bits resolved."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.itemsize)
 
 
 def tensor_of(pieces: Sequence[Any], packing: Packing, dtype: torch.dtype, where: Accelerator) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from _signal import SIGINT, getsignal, signal  # pyright: ignore[reportMissingImports]  # those of `signal` make enums
+from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ class Uninterrupted:
         self._came: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # no other thread is interrupted
+        if get_ident() == main_thread().ident:  # no other thread is interrupted
             handler = getsignal(SIGINT)
             if callable(handler):
                 self._handler = handler

@@ -125,7 +125,7 @@ class Worker:
                     self._go_on()
                 if not self._turns:
                     with self._using:
-                        self._take(_IDLE)
+                        self._take(_IDLE, hurry=True)
                         self._look_after(until)
                 else:
                     self._turn(self._turns.popleft())
@@ -217,8 +217,9 @@ class Worker:
 
     # --- messages ---
 
-    def _take(self, milliseconds: int) -> None:
-        """Take the messages that have come, or come within that time."""
+    def _take(self, milliseconds: int, hurry: bool = False) -> None:
+        """Take the messages that have come, or come within that time; with ``hurry``, only until there is something to
+        do: ZeroMQ asks its connections in turn, so none waits for another one's."""
         for route, owner, frames in self._socket.poll(milliseconds):
             try:
                 if not 1 <= len(frames) <= SEGMENTS + 1:
@@ -226,6 +227,8 @@ class Worker:
                 self._handle(route, owner, decode(frames[0].buffer), frames)
             except WireError as error:
                 self._refuse(route, "malformed", str(error))
+            if hurry and self._turns:
+                return
 
     def _handle(self, route: bytes, owner: bytes, header: dict[str, Any], frames: list[Any]) -> None:
         kind = header.get("kind")

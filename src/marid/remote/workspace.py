@@ -26,7 +26,7 @@ from marid.remote.programs import digest_of
 from marid.remote.residency import ORDER
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
-from marid.remote.tensors import memory_of, segments_of, tensor_of
+from marid.remote.tensors import bytes_of_number, memory_of, segments_of, tensor_of
 from marid.remote.waits import Waits
 from marid.remote.wire import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES, dtype_name
 
@@ -187,6 +187,9 @@ class Workspace:
                 offset, shape, stride = request.view
                 tensor = tensor.as_strided(shape, stride, offset)  # which checks that it lies in memory
             tensor = tensor.resolve_conj().resolve_neg()
+            if not tensor.dim():
+                number = bytes_of_number(self.machine.accelerator.to_host(tensor))
+                return {"tensor": [dtype_name(tensor.dtype), [], [], number]}
             packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
             if packing.nbytes > SEGMENT_BYTES * (SEGMENTS - len(self.segments)):
                 raise Refused("a tensor of this size has to be fetched in pieces")

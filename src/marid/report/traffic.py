@@ -93,8 +93,9 @@ class Traffic(Counts):
     def add(self, **more: int) -> None:
         """Count; raises ``BudgetError`` where a block has had more than it may have."""
         with self.lock:
+            own = self.__dict__
             for name, count in more.items():
-                setattr(self, name, getattr(self, name) + count)
+                own[name] += count
         if self.budgets:
             self._check()
 
