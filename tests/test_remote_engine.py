@@ -17,6 +17,7 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import run_pending
 from marid.remote import connect as connecting
+from marid.remote import switches
 from marid.remote.work import RunWork
 from tests.helpers import assert_same
 
@@ -168,6 +169,20 @@ def test_dtypes_and_strides_come_back(dtype: torch.dtype) -> None:
         assert_same(view(data).to(FIRST), view(data).to("cpu", copy=True))
 
 
+def test_numbers_come_back_as_tensors_of_their_own() -> None:
+    """What has no dimensions travels in the header: elements within a tensor, conjugates, negated parts."""
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64, torch.complex64, torch.uint64):
+        x = torch.tensor([0, 1, 2]).to(dtype)
+        assert_same(x.to(FIRST)[1].cpu(), x[1])
+        assert x.to(FIRST)[1].item() == x[1].item()
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    assert z.to(FIRST)[1].conj().item() == 3 + 4j
+    assert z.to(FIRST).conj()[1].imag.item() == 4
+    mine = torch.ones(2, device=FIRST).sum().cpu()
+    mine.resize_(3).fill_(1)  # as any other tensor
+    assert mine.tolist() == [1, 1, 1]
+
+
 def test_data_dependent_operations_run_on_the_worker() -> None:
     x = torch.tensor([3.0, 0.0, 5.0, 0.0], device=FIRST)
     kept = x[x > 0]
@@ -185,6 +200,28 @@ def test_draws_are_those_of_the_cpu() -> None:
     drawn = [torch.randn(5, device=FIRST), torch.rand(3, device=FIRST), torch.randperm(6, device=FIRST)]
     drawn.append(torch.poisson(torch.full((4,), 3.0, device=FIRST)))
     assert_same(drawn[::-1], expected[::-1])
+
+
+def test_switches_hold_on_the_worker() -> None:
+    """And are asked in one call, which must know each of them."""
+    assert switches.current() == switches._asked()
+    try:
+        for deterministic, warn_only, precision, dtype in (
+            *((True, False, "high", torch.float64), (True, True, "medium", torch.bfloat16)),
+            (False, False, "highest", torch.float32),
+        ):
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_default_dtype(dtype)
+            with torch.backends.mkldnn.flags(enabled=not warn_only):
+                assert switches.current() == switches._asked()
+                # PyTorch fills what is not set with NaN while it is to be deterministic.
+                filled = torch.full((1000,), 3.0, device=FIRST).sum() + torch.empty(5, device=FIRST).sum()
+                assert not deterministic or filled.isnan().item()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+        torch.set_default_dtype(torch.float32)
 
 
 def test_two_devices_in_one_script() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marid
+from marid.semantics import scopes
 from tests.helpers import DEVICE
 
 
@@ -256,6 +258,27 @@ def test_source_line_is_the_users() -> None:
     assert z.metadata.source is not None
     assert z.metadata.source.startswith(f"{__file__}:")
     assert int(z.metadata.source.rpartition(":")[2]) in range(line + 2, line + 8)
+
+
+def test_the_line_that_runs_is_found_the_same_way_in_both_languages() -> None:
+    """Also through a library's frames, from a thread, and where nothing was recorded before."""
+    found: list[Any] = []
+
+    def ask() -> None:
+        found.extend([scopes.current_site(), scopes.capture_site(sys._getframe())])
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ask()
+            return x
+
+    Asks()(torch.ones(1))
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert len(found) == 4
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert str(one) == str(other) == f"{__file__}:{ask.__code__.co_firstlineno + 1}"
 
 
 def test_source_line_of_backward_and_step_is_their_call() -> None:
