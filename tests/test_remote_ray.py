@@ -126,8 +126,8 @@ def test_an_actor_that_is_killed_is_started_again_by_ray(cluster: list[Any]) -> 
     assert x.sum().item() == 30.0
     before = cluster[1]._pid
     ray.kill(cluster[1].actor, no_restart=False)
+    _wait_for(before)  # it may answer until its end
     assert x.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
-    _wait_for(before)
     assert cluster[1]._pid != before
     assert x.sum().item() == 30.0
 
