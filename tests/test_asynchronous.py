@@ -88,6 +88,37 @@ def test_a_loop_runs_ahead_and_gives_eager_losses() -> None:
     assert marid.stats().pending_nodes == 0
 
 
+def test_an_optimizers_step_runs_with_the_first_value_that_is_read_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all else that is pending: a training loop has two programs, that of its first turn and that of all others.
+    Without an optimizer's step nothing runs that is not needed, however much is pending."""
+    monkeypatch.setattr(ahead, "_processors", torch.get_num_threads)
+
+    def train(device: str, steps: bool) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4) for _ in range(8)]
+        model = nn.Sequential(*layers).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        x = torch.linspace(-1, 1, 12).reshape(3, 4).to(device)
+        before, losses = marid.stats().programs_built, []
+        for _ in range(6):
+            loss = model(x).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            if steps:
+                optimizer.step()
+            losses.append(loss.item())
+            if device == DEVICE:
+                pending = len(handles.tape(0).pending())
+                assert (pending == 0) == steps or len(losses) > 2
+        return losses, marid.stats().programs_built - before
+
+    for steps in (True, False):
+        expected, _ = train("cpu", steps)
+        losses, built = train(DEVICE, steps)
+        assert losses == expected
+        assert built == 2 or not steps
+
+
 def test_what_cannot_be_done_on_the_devices_thread_is_done_on_the_users(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

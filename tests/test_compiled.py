@@ -457,7 +457,7 @@ def test_compiled_products_of_one_row_are_right() -> None:
 @pytest.mark.usefixtures("compiling")
 def test_products_in_parts_are_run_by_the_faster_kernel() -> None:
     """In all the forms in which they come; and with few rows, which are ATen's affair there too."""
-    products.configure(also_slower=True, uses=0, work=0.0)
+    products.configure(also_slower=True, share=1.0, uses=0, work=0.0)
     x, batch, few, bias = lazy(64, 48), lazy(3, 32, 64), lazy(4, 48), lazy(64)
 
     def function(x: torch.Tensor, batch: torch.Tensor, few: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

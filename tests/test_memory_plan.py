@@ -220,7 +220,7 @@ def test_a_training_loop_follows_one_plan() -> None:
     on_both(train)
     stats = marid.stats()
     assert 0 < stats.planned_lower_bound <= stats.planned_peak <= 1.05 * stats.planned_lower_bound
-    assert stats.planned_peak < stats.unplanned_bytes / 2
+    assert stats.planned_peak < 0.55 * stats.unplanned_bytes  # gradients outlive the step, and are in both
 
 
 @pytest.mark.usefixtures("own_programs")

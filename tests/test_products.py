@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def at_once() -> Iterator[None]:
     """Try every class when it is first met, and whatever the speed; nothing is compiled."""
-    products.configure(also_slower=True, uses=0, work=0.0)
+    products.configure(also_slower=True, share=1.0, uses=0, work=0.0)
     before, marid.settings.compile = marid.settings.compile, False
     yield
     marid.settings.compile = before
@@ -139,7 +139,7 @@ def test_conjugate_and_negative_views_are_not_resolved() -> None:
 
 def test_a_wrong_order_of_summation_is_noticed() -> None:
     """Were BLAS to add up in another order than was found out, its kernel would be used."""
-    products.configure(also_slower=True, uses=0, work=0.0, block=24)
+    products.configure(also_slower=True, share=1.0, uses=0, work=0.0, block=24)
     assert ran(lambda a, b: a @ b, torch.randn(64, 100), torch.randn(100, 64)) == 0
     assert ran(lambda a, b, c: torch.addmm(c, a, b), torch.randn(64, 100), torch.randn(100, 64), torch.randn(64)) == 0
 
@@ -170,10 +170,10 @@ def test_few_products_are_not_worth_a_trial() -> None:
 
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     used = ran(product, a, b) > 0  # and no new program any more
-    products.configure(also_slower=True, uses=3, work=0.0)
+    products.configure(also_slower=True, share=1.0, uses=3, work=0.0)
     assert ran(product, a, b, times=3) == 0
     assert ran(product, a, b, times=3) == 2 * used
-    products.configure(also_slower=True, uses=0, work=3.5 * 2 * 64**3)
+    products.configure(also_slower=True, share=1.0, uses=0, work=3.5 * 2 * 64**3)
     assert ran(product, a, b, times=4) == 0
     assert ran(product, a, b, times=3) == 2 * used
 

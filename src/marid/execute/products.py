@@ -22,14 +22,17 @@ def replacement(func: torch._ops.OpOverload) -> bytes | None:
     return _REPLACEMENTS.get(func)
 
 
-def configure(*, also_slower: bool = False, uses: int = 2, work: float = 4e7, block: int = -1) -> None:
+def configure(
+    *, also_slower: bool = False, uses: int = 2, work: float = 4e7, share: float = 0.1, block: int = -1
+) -> None:
     """Begin anew, using the faster kernel wherever its bits are right, and it is faster unless ``also_slower``.
 
     Products of a class are tried once ``uses`` of them, of ``work`` floating-point operations together, were run by
-    ATen. ``block`` is for tests: the depth of the stretches in which BLAS is taken to add up, -1 to find it out.
+    ATen, in no more than this ``share`` of the time. ``block`` is for tests: the depth of the stretches in which BLAS
+    is taken to add up, -1 to find it out.
     """
     if library is not None:
-        library.marid_products_configure(also_slower, uses, work, block)
+        library.marid_products_configure(also_slower, uses, work, share, block)
 
 
 def count() -> int:

@@ -4,6 +4,10 @@ Lazy means that what nobody reads is never run. But a loop that comes to the sam
 nearly all that it recorded had run by then, will need what it records now as well. From its third turn on it is handed
 to the engine in pieces: whenever so much has been recorded as makes a fixed part of a turn, and what is left at the
 read itself. The places depend on what is recorded alone, never on time, so the same programs recur.
+
+What an optimizer has been asked to do will be asked for too, whatever comes next: it runs with the first value that is
+read behind it, and all else that is pending with it. So a training loop runs whole turns from its first one on, and
+its second program is the one that comes again.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from typing import Any
 import torch
 
 from marid.graph.tape import Tape
+from marid.semantics.scopes import OPTIMIZER, state
 from marid.settings import settings
 
-__all__ = ["Rhythm", "may_go_ahead"]
+__all__ = ["Rhythm", "has_stepped", "may_go_ahead"]
 
 _PIECES = 6  # of one time around a loop
 _FEWEST = 64  # operations in a loop that is worth it
@@ -30,6 +35,14 @@ def may_go_ahead() -> bool:
     """Whether work may run while more is recorded: where a processor is left for it beside the threads of the kernels.
     Without one, both take longer together than one after the other (``docs/decisions.md``)."""
     return settings.asynchronous and torch.get_num_threads() < _processors()
+
+
+def has_stepped(tape: Tape) -> bool:
+    """Whether an optimizer's step is pending that was not there when this was asked before."""
+    if tape.steps == state.steps:
+        return False
+    tape.steps = state.steps
+    return any(node.scope is not None and node.scope.phase == OPTIMIZER for node in tape.pending())
 
 
 @functools.cache

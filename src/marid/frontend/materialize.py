@@ -13,7 +13,7 @@ import torch
 from marid.engine.protocol import Need
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
-from marid.frontend.ahead import Rhythm, may_go_ahead
+from marid.frontend.ahead import Rhythm, has_stepped, may_go_ahead
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
@@ -129,7 +129,8 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
         if site is not None:
             tape.piece = piece if engine_of(tape.device).pieces and may_go_ahead() else 0
         can_run = bool(asked) and all(node.args is not None for node in asked)  # none of them has failed
-        if piece and can_run and not _restraint.holding and not settings.memory_limit:
+        free = can_run and not _restraint.holding and not settings.memory_limit
+        if free and (piece or has_stepped(tape)):
             nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
         else:
             nodes = tape.cut(asked) if asked else []

@@ -37,7 +37,8 @@ class Tape:
     because nodes that die give nothing back. While ``grace`` is positive, the tape is full but waits for a node like
     ``cut_at``, where it was last run for being full: a loop that never reads is cut once around, at one place, so that
     what is run repeats. ``piece``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
-    the nodes that were run. ``measured_at`` is what had been ``charged`` when the tape was last measured.
+    the nodes that were run. ``measured_at`` is what had been ``charged`` when the tape was last measured. ``steps`` is
+    for who decides what runs (``frontend/ahead.py``).
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class Tape:
         "room",
         "run",
         "sequence",
+        "steps",
     )
 
     def __init__(self, device: int) -> None:
@@ -68,6 +70,7 @@ class Tape:
         self.measured_at = 0
         self.piece = 0
         self.run = 0
+        self.steps = 0
         self._given = 0
         self._charged = 0
         self.cut_at: tuple[object, ...] | None = None

@@ -166,7 +166,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_compiled_drop": (None, [_INT64]),
     "marid_compiled_failed": (_INT, [_INT64]),
     "marid_products_enable": (None, [_INT]),
-    "marid_products_configure": (None, [_INT, _INT64, ctypes.c_double, _INT64]),
+    "marid_products_configure": (None, [_INT, _INT64, ctypes.c_double, ctypes.c_double, _INT64]),
     "marid_products_count": (_INT64, []),
     "marid_job_new": (_POINTER, [_POINTER, _INT64, _INT64S, _POINTERS, _INT64S, _INT, _POINTER, _INT64]),
     "marid_queue_release_threads": (None, [_POINTER]),

@@ -1,8 +1,9 @@
 // Chooses the kernel of products, by trying ours beside ATen's on random numbers.
 //
 // What is tried is a *class* of products: depth, layouts, what is added, threads, and between which powers of two rows and
-// columns lie; once it has been run often enough to pay for it. What stretches BLAS adds up, and whether our kernel is
-// faster on this machine, is found out once for a process.
+// columns lie; once it has been run often enough to pay for it. A trial takes some milliseconds, so they keep a distance, or
+// one run of a program would have all of them. What stretches BLAS adds up, and whether our kernel is faster on this
+// machine, is found out once for a process.
 //
 // oneDNN writes code for each *shape* of tiles (multiply.cpp), which takes some 50 us and is never given back. So a shape
 // must have come before, and there is a limit to them.
@@ -42,6 +43,7 @@ constexpr int kTries = 3;                 // measurements of a machine on which 
 std::atomic<bool> enabled{false}, also_slower{false};
 std::atomic<int64_t> uses_before{0};  // a class is tried when it came so often before,
 std::atomic<double> work_before{0};   // and that many operations of work with it
+std::atomic<double> share{1};         // of the time that trials take at most
 std::atomic<int64_t> given_block{-1};
 
 std::atomic<int64_t> block{0};
@@ -200,11 +202,14 @@ struct Machine {
   }
 };
 
+using Clock = std::chrono::steady_clock;
+
 struct Known {
   std::mutex trying, lock;  // the first for the machine, the second for the rest
   std::unordered_map<uint64_t, Class> classes;
   std::unordered_map<uint64_t, Shape> shapes;
   size_t admitted = 0;
+  Clock::time_point next;  // trial, at the earliest
   Machine machine;
 };
 
@@ -238,7 +243,7 @@ Verdict judge(Known& all, uint64_t key, const Product& p, uint64_t shape) {
   Shape* tiles = entry(all.shapes, shape);
   if (own == nullptr || tiles == nullptr) return {};
   if (!own->ours.has_value()) {
-    bool due = own->uses >= uses_before && own->work >= work_before;
+    bool due = own->uses >= uses_before && own->work >= work_before && Clock::now() >= all.next;
     own->uses++;
     own->work += 2.0 * static_cast<double>(p.batch * p.rows) * static_cast<double>(p.columns * p.depth);
     tiles->uses++;
@@ -279,9 +284,12 @@ bool choose(const Product& p, Added added, uint64_t shape) {
   uint64_t key = key_of(p, added);
   Verdict verdict = judge(all, key, p, shape);
   if (!verdict.try_now) return verdict.ours;
+  Clock::time_point start = Clock::now();
   std::optional<bool> ours = tried(all, p, added);
   {
     std::lock_guard<std::mutex> held(all.lock);
+    Clock::time_point end = Clock::now();
+    all.next = end + std::chrono::duration_cast<Clock::duration>((end - start) * (1 / share - 1));
     if (ours.has_value()) {
       all.classes[key].ours = ours;
     } else {
@@ -297,17 +305,19 @@ extern "C" {
 
 void marid_products_enable(int on) { enabled = on != 0; }
 
-// Begin anew: use our kernel also where it is slower or not, try a class after so many uses and operations of work.
-// `block` is for tests: how deep the stretches of BLAS are taken to be; -1 to find out.
-void marid_products_configure(int slower, int64_t uses, double work, int64_t block) {
+// Begin anew: use our kernel also where it is slower or not, try a class after so many uses and operations of work, and
+// within that part of the time. `block` is for tests: how deep the stretches of BLAS are taken to be; -1 to find out.
+void marid_products_configure(int slower, int64_t uses, double work, double part, int64_t block) {
   Known& all = known();
   std::scoped_lock held(all.trying, all.lock);
   also_slower = slower != 0;
   uses_before = uses;
   work_before = work;
+  share = part;
   given_block = block;
   all.classes.clear();
   all.shapes.clear();
+  all.next = {};
   all.machine = Machine();
 }
 
