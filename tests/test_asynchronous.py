@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import marid
-from marid.frontend import ahead, handles
+from marid.frontend import ahead, handles, materialize
 from marid.frontend.engines import local_engine as engine
 from marid.graph.node import Draw
 from marid.graph.twister import Twisters
@@ -113,6 +113,7 @@ def test_an_optimizers_step_runs_with_the_first_value_that_is_read_behind_it(mon
         return losses, marid.stats().programs_built - before
 
     for steps in (True, False):
+        materialize._rhythms[0]._lines.clear()
         expected, _ = train("cpu", steps)
         losses, built = train(DEVICE, steps)
         assert losses == expected
