@@ -199,6 +199,27 @@ def test_large_calls_lie_in_memory_as_those_of_eager(call: Callable[[torch.Tenso
 
 
 @needs_module
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [((0, 0), (1, 1)), ((0, 0), (2, 1)), ((0, 0), (6, 1))],
+        [((2, 0), (1, 1)), ((2, 0), (2, 1)), ((3, 0), (6, 1))],
+        [((1, 2, 3), (2, 1, 2)), ((1, 2, 2), (3, 1, 2))],
+        [((2, 1, 3), (1, 6, 2)), ((3, 1, 3), (1, 6, 3)), ((3, 1, 3), (1, 9, 3))],
+        [((2, 2, 1), (1, 2, 1)), ((3, 2, 1), (1, 3, 0))],
+        [((2, 1, 3), (6, 5, 2)), ((2, 1, 2), (4, 5, 2)), ((2, 1, 2), (5, 3, 2))],
+    ],
+)
+def test_strides_that_mean_nothing_are_those_of_eager(layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Where a dimension has one element or none, kernels differ in whether they keep its stride."""
+
+    def strides(device: str) -> list[Any]:
+        tensors = [torch.empty_strided(*layout, device=device) for layout in layouts]
+        return [[y.stride() for y in (torch.zeros_like(x), *x.sort(0), x + x, x.clone(), x.sin())] for x in tensors]
+
+    assert strides(DEVICE) == strides("cpu")
+
+
 def test_a_derivation_that_a_probe_contradicts_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that gets strides wrong is asked no more for that pattern; what is recorded is right."""
     asked = 0

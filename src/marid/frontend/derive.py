@@ -144,15 +144,21 @@ def _blurred(part: Any, is_size: bool) -> Any:
 
 def _kind(spec: Spec) -> Any:
     shape, stride = spec.shape, spec.stride
-    # From one dimension to the next inner one, whether they could be one, there is a gap, or they overlap.
-    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
-    steps = [stride[outer] - stride[inner] * shape[inner] for outer, inner in pairwise(order)]
-    steps += [stride[order[-1]] - 1] if order else []
-    gaps = tuple([(step > 0) - (step < 0) for step in steps])
+    # A dimension of size 1 can have any stride: some kernels keep it, some compute it, some leave such dimensions out.
+    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim] if stride[dim] else 0))
+    gaps = _gaps(spec, order), _gaps(spec, [dim for dim in order if shape[dim] > 1])
     sizes = tuple([min(size, 2) for size in shape])
     expanded = tuple([step == 0 for step in stride])
     spec.kind = spec.dtype, sizes, tuple(order), expanded, gaps, spec.is_contiguous, spec.conj, spec.neg
     return spec.kind
+
+
+def _gaps(spec: Spec, order: Sequence[int]) -> tuple[int, ...]:
+    """For each dimension and the next inner one: could they be one (0), is there a gap (1), or do they overlap (-1).
+    A dimension without elements is stepped over as one of size 1: so strides are computed."""
+    steps = [spec.stride[outer] - spec.stride[inner] * max(spec.shape[inner], 1) for outer, inner in pairwise(order)]
+    steps += [spec.stride[order[-1]] - 1] if order else []
+    return tuple([(step > 0) - (step < 0) for step in steps])
 
 
 def _returns(rule: infer.Rule, described: Any, specs: Sequence[Any], view: bool, path: tuple[int, ...]) -> Any:
