@@ -92,6 +92,20 @@ def test_gradients_of_attention_by_functional_transforms() -> None:
     on_both(lambda device: torch.func.grad(lambda x: torch.vmap(attend)(x).sum())(x.to(device)))
 
 
+@pytest.mark.parametrize("query", [(1, 0, 3, 4), (0, 2, 3, 4), (1, 2, 0, 4), (1, 2, 3, 4), (1, 2, 3, 0)])
+@pytest.mark.parametrize("length", [0, 5])
+def test_attention_to_nothing(query: tuple[int, ...], length: int) -> None:
+    """Eager PyTorch gives zeros before it chooses a kernel, some of which divide by the number of heads."""
+
+    def run(device: str) -> Any:
+        of = (*query[:2], length, query[-1])
+        q, k, v = (torch.ones(shape, device=device, requires_grad=True) for shape in (query, of, of))
+        out = F.scaled_dot_product_attention(q, k, v)
+        return out, torch.autograd.grad(out.sum(), (q, k, v))
+
+    on_both(run)
+
+
 # --- padded encoders, CTC --------------------------------------------------------------------------------------------
 
 

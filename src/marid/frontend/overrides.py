@@ -161,6 +161,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    if 0 in (*query.shape[:-1], *key.shape[-2:-1], *value.shape[-1:]):  # nothing to attend: no kernel is chosen
+        attention = aten.scaled_dot_product_attention.default.decompose
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     differentiable = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
     specs = tuple(handles.spec_of(t, 0) for t in tensors)
