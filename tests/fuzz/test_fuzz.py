@@ -19,7 +19,7 @@ from tests.fuzz.programs import PROFILES, Mismatch, Program, check, minimised, p
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
-PROGRAMS = int(__import__("os").environ.get("PP", "2000"))
+PROGRAMS = 2000
 CONFORMANCE_PROGRAMS = int(os.environ.get("MARID_FUZZ_PROGRAMS", "50000"))
 # Hypothesis remembers every program of a run and slows down as they grow, so that many are taken in batches.
 BATCHES = -(-CONFORMANCE_PROGRAMS // (500 * len(PROFILES)))
