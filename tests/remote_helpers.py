@@ -21,7 +21,7 @@ from marid.remote.keys import ClientKey
 from marid.remote.link import Link
 from marid.remote.local import LocalWorker, start_workers
 from marid.remote.packing import packing_of
-from marid.remote.programs import body_of, digest_of, geometry_of
+from marid.remote.programs import body_of, digest_of, geometry_of, packed
 from marid.remote.tensors import segments_of
 
 __all__ = ["Recorded", "connected", "kill", "linked", "upload", "within", "worker_process"]
@@ -45,8 +45,8 @@ class Recorded:
     def definitions(self) -> list[ask.Request]:
         """The requests that make it known."""
         return [
-            ask.Program(self.digest, self.body),
-            ask.Geometry(self.digest, self.geometry_digest, self.geometry),
+            ask.Program(self.digest, packed(self.body)),
+            ask.Geometry(self.digest, self.geometry_digest, packed(self.geometry)),
         ]
 
     def uploads(self, first: int) -> list[ask.Request]:

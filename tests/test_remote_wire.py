@@ -6,7 +6,9 @@ import math
 import random
 import resource
 import struct
+import tracemalloc
 import weakref
+import zlib
 from typing import Any
 
 import msgpack
@@ -23,7 +25,16 @@ from marid.remote import wire
 from marid.remote.chunks import CHUNK_BYTES, ChunkStore, chunks_of
 from marid.remote.operators import operator_named
 from marid.remote.packing import packing_of
-from marid.remote.programs import RemoteProgram, body_of, digest_of, geometry_from, geometry_of
+from marid.remote.programs import (
+    BODY_BYTES,
+    RemoteProgram,
+    body_of,
+    digest_of,
+    geometry_from,
+    geometry_of,
+    packed,
+    unpacked,
+)
 from marid.remote.request_readers import read_requests
 from marid.remote.specs import matches, spec_from, spec_of, spec_to
 from marid.remote.tensors import memory_of, tensor_of
@@ -82,6 +93,41 @@ def test_lengths_that_are_claimed_take_no_memory() -> None:
         with pytest.raises(WireError):
             wire.decode(bomb)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+
+
+def test_bodies_travel_compressed() -> None:
+    body = wire.pack_plain([["aten.add.Tensor"], list(range(500)), [1, 2], [[0, [1, 2], [], [3, []]]] * 300])
+    assert unpacked(packed(body)) == unpacked(memoryview(packed(body))) == body
+    assert 4 * len(packed(body)) < len(body)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"", "too early"),
+        (b"no zlib at all", "decompressed"),
+        (zlib.compress(b"body")[:-1], "too early"),
+        (zlib.compress(b"body") + b"x", "behind"),
+        (zlib.compress(b"body")[:-1] + b"x", "decompressed"),
+        (zlib.compress(b"\0" * (BODY_BYTES + 1)), "more than"),
+    ],
+)
+def test_what_is_no_body_is_refused(data: bytes, what: str) -> None:
+    with pytest.raises(WireError, match=what):
+        unpacked(data)
+
+
+def test_a_small_body_that_would_be_a_large_one_takes_no_memory() -> None:
+    inflated = zlib.compressobj(9)
+    bomb = b"".join([inflated.compress(bytes(1 << 20)) for _ in range(1 << 10)]) + inflated.flush()
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            with pytest.raises(WireError, match="more than"):
+                unpacked(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 3 * BODY_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_header_that_cannot_be_sent_is_said() -> None:

@@ -19,6 +19,7 @@ from marid.remote.chunks import CHUNK_BYTES, chunks_of
 from marid.remote.keys import ClientKey, make_client, make_worker
 from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.local import LocalWorker, start_workers
+from marid.remote.programs import packed
 from marid.remote.tensors import memory_of
 from marid.remote.worker import Worker
 from tests.helpers import DEVICE, assert_same
@@ -237,7 +238,10 @@ def test_requests_that_make_no_sense_are_refused(link: Link) -> None:
         ask.Fetch(12345),
         upload(1, torch.ones(1)),
         ask.Call("aten.from_file.default", ("/etc/passwd",), (), None, 300),
-        ask.Program(b"\0" * 32, recorded.body),
+        ask.Program(b"\0" * 32, packed(recorded.body)),
+        ask.Program(recorded.digest, recorded.body),
+        ask.Program(recorded.digest, packed(recorded.body) + b"x"),
+        ask.Program(recorded.digest, packed(recorded.body)[:-1]),
         ask.Chunk(b"\0" * 32, b"abc"),
     ):
         with pytest.raises(RequestFailed) as caught:

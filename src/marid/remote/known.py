@@ -74,7 +74,7 @@ class Sized:
 
     @property
     def body(self) -> bytes:
-        """The specs as they are sent."""
+        """The specs as plain data."""
         return geometry_of(self.specs)
 
 

@@ -3,8 +3,8 @@
 A body is ``[[operator names], [input slots], [output slots], [instruction, ...]]``, an instruction
 ``[operator index, [argument, ...], [name, argument, ...], [slot, path..., ...]]``. Arguments: a slot is its number; "p"
 is the next number of the run, "g" the next random position; None and booleans are themselves; texts, dtypes, memory
-formats and lists are tagged. A program travels once and is then named by the digest of its body, and so do geometries:
-the spec of every slot, ``[[spec, ...], [index by slot, ...]]``.
+formats and lists are tagged. A program travels once, compressed, and is then named by the digest of its body, and so do
+geometries: the spec of every slot, ``[[spec, ...], [index by slot, ...]]``.
 
 Slots are in range and defined before they are used, every argument is of a kind that its operator's schema takes there,
 and everything is bounded. So is what each run gives: ``Kinds``.
@@ -12,6 +12,7 @@ and everything is bounded. So is what each run gives: ``Kinds``.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ __all__ = [
     "digest_of",
     "geometry_from",
     "geometry_of",
+    "packed",
+    "unpacked",
 ]
 
 DIGEST_BYTES = 32
@@ -54,6 +57,25 @@ _MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channel
 def digest_of(body: Any) -> bytes:
     """What a body is named by: BLAKE3 of all of it."""
     return blake3.blake3(body).digest()
+
+
+def packed(body: bytes) -> bytes:
+    """A body as it travels: compressed by zlib, which leaves a half of it or less."""
+    return zlib.compress(body)
+
+
+def unpacked(data: Any) -> bytes:
+    """The body that ``data`` is of. Takes no more memory than a body may have. Raises ``WireError``."""
+    stream = zlib.decompressobj()
+    try:
+        body = stream.decompress(data, BODY_BYTES + 1)
+    except zlib.error as error:
+        raise WireError(f"a body cannot be decompressed: {error}") from None
+    if len(body) > BODY_BYTES:
+        raise WireError(f"a body has more than the {BODY_BYTES} bytes that it may have")
+    if not stream.eof or stream.unused_data:
+        raise WireError("a body ends too early, or has something behind it")
+    return body
 
 
 # --- to plain data ---------------------------------------------------------------------------------------------------
@@ -179,8 +201,6 @@ class _Reader:
         self._defined: set[int] = set()
 
     def read(self, body: bytes) -> RemoteProgram:
-        if len(body) > BODY_BYTES:
-            raise WireError(f"a program has {len(body)} bytes, and may have {BODY_BYTES}")
         parts = as_list(unpack_plain(body, _SLOTS), 4, "a program")
         if len(parts) != 4:
             raise WireError("a program has four parts")

@@ -88,7 +88,7 @@ class Have:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program, to be named by ``digest`` from now on."""
+    """A program, to be named from now on by the digest of its body, which is ``packed``."""
 
     digest: bytes
     body: Buffer
@@ -96,7 +96,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The specs of all slots of a program, to be named by ``digest``."""
+    """The specs of all slots of a program, to be named by the digest of their body, which is ``packed``."""
 
     program: bytes
     digest: bytes

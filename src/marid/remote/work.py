@@ -17,7 +17,7 @@ from marid.remote.buffers import Block, RemoteBuffer
 from marid.remote.contents import Content, FileContent
 from marid.remote.known import Sized
 from marid.remote.link import Link
-from marid.remote.programs import changes_between
+from marid.remote.programs import changes_between, packed
 from marid.remote.requests import (
     Again,
     Call,
@@ -229,7 +229,7 @@ class RunWork(Work):
         known, found = self.sized.known, _switch(self._switches, sent)
         if known.digest not in sent.programs:
             sent.programs.add(known.digest)
-            found.append(Program(known.digest, known.body))
+            found.append(Program(known.digest, packed(known.body)))
         if (known.digest, self.sized.digest) not in sent.geometries:
             sent.geometries.add((known.digest, self.sized.digest))
             found.append(_geometry(self.sized, sent.last.get(known.digest)))
@@ -395,7 +395,7 @@ def _geometry(sized: Sized, before: Sized | None) -> Request:
     program = sized.known.digest
     changes = None if before is None else changes_between(before.specs, sized.specs)
     if before is None or changes is None or 2 * len(changes) > len(sized.specs):
-        return Geometry(program, sized.digest, sized.body)
+        return Geometry(program, sized.digest, packed(sized.body))
     return Sizes(program, before.digest, sized.digest, changes)
 
 

@@ -22,7 +22,7 @@ from marid.remote.groups import Groups
 from marid.remote.machine import Machine, bytes_of
 from marid.remote.operators import operator_named
 from marid.remote.packing import packing_of
-from marid.remote.programs import digest_of
+from marid.remote.programs import digest_of, unpacked
 from marid.remote.residency import ORDER
 from marid.remote.specs import spec_of, spec_to
 from marid.remote.switches import Switches, apply
@@ -130,14 +130,13 @@ class Workspace:
     # --- programs ---
 
     def _program(self, request: ask.Program) -> None:
-        _check_digest(request.digest, request.body)
-        self.machine.define(request.digest, request.body)
+        self.machine.define(request.digest, _body(request.body, request.digest))
 
     def _geometry(self, request: ask.Geometry) -> None:
-        _check_digest(request.digest, request.body)
+        body = _body(request.body, request.digest)
         if not self.machine.has_program(request.program):
             raise Missing("a program is not known", [request.program])
-        self.machine.describe(request.program, request.digest, request.body)
+        self.machine.describe(request.program, request.digest, body)
 
     def _sizes(self, request: ask.Sizes) -> None:
         if not self.machine.knows(request.program, request.like):
@@ -371,6 +370,8 @@ _DOES: dict[type[ask.Request], Callable[[Workspace, Any], Any]] = {
 }
 
 
-def _check_digest(digest: bytes, body: Any) -> None:
+def _body(data: Any, digest: bytes) -> bytes:
+    body = unpacked(data)
     if digest_of(body) != digest:
         raise WireError("a body does not have the digest that it was sent with")
+    return body
