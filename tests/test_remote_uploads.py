@@ -144,6 +144,26 @@ def test_large_snapshots_are_copies(dtype: torch.dtype) -> None:
             )
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists() or not Path("/proc/self/smaps").exists(),
+    reason="needs a kernel with large pages that says where they are wanted",
+)
+@pytest.mark.parametrize(("nbytes", "is_large"), [(64 * MB + 1, True), (1 * MB, False)])
+def test_copies_of_large_tensors_are_made_in_large_pages(nbytes: int, is_large: bool) -> None:
+    source = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+    copied = snapshot(source)
+    assert torch.equal(copied, source)
+    middle, found = copied.data_ptr() + nbytes // 2, None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *_ = line.split()
+        if "-" in first:
+            start, end = (int(number, 16) for number in first.split("-"))
+            inside = start <= middle < end
+        elif first == "VmFlags:" and inside:  # pyright: ignore[reportPossiblyUnboundVariable]
+            found = "hg" in line.split()
+    assert found is is_large
+
+
 # --- what is not sent again ------------------------------------------------------------------------------------------
 
 DEVICE = "remote_accelerator:6"

@@ -6,6 +6,8 @@ import ctypes
 
 import torch
 
+from marid.engine.pages import in_large_pages
+
 __all__ = ["snapshot"]
 
 
@@ -30,6 +32,6 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """By one thread, while others go on: what waits for such a copy is hashing, a socket or another process, and the
     threads of a kernel would spin beside it."""
-    made = torch.empty_like(tensor)
+    made = in_large_pages(torch.empty_like(tensor))
     ctypes.memmove(made.data_ptr(), tensor.data_ptr(), tensor.nbytes)
     return made

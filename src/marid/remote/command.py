@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import select
@@ -22,6 +23,7 @@ __all__ = ["KEYS", "keygen", "parse_bytes", "serve"]
 
 KEYS = Path(platformdirs.user_config_dir("marid")) / "keys"
 """Where ``marid worker keygen`` puts keys if it is not told."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -34,6 +36,7 @@ def serve(
     until_eof: bool,
 ) -> None:
     """Serve until interrupted; with ``until_eof`` until standard input ends, as when who started it is gone."""
+    _keep_freed_memory()
     where = _device(device)
     before = set(dir(torch.ops))
     for name in imports:
@@ -50,6 +53,16 @@ def serve(
         worker.serve(_has_ended if until_eof else None)
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc use again what messages were received into. By itself the GNU C library gives each of them back to the
+    system, which takes longer to hand it out again, page by page, than the network takes to fill it (mallopt(3))."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)  # memory of ZeroMQ's threads lies where the limits below hold
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+        mallopt(_M_TRIM_THRESHOLD, 128 << 20)
 
 
 def _namespaces() -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from marid.engine.pages import in_large_pages
 from marid.errors import WireError
 from marid.execute.accelerator import Accelerator
 from marid.remote.packing import Packing
@@ -33,6 +34,8 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype, pinned: 
     if sum(sizes) != nbytes or nbytes % dtype.itemsize:
         raise WireError(f"a tensor of {nbytes} bytes came with {sum(sizes)}")
     block = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=pinned and nbytes > 0)
+    if not pinned:
+        in_large_pages(block)
     # Not through numpy, after which the memory could not be resized any more (residency.py does).
     target = memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr() if nbytes else 0)).cast("B")
     start = 0
