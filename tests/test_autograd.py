@@ -361,6 +361,26 @@ def test_reading_the_loss_each_step_gives_the_same_training() -> None:
     assert_same(train(DEVICE, read=False), train("cpu", read=True))
 
 
+def test_a_loop_that_reads_now_and_then_runs_one_step_at_a_time() -> None:
+    """Its program is that of one step, however many steps lie between two reads."""
+
+    def train(device: str) -> list[float]:
+        torch.manual_seed(0)
+        model = seeded(nn.Sequential(*[nn.Linear(8, 8) for _ in range(24)]), device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        losses = []
+        for step in range(1, 41):
+            loss = train_step(optimizer, model(torch.randn(8, 8, device=device)).square().mean())
+            if step % 10 == 0:
+                losses.append(loss.item())
+        return losses
+
+    assert train(DEVICE) == train("cpu")
+    stats = marid.stats()
+    assert stats.automatic_cuts > 30
+    assert stats.programs_built <= 4
+
+
 def test_functional_transforms() -> None:
     """``grad``, ``vmap``, ``jacrev``, ``hessian``, ``functional_call``."""
 

@@ -35,7 +35,7 @@ class Settings:
     """Log every recorded operation to the logger ``marid``."""
     max_pending_nodes: int = 10_000
     """The tape is cut and run before more live nodes than this are pending (from half of it on; after an optimizer's
-    step from an eighth)."""
+    step from an eighth, and from a 64th where a loop takes many steps without a read)."""
     max_pending_bytes: int = 4 << 30
     """The same for bytes: of all pending results, as if none of them took the memory of another."""
     cache_programs: int = 1024

@@ -7,7 +7,8 @@ read itself. The places depend on what is recorded alone, never on time, so the 
 
 What an optimizer has been asked to do will be asked for too, whatever comes next: it runs with the first value that is
 read behind it, and all else that is pending with it. So a training loop runs whole turns from its first one on, and
-its second program is the one that comes again.
+its second program is the one that comes again. In a loop that reads only now and then, or never, each step of the
+optimizer is such a read, once it has taken a few.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from typing import Any
 import torch
 
 from marid.graph.tape import Tape
-from marid.semantics.scopes import OPTIMIZER, state
+from marid.semantics.scopes import OPTIMIZER
 from marid.settings import settings
 
-__all__ = ["Rhythm", "has_stepped", "may_go_ahead"]
+__all__ = ["Rhythm", "has_stepped", "may_go_ahead", "takes_steps_unread"]
 
 _PIECES = 6  # of one time around a loop
 _FEWEST = 64  # operations in a loop that is worth it
 _NEEDED = 0.95  # of what it recorded
 _TURNS = 2
+_UNREAD = 4  # steps of an optimizer that may wait for a read
 _SITES = 256
 
 
@@ -38,11 +40,20 @@ def may_go_ahead() -> bool:
 
 
 def has_stepped(tape: Tape) -> bool:
-    """Whether an optimizer's step is pending that was not there when this was asked before."""
-    if tape.steps == state.steps:
+    """A value is read: whether an optimizer's step is pending that was not there at the last read."""
+    steps, tape.steps = tape.steps, 0
+    if not steps:
         return False
-    tape.steps = state.steps
+    tape.skips = steps > _UNREAD
     return any(node.scope is not None and node.scope.phase == OPTIMIZER for node in tape.pending())
+
+
+def takes_steps_unread(tape: Tape) -> bool:
+    """An optimizer has stepped: whether its loop takes many steps without a read, since the last one or before it."""
+    if tape.charged != tape.stepped_at:  # and something of that is on this tape
+        tape.stepped_at = tape.charged
+        tape.steps += 1
+    return tape.skips or tape.steps > _UNREAD
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 from marid.engine.protocol import Need
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
-from marid.frontend.ahead import Rhythm, has_stepped, may_go_ahead
+from marid.frontend.ahead import Rhythm, has_stepped, may_go_ahead, takes_steps_unread
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
@@ -55,7 +55,7 @@ def _settings_changed() -> None:
 settings.when_changed(_settings_changed)
 
 
-_STEPS = 8  # a part of the limits on what is pending
+_STEPS = 8, 64  # parts of the limits on what is pending: anyway, and in a loop that takes many steps without a read
 
 
 class _Restraint(threading.local):
@@ -130,7 +130,8 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
             tape.piece = piece if engine_of(tape.device).pieces and may_go_ahead() else 0
         can_run = bool(asked) and all(node.args is not None for node in asked)  # none of them has failed
         free = can_run and not _restraint.holding and not settings.memory_limit
-        if free and (piece or has_stepped(tape)):
+        stepped = has_stepped(tape)
+        if free and (piece or stepped):
             nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
         else:
             nodes = tape.cut(asked) if asked else []
@@ -356,16 +357,16 @@ def overflow(tape: Tape) -> None:
 
 
 def optimizer_stepped(*_: Any) -> None:
-    """Run what is pending if much is: a loop that never reads repeats best in whole steps."""
-    if observer() is not None or _restraint.holding:
-        return
+    """Run what is pending if much is: a loop that reads now and then, or never, repeats best in whole steps."""
+    waits = observer() is not None or bool(_restraint.holding)
     for index in range(handles.device_count):
         tape = handles.tape(index)
+        parts = _STEPS[takes_steps_unread(tape)]
         # Measuring takes as long as recording a few operations, so only when so much was added since the last time.
-        if tape.piece or (tape.charged - tape.measured_at) * _STEPS < settings.max_pending_bytes:
+        if waits or tape.piece or (tape.charged - tape.measured_at) * parts < settings.max_pending_bytes:
             continue
         nodes, nbytes = tape.measure()
-        if nodes * _STEPS > settings.max_pending_nodes or nbytes * _STEPS > settings.max_pending_bytes:
+        if nodes * parts > settings.max_pending_nodes or nbytes * parts > settings.max_pending_bytes:
             _cut_unasked(tape, current_site())
 
 

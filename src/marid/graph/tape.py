@@ -37,8 +37,9 @@ class Tape:
     because nodes that die give nothing back. While ``grace`` is positive, the tape is full but waits for a node like
     ``cut_at``, where it was last run for being full: a loop that never reads is cut once around, at one place, so that
     what is run repeats. ``piece``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
-    the nodes that were run. ``measured_at`` is what had been ``charged`` when the tape was last measured. ``steps`` is
-    for who decides what runs (``frontend/ahead.py``).
+    the nodes that were run. ``measured_at`` is what had been ``charged`` when the tape was last measured. ``steps``,
+    ``stepped_at`` and ``skips`` are for who decides what runs (``frontend/ahead.py``): how many times an optimizer has
+    stepped since the last read, what had been charged then, and whether such reads are far apart.
     """
 
     __slots__ = (
@@ -57,6 +58,8 @@ class Tape:
         "room",
         "run",
         "sequence",
+        "skips",
+        "stepped_at",
         "steps",
     )
 
@@ -71,6 +74,8 @@ class Tape:
         self.piece = 0
         self.run = 0
         self.steps = 0
+        self.stepped_at = 0
+        self.skips = False
         self._given = 0
         self._charged = 0
         self.cut_at: tuple[object, ...] | None = None

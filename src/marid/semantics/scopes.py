@@ -123,15 +123,13 @@ def _in_phase(name: str, scope: Scope) -> Scope:
 
 
 class _State(threading.local):
-    """Per thread: the current scope, the modules being called with the scope outside of each, and how many times an
-    optimizer has made a step."""
+    """Per thread: the current scope, and the modules being called with the scope outside of each."""
 
     def __init__(self) -> None:
         self.scope = _OUTSIDE
         self.outside = _OUTSIDE  # of all modules
         self.modules: list[tuple[torch.nn.Module, Scope]] = []
         self.optimizers: list[Scope] = []
-        self.steps = 0
         # Backward must run on the thread that recorded: on autograd's device threads there is no user frame, no
         # module stack, and interpreter exit can race with them. PyTorch keeps this switch per thread.
         torch.autograd.set_multithreading_enabled(False)
@@ -276,7 +274,6 @@ def _enter_optimizer(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 def _leave_optimizer(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    state.steps += 1
     if state.optimizers:
         state.scope = state.optimizers.pop()
 
