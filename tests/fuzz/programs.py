@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 import marid
+from marid.errors import MaterializationError
 
 __all__ = ["DEVICE", "PROFILES", "Interpreter", "Mismatch", "check", "minimised", "programs", "script"]
 
@@ -169,6 +170,10 @@ def _autograd_looks(tensor: torch.Tensor) -> tuple[Any, Any]:
         return _BROKEN
 
 
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    return _autograd_looks(tensor)[0] is True
+
+
 def _seen(value: Any) -> Any:
     """A value as recorded: tensors and arrays copied, Python objects with their exact type."""
     if isinstance(value, torch.Tensor):
@@ -199,6 +204,9 @@ def check(program: Program, device: str = DEVICE, runs: int = 2) -> None:
     differ in the order of the final reads. When all tensors are gone, no pending nodes and no memory are left, unless
     the CPU is left with something too: autograd keeps itself alive after an error in backward, or ``x.mul_(x)``.
     """
+    if marid.stats().pending_nodes:  # that such a program has left, which would run at some time in this one
+        with contextlib.suppress(MaterializationError):
+            torch.remote_accelerator.synchronize()
     before = _living()
     program = _compare(program, device, runs)
     if _has_more_than(before):
@@ -406,6 +414,7 @@ import torch
 import torch.nn.functional as F
 
 import marid
+from marid.errors import MaterializationError
 
 
 def program(device, read, materialize, raises):
@@ -802,7 +811,7 @@ def pieces(w: Writer) -> str:
     t = w.look(x)
     rows = t.shape[0]
     how = w.one("split(1)", "chunk(2)", "unbind()", "split(2)", "tensor_split(2)", "unsafe_split(2)")
-    count = len(eval(f"x.{how}", {"x": t}))
+    count = len(eval(f"x.{how}", {"x": torch.empty(t.shape)}))  # not of t, which may be a view that must not be used
     if not 1 <= count <= 4 or rows > 4:
         raise Unfit
     return ", ".join([w.new() for _ in range(count)]) + f", = {x}.{how}"
@@ -1019,7 +1028,7 @@ def wrong(w: Writer) -> str:
 
 
 def wants_grad(w: Writer) -> str:
-    x = w.tensor(lambda t: (t.is_floating_point() or t.is_complex()) and (t.is_leaf or not t.requires_grad))
+    x = w.tensor(lambda t: (t.is_floating_point() or t.is_complex()) and (not t.requires_grad or _is_leaf(t)))
     return f"{x}.requires_grad_()" if not w.chance(20) else f"{w.new()} = {x}.detach().clone().requires_grad_()"
 
 
@@ -1063,7 +1072,7 @@ def gradient(w: Writer) -> str:
 
 
 def with_grad(w: Writer) -> str:
-    x = w.tensor(lambda t: t.is_leaf and t.grad is not None)
+    x = w.tensor(lambda t: _is_leaf(t) and t.grad is not None)
     how = w.one(
         "read({0}.grad)",
         "{0}.grad = None",
