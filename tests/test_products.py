@@ -107,6 +107,51 @@ def test_rows_with_gaps_and_repeated_matrices() -> None:
     ran(lambda x, w: torch.bmm(x.transpose(0, 1), w), torch.randn(32, 4, 64), torch.randn(4, 64, 48))
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("two_threads")
+def test_a_single_row_is_shared_by_threads_and_bitwise_equal(seed: int) -> None:
+    torch.manual_seed(seed)
+    pick = random.Random(seed)
+    linear = torch.nn.functional.linear
+    for _ in range(5):
+        depth = pick.choice([pick.randint(200, 600), pick.randint(600, 3000), 512, 768, 4096])
+        columns = max(128, -(-(1 << 18) // depth)) + pick.choice([0, 64, pick.randint(1, 700)])
+        b = matrix(depth, columns, pick.random() < 0.5)
+        row, wide = torch.randn(1, depth), torch.randn(3, depth + 9)
+        assert ran(torch.mm, row, b) > 0
+        assert ran(lambda x, b: x[1:2, 5:-4] @ b, wide, b) > 0  # where it begins in a cache line matters to BLAS
+        assert ran(lambda x, b: x.t() @ b, row.t().contiguous(), b) > 0
+        assert ran(torch.addmm, torch.randn(columns), row, b) > 0
+        assert ran(torch.addmm, torch.randn(1, columns), row, b) > 0
+        assert ran(lambda x, w: linear(x[:, -1:], w), torch.randn(1, 3, depth), b.t().contiguous()) > 0
+        assert ran(linear, torch.randn(1, 1, depth), b.t().contiguous(), torch.randn(columns)) > 0
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_special_numbers_in_a_single_row() -> None:
+    row, b, bias = torch.randn(1, 512), torch.randn(600, 512), torch.full((600,), -0.0)
+    row[0, :2], row[0, 7] = -0.0, 1e-40
+    b[0], b[1], b[590, 3], b[599, 5], b[300] = 0.0, -0.0, float("inf"), float("nan"), 1e-40
+    assert ran(lambda x, w: x @ w.t(), row, b) > 0
+    assert ran(lambda c, x, w: torch.addmm(c, x, w.t()), bias, row, b) > 0
+
+
+def test_what_is_not_worth_sharing_is_ATens_affair(two_threads: None) -> None:
+    assert ran(torch.mm, torch.randn(1, 256), torch.randn(256, 512)) == 0
+    assert ran(torch.bmm, torch.randn(1, 1, 512), torch.randn(1, 512, 1024)) == 0
+    assert ran(torch.mm, torch.randn(1, 1 << 15), torch.randn(1 << 15, 64)) == 0
+    torch.set_num_threads(1)
+    assert ran(torch.mm, torch.randn(1, 512), torch.randn(512, 1024)) == 0
+
+
 def test_alpha_and_beta_are_ATens_affair() -> None:
     a, b, c = torch.randn(32, 64), torch.randn(64, 32), torch.randn(32)
     assert ran(lambda a, b, c: torch.addmm(c, a, b, beta=0.5), a, b, c) == 0

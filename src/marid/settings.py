@@ -58,7 +58,7 @@ class Settings:
     Rows of attention that are masked out entirely are then 0, not NaN."""
     fast_products: bool = True
     """Products of float32 matrices run on oneDNN's kernel where, tried beside BLAS, it is faster and gives the same
-    bits."""
+    bits; threads share those of a single row where that gives the same bits."""
     verify_passes: bool = False
     """Check what every pass requires and promises. For tests: it costs more than the passes."""
     memory_limit: int = 0

@@ -2,9 +2,9 @@
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``products.cpp``,
-``trials.cpp`` and ``multiply.cpp`` products of matrices. The same file is a Python module: ``kernels.cpp``,
-``call.cpp`` and ``record.cpp`` record the usual operations, ``derive.cpp`` tells what they return for new sizes,
-``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands out their results,
+``trials.cpp``, ``multiply.cpp`` and ``multiply_row.cpp`` products of matrices. The same file is a Python module:
+``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``derive.cpp`` tells what they return for
+new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands out their results,
 ``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are left out, and Python
 does it all.
 
@@ -86,7 +86,7 @@ def _build(path: Path) -> None:
         built = Path(scratch) / "native.so"
         options = [*_OPTIONS, f"-I{root / 'include'}", f"-I{_PYTHON}"]
         if torch.backends.openmp.is_available() and "clang" not in Path(compiler).name:
-            options.append("-fopenmp")  # for multiply.cpp; not for the linker: PyTorch brings a library of its own
+            options.append("-fopenmp")  # for products; not for the linker: PyTorch brings a library of its own
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
         compiling = [
             (command := [compiler, *options, "-c", str(source), "-o", made], _started(command))

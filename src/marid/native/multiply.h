@@ -1,4 +1,4 @@
-// Products of float32 matrices with oneDNN's microkernel, in the order of summation of BLAS.
+// Products of float32 matrices in the order of summation of BLAS: with oneDNN's microkernel, and of a single row.
 #pragma once
 
 #include <cstdint>
@@ -39,5 +39,11 @@ uint64_t shape_of(const Product& product, const Tiles& tiles);
 // Each sum is one chain of fused multiply-adds a stretch of the depth, and the stretches are added one after the other:
 // `block` is how deep a stretch is at most, 0 for no limit.
 void multiply(const Product& product, const Tiles& tiles, int64_t block);
+
+// In how many parts of its columns it is worth to compute the product of a single row at the same time.
+int64_t parts_of_row(const Product& product);
+
+// The product of a single row, by ATen's own kernel in each part.
+void multiply_row(const Product& product, int64_t parts);
 
 }  // namespace marid

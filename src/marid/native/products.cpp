@@ -1,5 +1,5 @@
 // The operators that products of matrices are run by: marid::product (mm, bmm), marid::product_add (addmm) and
-// marid::linear. They do what ATen's do, bit for bit, by the kernel of multiply.cpp where trials.cpp chooses it.
+// marid::linear. They do what ATen's do, bit for bit, by multiply.cpp or multiply_row.cpp where trials.cpp chooses it.
 #include "multiply.h"
 #include "trials.h"
 
@@ -34,17 +34,18 @@ bool is_plain(const at::Tensor& tensor) {
          !tensor.is_neg();
 }
 
-// Products may be asked to round their factors, which is oneDNN's affair then; or not to use it at all.
+// Products may be asked to round their factors, which is oneDNN's affair then.
 bool is_exact() {
-  at::Context& context = at::globalContext();
-  if (!marid::can_multiply() || !context.userEnabledMkldnn()) return false;
-  auto precision = context.float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+  auto precision = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
   return precision == at::Float32Precision::NONE || precision == at::Float32Precision::IEEE;
 }
 
+bool can_use_microkernel() { return marid::can_multiply() && at::globalContext().userEnabledMkldnn(); }
+
 std::optional<Matrices> matrices_of(const at::Tensor& tensor) {
   int64_t dims = tensor.dim(), rows = tensor.size(dims - 2), columns = tensor.size(dims - 1);
-  int64_t row = tensor.stride(dims - 2), column = tensor.stride(dims - 1);
+  int64_t column = tensor.stride(dims - 1);
+  int64_t row = rows == 1 && column == 1 ? columns : tensor.stride(dims - 2);  // of one row it may be anything
   if (!(column == 1 && row >= columns) && !(row == 1 && column >= rows)) return std::nullopt;
   return Matrices{tensor.const_data_ptr<float>(), dims == 3 ? tensor.stride(0) : 0, row, column};
 }
@@ -58,8 +59,10 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   p.rows = a.size(dims - 2);
   p.depth = a.size(dims - 1);
   p.columns = b.size(dims - 1);
-  if (p.rows < kLeast || p.columns < kLeast || p.depth < kLeastDepth || p.depth > kMostDepth || p.batch < 1 ||
-      b.size(dims - 2) != p.depth || (dims == 3 && b.size(0) != p.batch) || !is_exact()) {
+  bool one_row = dims == 2 && p.rows == 1;
+  if (one_row ? p.columns < 2 * kLeast : p.rows < kLeast || p.columns < kLeast) return {};
+  if (p.depth < kLeastDepth || p.depth > kMostDepth || p.batch < 1 || b.size(dims - 2) != p.depth ||
+      (dims == 3 && b.size(0) != p.batch) || !is_exact() || !(one_row || can_use_microkernel())) {
     return {};
   }
   marid::Added added = marid::kNothing;
@@ -70,18 +73,29 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
     added = row ? marid::kRow : marid::kMatrix;
   }
   auto left = matrices_of(a), right = matrices_of(b);
-  if (!left || !right) return {};
+  if (!left || !right || (one_row && left->column != 1)) return {};
   p.a = *left;
   p.b = *right;
   p.add = bias != nullptr;
   p.batched = dims == 3;
-  marid::Tiles tiles = marid::tiles_of(p);
-  if (!marid::choose(p, added, marid::shape_of(p, tiles))) return {};
+  marid::Tiles tiles{};
+  int64_t parts = 1;
+  if (one_row) {
+    parts = marid::parts_of_row(p);
+    if (parts < 2 || !marid::choose(p, added, std::nullopt)) return {};
+  } else {
+    tiles = marid::tiles_of(p);
+    if (!marid::choose(p, added, marid::shape_of(p, tiles))) return {};
+  }
   std::array<int64_t, 3> sizes{p.batch, p.rows, p.columns};
   at::Tensor made = at::detail::empty_cpu(at::IntArrayRef(sizes).slice(3 - dims), at::TensorOptions(at::kFloat));
   if (bias != nullptr) made.copy_(*bias);
   p.c = made.mutable_data_ptr<float>();
-  marid::multiply(p, tiles, marid::block_of_blas());
+  if (one_row) {
+    marid::multiply_row(p, parts);
+  } else {
+    marid::multiply(p, tiles, marid::block_of_blas());
+  }
   count++;
   return made;
 }

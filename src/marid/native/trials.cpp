@@ -2,8 +2,8 @@
 //
 // What is tried is a *class* of products: depth, layouts, what is added, threads, and between which powers of two rows and
 // columns lie; once it has been run often enough to pay for it. A trial takes some milliseconds, so they keep a distance, or
-// one run of a program would have all of them. What stretches BLAS adds up, and whether our kernel is faster on this
-// machine, is found out once for a process.
+// one run of a program would have all of them. What stretches BLAS adds up, and whether the microkernel is faster on this
+// machine, is found out once for a process. That threads may share a single row is worth it anywhere, but for its bits.
 //
 // oneDNN writes code for each *shape* of tiles (multiply.cpp), which takes some 50 us and is never given back. So a shape
 // must have come before, and there is a limit to them.
@@ -35,6 +35,7 @@ namespace {
 using namespace marid;
 
 constexpr int64_t kLargest = 1 << 10;     // rows and columns that are tried; larger ones are of its class
+constexpr int64_t kLargestOfRow = 1 << 8;  // columns, for a single row
 constexpr size_t kMostShapes = 512;       // some 0.1 MB of code each, for each thread
 constexpr size_t kMostEntries = 1 << 16;  // of shapes that came, and of classes
 constexpr int kTries = 3;                 // measurements of a machine on which our kernel does not seem to be faster
@@ -110,7 +111,8 @@ struct Trial {
   std::vector<float> a, b, bias, by_blas, by_us;
 
   Trial(const Product& p, Added added) : product(p), added(added) {
-    auto cut = [](int64_t size) { return size <= kLargest ? size : kLargest + size % 64; };
+    int64_t largest = is_row() ? kLargestOfRow : kLargest;
+    auto cut = [&](int64_t size) { return size <= largest ? size : largest + size % 64; };
     product.rows = cut(p.rows);
     product.columns = cut(p.columns);
     product.batch = std::min<int64_t>(p.batch, 2);
@@ -120,6 +122,8 @@ struct Trial {
     by_blas.resize(product.batch * product.rows * product.columns);
     by_us.resize(by_blas.size());
   }
+
+  bool is_row() const { return product.rows == 1 && !product.batched; }
 
   static void fill(Matrices& matrices, std::vector<float>& memory, int64_t batch, int64_t rows, int64_t columns,
                    bool gaps, uint32_t seed) {
@@ -154,7 +158,11 @@ struct Trial {
     for (size_t at = 0; product.add && at < by_us.size(); at += bias.size()) {
       std::copy(bias.begin(), bias.end(), by_us.begin() + static_cast<std::ptrdiff_t>(at));
     }
-    multiply(product, tiles_of(product), deep);
+    if (is_row()) {
+      multiply_row(product, at::get_num_threads());
+    } else {
+      multiply(product, tiles_of(product), deep);
+    }
   }
 
   bool agrees() const { return std::memcmp(by_blas.data(), by_us.data(), by_us.size() * sizeof(float)) == 0; }
@@ -237,19 +245,20 @@ struct Verdict {
   bool ours = false, try_now = false;
 };
 
-Verdict judge(Known& all, uint64_t key, const Product& p, uint64_t shape) {
+Verdict judge(Known& all, uint64_t key, const Product& p, std::optional<uint64_t> shape) {
   std::lock_guard<std::mutex> held(all.lock);
   Class* own = entry(all.classes, key);
-  Shape* tiles = entry(all.shapes, shape);
-  if (own == nullptr || tiles == nullptr) return {};
+  Shape* tiles = shape ? entry(all.shapes, *shape) : nullptr;
+  if (own == nullptr || (shape && tiles == nullptr)) return {};
   if (!own->ours.has_value()) {
     bool due = own->uses >= uses_before && own->work >= work_before && Clock::now() >= all.next;
     own->uses++;
     own->work += 2.0 * static_cast<double>(p.batch * p.rows) * static_cast<double>(p.columns * p.depth);
-    tiles->uses++;
+    if (tiles != nullptr) tiles->uses++;
     if (due) own->ours = false;  // until it was tried
     return {false, due};
   }
+  if (tiles == nullptr) return {*own->ours, false};
   if (*own->ours && !tiles->admitted && tiles->uses++ >= uses_before && all.admitted < kMostShapes) {
     tiles->admitted = true;
     all.admitted++;
@@ -261,9 +270,11 @@ Verdict judge(Known& all, uint64_t key, const Product& p, uint64_t shape) {
 std::optional<bool> tried(Known& all, const Product& p, Added added) {
   std::lock_guard<std::mutex> held(all.trying);
   try {
-    all.machine.measure();
-    if (!all.machine.faster) return all.machine.tries < kTries ? std::nullopt : std::optional<bool>(false);
     Trial trial(p, added);
+    if (!trial.is_row()) {
+      all.machine.measure();
+      if (!all.machine.faster) return all.machine.tries < kTries ? std::nullopt : std::optional<bool>(false);
+    }
     trial.run_blas();
     trial.run_ours(block);
     return trial.agrees();
@@ -278,7 +289,7 @@ namespace marid {
 
 int64_t block_of_blas() { return block; }
 
-bool choose(const Product& p, Added added, uint64_t shape) {
+bool choose(const Product& p, Added added, std::optional<uint64_t> shape) {
   if (!enabled) return false;
   Known& all = known();
   uint64_t key = key_of(p, added);

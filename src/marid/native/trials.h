@@ -4,15 +4,16 @@
 #include "multiply.h"
 
 #include <cstdint>
+#include <optional>
 
 namespace marid {
 
 // What is added to a product: nothing, a row to each of its rows, or a matrix.
 enum Added { kNothing, kRow, kMatrix };
 
-// Whether our kernel is known to be faster than ATen's for a product and to give its bits, having tried it where that is
-// due. `shape` is that of its tiles.
-bool choose(const Product& product, Added added, uint64_t shape);
+// Whether a kernel of ours is known to be faster than ATen's for a product and to give its bits, having tried it where that is
+// due. `shape` is that of its tiles; a single row has none.
+bool choose(const Product& product, Added added, std::optional<uint64_t> shape);
 
 // How deep the stretches are that BLAS adds up, once a product was chosen; 0 for the whole depth.
 int64_t block_of_blas();

@@ -155,7 +155,7 @@ _PRODUCTS = {
     "addmm": {"self", "mat1", "mat2"},
     "linear": {"input", "weight", "bias"},
 }
-_LEAST = 16  # rows and columns; smaller ones are always left to ATen
+_LEAST = 16  # columns, and rows but for a single one; smaller products are always left to ATen
 
 
 def _is_product(instruction: dict[str, Any]) -> bool:
@@ -164,8 +164,10 @@ def _is_product(instruction: dict[str, Any]) -> bool:
     if known is None or not instruction["args"].keys() <= known:
         return False
     result = instruction["results"][0]
-    sizes = [n for n in result["size"][-2:] if isinstance(n, int)]
-    return result["dtype"] == "float32" and len(result["size"]) > 1 and all(n >= _LEAST for n in sizes)
+    if result["dtype"] != "float32" or len(result["size"]) < 2:
+        return False
+    rows, columns = (n if isinstance(n, int) else _LEAST for n in result["size"][-2:])
+    return (rows == 1 or rows >= _LEAST) and columns >= _LEAST
 
 
 class _Products:
