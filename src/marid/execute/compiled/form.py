@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,23 +28,42 @@ __all__ = ["CompiledPart", "Form", "assemble"]
 _INSTANCES = 512  # sets of sizes that a form remembers: a cache that grows by one comes with as many as it has steps
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What the C++ half is told of one set of sizes of a part."""
+
+    inputs: int
+    outputs: int
+    shapes: list[int]
+    values: tuple[int, ...]
+    """Of the symbols."""
+
+
 class CompiledPart:
     """A part with its code. ``general`` is its description, with ``count`` symbols."""
 
-    __slots__ = ("__weakref__", "conditions", "count", "general", "part", "pointer")
+    __slots__ = ("__weakref__", "_slots", "conditions", "count", "general", "part", "path", "pointer")
 
-    def __init__(self, part: Part, general: Description, count: int, entry: Entry, threads: int) -> None:
+    def __init__(
+        self, program: Program, part: Part, general: Description, count: int, entry: Entry, threads: int
+    ) -> None:
         """Load the code. Raises ``OSError``."""
         assert library is not None
         self.part, self.general, self.count, self.conditions = part, general, count, entry.conditions
+        self.path = entry.path
+        results = (r for i in program.instructions[part.start : part.stop] for r in i.results)
+        self._slots = (*part.inputs, *(result.slot for result in results))
         self.pointer: int | None = library.marid_compiled_load(str(entry.path).encode(), threads)
         if self.pointer is None:
             raise OSError(library.marid_compiled_problem().decode(errors="replace"))
         weakref.finalize(self, library.marid_compiled_unload, self.pointer).atexit = False
 
-    def instance(self, program: Program, specs: Specs, params: list[Any]) -> int | None:
-        """What calls with these shapes name the part by; None when it was not compiled for them."""
-        assert library is not None
+    def key(self, specs: Specs, params: list[Any]) -> Any:
+        """Parts with the same key have the same sizes: the layers of a network."""
+        return self.path, tuple([specs[s] for s in self._slots]), tuple([params[i] for i in self.part.baked])
+
+    def sizes(self, program: Program, specs: Specs, params: list[Any]) -> _Sizes | None:
+        """None when the part was not compiled for them."""
         concrete = describe(self.part, program, specs, params)
         values = solve(self.general, concrete, self.count)
         if values is None or not all(_evaluate(condition, values) for condition in self.conditions):
@@ -55,10 +75,15 @@ class CompiledPart:
             dtype = getattr(torch, shape["dtype"])
             shapes += [DTYPES[dtype], shape.get("written", False), shape.get("base", -1), shape.get("offset", 0)]
             shapes += [len(shape["size"]), *shape["size"], *shape["stride"]]
+        return _Sizes(len(concrete["inputs"]), len(outputs), shapes, values)
+
+    def instance(self, sizes: _Sizes) -> int:
+        """What calls with these sizes name the part by."""
+        assert library is not None
         numbers = int64s([DTYPES[number.dtype] for number in self.part.numbers])
         return library.marid_compiled_instance(
-            *(self.pointer, len(concrete["inputs"]), len(outputs), int64s(shapes)),
-            *(len(numbers), numbers, len(values), int64s(values)),
+            *(self.pointer, sizes.inputs, sizes.outputs, int64s(sizes.shapes)),
+            *(len(numbers), numbers, len(sizes.values), int64s(sizes.values)),
         )
 
 
@@ -128,14 +153,17 @@ class Form:
         return rest
 
     def _fit(self, specs: Specs, params: list[Any]) -> _Instances | None:
-        names: list[int] = []
+        known: dict[Any, _Sizes | None] = {}
+        found: list[_Sizes] = []
         for part in self.parts:
-            name = part.instance(self.program, specs, params)
-            if name is None:
-                _Instances(names)  # gives them up
+            key = part.key(specs, params)
+            if key not in known:
+                known[key] = part.sizes(self.program, specs, params)
+            sizes = known[key]
+            if sizes is None:
                 return None
-            names.append(name)
-        return _Instances(names)
+            found.append(sizes)
+        return _Instances([part.instance(sizes) for part, sizes in zip(self.parts, found, strict=True)])
 
 
 def assemble(program: Program, parts: list[Part], operation: Operation) -> tuple[Program, list[int]]:

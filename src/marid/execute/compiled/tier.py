@@ -232,7 +232,7 @@ class Tier:
                 counters.compile_failures += 1
                 continue
             try:
-                loaded.append(CompiledPart(part, general, count, entry, request.threads))
+                loaded.append(CompiledPart(self.flat.program, part, general, count, entry, request.threads))
             except OSError as error:
                 logger.info("a compiled part cannot be loaded: %s", error)
                 counters.compile_failures += 1
