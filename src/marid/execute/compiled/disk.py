@@ -29,7 +29,7 @@ __all__ = ["DiskCache", "Entry", "identity", "key_of"]
 
 _STALE = 3600  # seconds after which a temporary file has lost its writer
 _TEMPORARY = ".writing-"
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST_TEXT = 64 << 20
 
 
