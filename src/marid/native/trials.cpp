@@ -104,26 +104,26 @@ at::Tensor view_of(const Matrices& given, int64_t batch, int64_t rows, int64_t c
   return view_of(given.data, {batch, rows, columns}, {given.batch, given.row, given.column});
 }
 
-// A product like `p`, but not larger than what is tried, of random numbers.
+bool is_row(const Product& p) { return p.rows == 1 && !p.batched; }
+
+// A product like `p`, but not larger than what is tried, of random numbers; or of the very matrix b, whatever its size.
 struct Trial {
   Product product;
   Added added;
   std::vector<float> a, b, bias, by_blas, by_us;
 
-  Trial(const Product& p, Added added) : product(p), added(added) {
-    int64_t largest = is_row() ? kLargestOfRow : kLargest;
-    auto cut = [&](int64_t size) { return size <= largest ? size : largest + size % 64; };
+  Trial(const Product& p, Added added, bool same_b = false) : product(p), added(added) {
+    int64_t largest = is_row(p) ? kLargestOfRow : kLargest;
+    auto cut = [&](int64_t size) { return same_b || size <= largest ? size : largest + size % 64; };
     product.rows = cut(p.rows);
     product.columns = cut(p.columns);
     product.batch = std::min<int64_t>(p.batch, 2);
     fill(product.a, a, product.batch, product.rows, product.depth, has_gaps(p.a, p.rows, p.depth), 1);
-    fill(product.b, b, product.batch, product.depth, product.columns, has_gaps(p.b, p.depth, p.columns), 2);
+    if (!same_b) fill(product.b, b, product.batch, product.depth, product.columns, has_gaps(p.b, p.depth, p.columns), 2);
     bias = numbers(added == kRow ? product.columns : added == kMatrix ? product.rows * product.columns : 0, 3);
     by_blas.resize(product.batch * product.rows * product.columns);
     by_us.resize(by_blas.size());
   }
-
-  bool is_row() const { return product.rows == 1 && !product.batched; }
 
   static void fill(Matrices& matrices, std::vector<float>& memory, int64_t batch, int64_t rows, int64_t columns,
                    bool gaps, uint32_t seed) {
@@ -158,11 +158,17 @@ struct Trial {
     for (size_t at = 0; product.add && at < by_us.size(); at += bias.size()) {
       std::copy(bias.begin(), bias.end(), by_us.begin() + static_cast<std::ptrdiff_t>(at));
     }
-    if (is_row()) {
+    if (is_row(product)) {
       multiply_row(product, at::get_num_threads());
     } else {
       multiply(product, tiles_of(product), deep);
     }
+  }
+
+  bool is_right(int64_t deep) {
+    run_blas();
+    run_ours(deep);
+    return agrees();
   }
 
   bool agrees() const { return std::memcmp(by_blas.data(), by_us.data(), by_us.size() * sizeof(float)) == 0; }
@@ -181,12 +187,7 @@ struct Machine {
   static int64_t find_block() {
     for (int64_t deep : {192, 256, 320, 384, 512, 128, 336, 448, 640, 768, 1024}) {
       Trial half(example(48, deep + deep / 2, 48), kNothing), more(example(48, 2 * deep + deep / 2, 48), kNothing);
-      half.run_blas();
-      half.run_ours(deep);
-      if (!half.agrees()) continue;
-      more.run_blas();
-      more.run_ours(deep);
-      if (more.agrees()) return deep;
+      if (half.is_right(deep) && more.is_right(deep)) return deep;
     }
     return 0;
   }
@@ -270,14 +271,12 @@ Verdict judge(Known& all, uint64_t key, const Product& p, std::optional<uint64_t
 std::optional<bool> tried(Known& all, const Product& p, Added added) {
   std::lock_guard<std::mutex> held(all.trying);
   try {
-    Trial trial(p, added);
-    if (!trial.is_row()) {
-      all.machine.measure();
-      if (!all.machine.faster) return all.machine.tries < kTries ? std::nullopt : std::optional<bool>(false);
+    if (is_row(p)) {  // of a large matrix BLAS might make parts of its own
+      return Trial(p, added).is_right(0) && Trial(p, kNothing, true).is_right(0);
     }
-    trial.run_blas();
-    trial.run_ours(block);
-    return trial.agrees();
+    all.machine.measure();
+    if (!all.machine.faster) return all.machine.tries < kTries ? std::nullopt : std::optional<bool>(false);
+    return Trial(p, added).is_right(block);
   } catch (const std::exception&) {  // a kernel that cannot be had here: ATen's own is used, now and later
     return false;
   }
