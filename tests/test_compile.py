@@ -913,3 +913,9 @@ def test_dynamic_dimensions() -> None:
             assert compiled.stats().replays == replayed
     finally:
         marid.settings.compile_kinds = 64
+
+
+def test_modules_of_marids_own_package_hold_parameters_too() -> None:
+    # A model that comes with the package, as those of ``marid bench`` do.
+    kind = type("Scaled", (torch.nn.Linear,), {"__module__": "marid.models"})
+    _compare(lambda device: kind(8, 3).to(device), replays=4)

@@ -140,8 +140,13 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         yield path, thing.fget
     elif isinstance(thing, type):
         yield from _class(path, thing, found)
-    elif not isinstance(thing, (types.ModuleType, *_OPAQUE)) and not type(thing).__module__.startswith("marid."):
+    elif not isinstance(thing, (types.ModuleType, *_OPAQUE)) and not _is_ours(thing):
         yield from _object(path, thing, found)
+
+
+def _is_ours(thing: Any) -> bool:
+    """Whether ``thing`` belongs to the engine. A module does not, wherever it is written: it holds parameters."""
+    return type(thing).__module__.startswith("marid.") and not isinstance(thing, torch.nn.Module)
 
 
 def _hooks(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
