@@ -40,6 +40,10 @@ class HostWatch(TorchDispatchMode):
         self._derived: dict[int, torch.Tensor] = {}
         self._paused = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be skipped, PyTorch would import Dynamo at the first operation: half a second
+
     def __enter__(self) -> Self:
         with _lock:
             if not _watching:
