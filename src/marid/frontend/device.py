@@ -16,6 +16,7 @@ from torch.utils import backend_registration
 
 from marid.frontend import (
     autocast,
+    dynamo,
     factories,
     handles,
     nested,
@@ -92,6 +93,7 @@ def register() -> None:
     _run_before_switches()
     uninitialized.install()
     nested.install()
+    dynamo.install()
     _keep_parameters()
 
 

@@ -4,7 +4,8 @@ A stamp costs two references per node. Sites (code object and instruction) and s
 interned, and turned into text only when somebody asks.
 
 Module paths follow the calls, as seen by PyTorch's global module hooks: a module shared by two parents has the path of
-the parent that called it, and a forward that raises is left like one that returns.
+the parent that called it, and a forward that raises is left like one that returns. What Dynamo traces records nothing:
+the hooks vanish from it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = [
@@ -220,6 +222,8 @@ def _name_under(parent: torch.nn.Module, module: torch.nn.Module) -> str | None:
 
 
 def _enter_module(module: torch.nn.Module, _args: Any) -> None:
+    if is_dynamo_compiling():
+        return
     here = state
     outside = here.scope
     kind = type(module).__name__
@@ -244,6 +248,8 @@ def _enter_module(module: torch.nn.Module, _args: Any) -> None:
 
 
 def _leave_module(module: torch.nn.Module, _args: Any, _result: Any) -> None:
+    if is_dynamo_compiling():
+        return
     here = state
     for index in range(len(here.modules) - 1, -1, -1):
         if here.modules[index][0] is module:
@@ -268,13 +274,15 @@ def _frames() -> list[FrameType]:
 
 
 def _enter_optimizer(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    if is_dynamo_compiling():
+        return
     _forget_dead_optimizers(entering=1)
     state.optimizers.append(state.scope)
     state.scope = _OUTSIDE_OPTIMIZER
 
 
 def _leave_optimizer(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    if state.optimizers:
+    if not is_dynamo_compiling() and state.optimizers:
         state.scope = state.optimizers.pop()
 
 
