@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -62,13 +64,67 @@ def _coming_back(w: Tensor, x: Tensor) -> Tensor:
     return (x.to(w.device) @ w).cpu() * 2
 
 
-@pytest.mark.parametrize("function", [_layer, _reading, _coming_back])
+def _with_state(w: Tensor, x: Tensor) -> Tensor:
+    state = {"mean": torch.zeros((), device=w.device), "layers": [w, w.t()]}
+    for layer in state["layers"]:
+        x = torch.tanh(x.to(w.device) @ layer)
+    return x + state["mean"].lerp_(x.mean(), 0.5)
+
+
+@pytest.mark.parametrize("function", [_layer, _reading, _coming_back, _with_state])
 def test_functions_of_tensors_of_the_device(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     w, batches = torch.randn(8, 8), torch.randn(4, 5, 8)
     expected = [function(w, x) for x in batches]
     compiled = torch.compile(function, backend="eager")
     weight = w.to(DEVICE)
     assert_same([compiled(weight, x) for x in batches], expected)
+
+
+def _made_there(w: Tensor, x: Tensor) -> Tensor:
+    y = torch.ones(8, device=w.device) + x.to(w.device.type)
+    return y.relu() * 2
+
+
+def _of_the_host(_w: Tensor, x: Tensor) -> Tensor:
+    return (x.to(DEVICE) * 2 + 1).relu().cpu()
+
+
+@pytest.mark.parametrize("function", [_made_there, _of_the_host])
+def test_tensors_of_the_device_that_are_made_inside(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    w, batches = torch.randn(8, 8).to(DEVICE), torch.randn(4, 5, 8)
+    compiled = torch.compile(function)  # with Inductor, which knows no such device
+    assert_same([compiled(w, x) for x in batches], [function(w.cpu(), x) for x in batches])
+
+
+def test_what_ran_with_the_device_is_compiled_for_the_cpu() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    model, x = _model(), torch.randn(4, 8)
+    expected = model(x)
+    there = torch.compile(copy.deepcopy(model).to(DEVICE), backend=backend)
+    assert_same([there(x.to(DEVICE)) for _ in range(10)], [expected] * 10)
+    assert not graphs
+    assert_same(torch.compile(model, backend=backend, fullgraph=True)(x), expected)
+    assert graphs
+
+
+def test_functions_that_hide_their_tensors_are_not_traced_for_ever() -> None:
+    weight = torch.ones(8, 8, device=DEVICE)
+    hidden = {"weight": [weight]}
+    compiled = torch.compile(lambda x: x["x"] @ hidden["weight"][0], backend="eager")
+    for _ in range(9):
+        compiled({"x": weight})
+    with mock.patch("torch._dynamo.convert_frame._compile", side_effect=AssertionError):
+        assert compiled({"x": weight}).sum().item() == 8**3
+
+
+def test_an_export_of_a_module_on_the_device_fails_as_others_do() -> None:
+    with pytest.raises(Exception, match=r"."):
+        torch.export.export(_model().to(DEVICE), (torch.randn(4, 8).to(DEVICE),), strict=True)
 
 
 def test_a_function_that_marid_compiles_too() -> None:
@@ -84,13 +140,14 @@ def test_modules_trained_on_the_device() -> None:
     def train(device: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = _model().to(device)
-        compiled = torch.compile(model, backend="eager")
+        compiled = torch.compile(model) if device == DEVICE else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = torch.compile(optimizer.step) if device == DEVICE else optimizer.step
         losses = []
         for number in range(4):
             loss = compiled(torch.full((4, 8), float(number)).to(device)).square().mean()
             loss.backward()
-            optimizer.step()
+            step()
             optimizer.zero_grad()
             losses.append(loss.detach())
         return losses

@@ -467,6 +467,17 @@ def test_a_zero_dimensional_cpu_tensor_is_taken_as_it_is_now() -> None:
     assert y.tolist() == [2.0, 2.0]
 
 
+def test_scalars_of_foreach_operators_come_from_the_cpu() -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        a, b, c = ([(torch.arange(1.0, 4.0) * (k + j)).to(device) for j in (1, 2)] for k in range(3))
+        scalars = torch.tensor([0.5, -2.0])
+        torch._foreach_addcdiv_(a, b, c, scalars)
+        torch._foreach_addcmul_(b, a, c, scalars)
+        return [*a, *b, *torch._foreach_addcdiv(a, b, c, scalars), *torch._foreach_addcmul(a, b, c, scalars)]
+
+    assert_same(run(DEVICE), run("cpu"))
+
+
 def test_cpu_indices_index_device_tensors() -> None:
     """As on any device."""
     x = torch.arange(6.0, device=DEVICE)

@@ -31,6 +31,10 @@ _ON_CPU = {
     "aten::index_put": (1,),
     "aten::index_put_": (1,),
     "aten::_unsafe_index": (1,),
+    "aten::_foreach_addcdiv": (3,),
+    "aten::_foreach_addcdiv_": (3,),
+    "aten::_foreach_addcmul": (3,),
+    "aten::_foreach_addcmul_": (3,),
 }
 
 Pairs = tuple[tuple[str, Any], ...]

@@ -1,50 +1,134 @@
-"""``torch.compile`` beside Marid: Dynamo does not look into Marid's own functions.
+"""``torch.compile`` beside Marid: a function that uses tensors of the device runs as plain Python, and is recorded.
 
-A function under ``torch.compile`` that uses tensors of the device runs Marid within its frames; Dynamo, which takes
-every frame it meets for the user's, would trace the engine too, and fail. It keeps a list of packages that are not to
-be traced (``torch._dynamo.trace_rules``), to which Marid's are added as soon as there is one: importing Dynamo takes
-half a second, which a program without ``torch.compile`` does not wait for.
+Dynamo traces what runs under ``torch.compile``. It can do nothing with tensors that are recorded, and would take their
+device for one whose code Inductor generates. So a frame in which it meets one is left to Python, with all that the
+frame calls. Marid's own functions, which run within the user's frames, are on its list of what is not traced.
+
+Dynamo has no interface for the former; the places are those of PyTorch 2.11 to 2.13. They are changed when Dynamo has
+been imported: that takes half a second, for which a program without ``torch.compile`` does not wait.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import pkgutil
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from marid.frontend import handles
+from marid.frontend.tensor import LazyTensor
 
 __all__ = ["install"]
 
+_DYNAMO = "torch._dynamo"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_RULES = "torch._dynamo.trace_rules"
 # The models of ``marid bench`` are compiled as a user's are; the hooks in ``semantics`` are traced, to nothing.
 _TRACED = ("bench", "semantics")
+_TRIES = 8  # times that a function is traced in vain before it is left to Python for good
+
+
+class _Met(BaseException):
+    """Dynamo has met a tensor of the device. No ``Exception``: Dynamo would take it for one of the user's."""
+
+
+_converting = threading.local()  # ``frame``: whether Dynamo is at work on a frame, and not on an export
 
 
 def install() -> None:
-    """Have Dynamo leave Marid's functions alone, now or when it is imported."""
+    """Have Dynamo leave Marid, and what uses its tensors, alone; now or when it is imported."""
     warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks on modules")
-    rules = sys.modules.get(_RULES)
-    if rules is None:
-        sys.meta_path.insert(0, _Finder())
+    if _DYNAMO in sys.modules:
+        _change()
     else:
-        _add_to(rules)
+        sys.meta_path.insert(0, _Finder())
 
 
-def _add_to(rules: Any) -> None:
+def _change() -> None:
+    from torch._dynamo import trace_rules
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.tensor import TensorVariable
+
     for module in pkgutil.iter_modules([_PACKAGE]):
         if module.name not in _TRACED:
-            rules.add(f"marid.{module.name}")
+            trace_rules.add(f"marid.{module.name}")
+    classes: tuple[Any, ...] = CatchErrorsWrapper, VariableBuilder, TensorVariable
+    frames, builder, tensor = classes
+    frames.__call__ = _skipping(frames.__call__)
+    builder._wrap = _refusing(builder._wrap)
+    tensor.__init__ = _refusing_devices(tensor.__init__)
+
+
+def _skipping(convert: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+    from torch._dynamo.types import ConvertFrameReturn
+
+    met: WeakKeyDictionary[CodeType, int] = WeakKeyDictionary()
+
+    @functools.wraps(convert)
+    def wrapper(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        times = met.get(frame.f_code, 0)
+        if not (times and _is_for_the_device(frame.f_locals.values())):
+            outside = getattr(_converting, "frame", False)
+            _converting.frame = True
+            try:
+                return convert(self, frame, *args, **kwargs)
+            except _Met:
+                met[frame.f_code] = times = times + 1
+            finally:
+                _converting.frame = outside
+        # The same code may be called with tensors of the CPU later, to be compiled then.
+        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=times >= _TRIES)
+
+    return wrapper
+
+
+def _is_for_the_device(values: Iterable[Any]) -> bool:
+    """Whether that can be seen at a glance: by a tensor, or by the parameters of a module or an optimizer."""
+    for value in values:
+        if isinstance(value, torch.nn.Module):
+            value = next(value.parameters(), None)
+        elif isinstance(value, torch.optim.Optimizer):
+            value = value.param_groups[0]["params"][0]
+        if isinstance(value, LazyTensor):
+            return True
+    return False
+
+
+def _refusing(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrap)
+    def wrapper(self: Any, value: Any) -> Any:
+        if isinstance(value, LazyTensor) and getattr(_converting, "frame", False):
+            raise _Met
+        return wrap(self, value)
+
+    return wrapper
+
+
+def _refusing_devices(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.device is not None and self.device.type == handles.DEVICE_TYPE and getattr(_converting, "frame", False):
+            raise _Met
+
+    return wrapper
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing but ``torch._dynamo.trace_rules``, and that once, to add to it when it has been loaded."""
+    """Finds nothing but Dynamo, and that once, to change it when it has been loaded."""
 
     def find_spec(
         self,
@@ -52,16 +136,16 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        if fullname != _RULES:
+        if fullname != _DYNAMO:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_add(module: ModuleType) -> None:
+            def load_and_change(module: ModuleType) -> None:
                 load(module)
-                _add_to(module)
+                _change()
 
-            spec.loader.exec_module = load_and_add
+            spec.loader.exec_module = load_and_change
         return spec
