@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "conformance: takes long; runs only with -m conformance")
     config.addinivalue_line("markers", "in_process(reason): is about the engine of this process; not with --worker")
+    config.addinivalue_line("markers", "mispredicts: makes results that are not what was recorded, on purpose")
     if config.getoption("--worker") and (hasattr(config, "workerinput") or not config.getoption("numprocesses", 0)):
         captured = ["tests.simulated_graphs"] if config.getoption("--captured") else []
         marid.connect(workers=2, imports=["tests.operators", *captured])
@@ -47,14 +48,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _fresh_start() -> Iterator[None]:
-    """Each test starts with seeded generators and counters at zero, and leaves the global defaults as they were."""
+def _fresh_start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test starts with seeded generators and counters at zero, and leaves the global defaults as they were. A
+    result that is not what was recorded is a failure, though it reaches nobody."""
     torch.manual_seed(0)
     marid.reset_stats()
     marid.settings.verify_passes = True
     yield
+    mispredictions = marid.stats().mispredictions
     torch.set_default_device(None)
     torch.remote_accelerator.set_device(0)  # pyright: ignore[reportAttributeAccessIssue]
+    if request.node.get_closest_marker("mispredicts") is None:
+        assert mispredictions == [], "results were not laid out as recorded"
 
 
 @pytest.fixture

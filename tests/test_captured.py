@@ -443,6 +443,7 @@ def test_an_error_behind_a_piece_leaves_tensors_that_stay(machine: Machine) -> N
         assert_same(a, b)
 
 
+@pytest.mark.mispredicts
 def test_results_are_laid_out_as_recorded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever strides the kernels of a device prefer."""
     layer_op = torch.ops.aten.convolution.default

@@ -196,6 +196,29 @@ def test_products_of_one_row_are_sums_that_can_be_fused() -> None:
     assert found(lambda: torch.nn.functional.linear((x.double() * 2 + 1).tanh(), w.double())) != [[*steps, "linear"]]
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTMCell, torch.nn.GRUCell])
+def test_pieces_of_one_tensor_that_are_written_are_one_memory(kind: Any) -> None:
+    """What a recurrent cell writes are views, though the operator that makes them does not say so: they are made
+    inside of the part that writes them, and are none of its inputs."""
+    cell, x, state = kind(8, 16).to(DEVICE), lazy(3, 8), (lazy(3, 16), lazy(3, 16))
+
+    def run() -> None:
+        with torch.no_grad():
+            out = cell(x, state if kind is torch.nn.LSTMCell else state[0])
+        marid.materialize(*(out if isinstance(out, tuple) else (out,)))
+
+    parts = parts_of(run)
+    [(program, *_)] = bound(run)
+    made = [(index, i) for index, i in enumerate(program.instructions) if i.op.name.startswith("aten::unsafe_")]
+    pieces = {result.slot for _, i in made for result in i.results}
+    assert pieces
+    assert not any(pieces & set(part.inputs) for _, part in parts)
+    if kind is torch.nn.LSTMCell:  # what comes out of the other one is written itself, which parts do not take
+        [(_, part)] = parts
+        last_write = max(index for index, i in enumerate(program.instructions) if i.op.mutates)
+        assert part.start <= made[0][0] < last_write < part.stop
+
+
 # --- shapes --------------------------------------------------------------------------------------------------------
 
 
@@ -591,6 +614,24 @@ def test_a_training_step_with_a_changing_learning_rate(compiling: Path, optimize
     assert marid.stats().compile_mismatches == 0
     for parameter, expected in zip(compiled[0].parameters(), eager[0].parameters(), strict=True):
         torch.testing.assert_close(parameter.detach().cpu(), expected.detach(), rtol=1e-2, atol=1e-3)
+
+
+@needs_library
+@pytest.mark.conformance
+def test_a_recurrent_cell(compiling: Path) -> None:
+    """Its part is used, and not declined when it runs."""
+    eager, cell = torch.nn.LSTMCell(8, 16), torch.nn.LSTMCell(8, 16).to(DEVICE)
+    cell.load_state_dict(eager.state_dict())
+    x, state = torch.randn(3, 8), (torch.randn(3, 16), torch.randn(3, 16))
+    given = torch.utils._pytree.tree_map(lambda t: t.to(DEVICE), (x, state))
+
+    def run() -> None:
+        with torch.no_grad():
+            torch.testing.assert_close(torch.utils._pytree.tree_map(lambda t: t.cpu(), cell(*given)), eager(x, state))
+
+    _wait_for(run)
+    stats = marid.stats()
+    assert (stats.compile_mismatches, stats.compile_failures) == (0, 0), stats
 
 
 @needs_library

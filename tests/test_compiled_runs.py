@@ -22,6 +22,7 @@ from marid.execute.compiled import workers
 from marid.execute.compiled.run import _close
 from marid.execute.compiled.tier import Tier
 from marid.execute.compiled.workers import Job
+from marid.frontend import handles
 from marid.frontend.engines import local_engine as engine
 
 from .helpers import DEVICE, interrupted
@@ -134,6 +135,18 @@ def test_it_is_checked_swapped_in_and_takes_numbers(answer: Callable[[str], None
     stats = marid.stats()
     assert stats.compiled_runs >= 12
     assert (stats.programs_compiled, stats.compile_failures, stats.compile_mismatches) == (1, 0, 0)
+
+
+def test_it_is_checked_where_work_runs_ahead(answer: Callable[[str], None]) -> None:
+    """The run that compares is not for the device's own thread."""
+    answer("right")
+    a = torch.randn(40_000)
+    lazy, tape = a.to(DEVICE), handles.tape(0)
+    for step in range(20):
+        y: Any = _chain(lazy, 1.0 + step, step / 7)
+        engine.run(tape.cut([y._value.node]), tape.take_back, ahead=True)
+        torch.testing.assert_close(y.cpu(), _chain(a, 1.0 + step, step / 7))
+    assert marid.stats().programs_compiled == 1
 
 
 def test_its_memory_is_planned_too(answer: Callable[[str], None]) -> None:

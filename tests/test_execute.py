@@ -1,4 +1,4 @@
-"""How programs run: in a loop the first time, then as a table in C++ or as Python source. All of them are the same."""
+"""How programs run: in a loop the first time, and where there is no C++ half; else as a table. Both are the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import nn
 
 import marid
 from marid.execute import flat
-from marid.execute.source import SourceProgram
 from marid.execute.table import Table
 from marid.frontend.engines import local_engine as engine
 from marid.native import module
@@ -22,15 +21,16 @@ from tests.helpers import DEVICE, assert_same, interrupted, on_both, seeded, tra
 
 pytestmark = pytest.mark.in_process("reads the programs of the in-process engine")
 
-WAYS = [pytest.param(Table, marks=pytest.mark.skipif(module is None, reason="needs C++")), SourceProgram]
+needs_module = pytest.mark.skipif(module is None, reason="needs C++")
+WAYS = [pytest.param("table", marks=needs_module), "loop"]
 
 
-@pytest.fixture(params=WAYS, ids=["table", "source"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+@pytest.fixture(params=WAYS, autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """How every program runs from the second time on."""
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(marid.settings, "plan_bytes", 0)
-    if request.param is SourceProgram:
+    if request.param == "loop":
         monkeypatch.setattr(flat, "module", None)
     yield request.param
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
@@ -144,16 +144,14 @@ def _training(device: str) -> Any:
 @pytest.mark.parametrize(
     "work", [_numbers, _lists_of_numbers, _lists_of_tensors, _constants, _random, _writes, _training]
 )
-def test_every_way_computes_the_same(work: Callable[[str], Any], way: type) -> None:
+def test_every_way_computes_the_same(work: Callable[[str], Any], way: str) -> None:
     """Numbers, lists, texts, dtypes, generators and results of every form get through, bit for bit."""
     for _ in range(5):
         on_both(work)
     made = [thing for program in _programs() for thing in (program, *program.forms) if program.runs > 1]
-    ways = {type(thing._prepared) for thing in made} - {type(None)}
-    assert ways == {way}
+    assert {type(thing._prepared) for thing in made} - {type(None)} == ({Table} if way == "table" else set())
 
 
-@pytest.mark.usefixtures("way")
 def test_numbers_may_change_between_runs() -> None:
     """Values, types and lengths: they are no part of the program."""
     x = torch.rand(2, 3, 4)
@@ -165,8 +163,8 @@ def test_numbers_may_change_between_runs() -> None:
     assert big == [[n, n] for n in (1, 2, 3, 2**64 - 1, 5)]
 
 
-@pytest.mark.usefixtures("way")
-def test_a_boolean_in_the_place_of_a_tensor_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS[:1], indirect=True)
+def test_a_boolean_in_the_place_of_a_tensor_is_a_tensor(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no Python runs: the table does not stop there."""
     x = torch.rand(2, 3)
     lazy = x.to(DEVICE)
@@ -180,7 +178,6 @@ def test_a_boolean_in_the_place_of_a_tensor_is_a_tensor(monkeypatch: pytest.Monk
     run()
 
 
-@pytest.mark.usefixtures("way")
 def test_an_operation_that_fails_says_the_same_every_time() -> None:
     """Type and message are those of the first run, in whichever way it ran; later reads work."""
     x = torch.rand(5, 3, device=DEVICE)
@@ -198,11 +195,7 @@ def test_an_operation_that_fails_says_the_same_every_time() -> None:
     assert len(set(messages)) == 1
 
 
-needs_module = pytest.mark.skipif(module is None, reason="without C++ kernels warn on standard error")
-
-
-@needs_module
-@pytest.mark.usefixtures("way")
+@needs_module  # without it kernels warn on standard error
 def test_what_kernels_warn_of_is_a_warning_at_the_line_that_waits(capfd: pytest.CaptureFixture[str]) -> None:
     """In every way to run; by default once for each line, as Python does it."""
     with warnings.catch_warnings(record=True) as caught:
@@ -218,7 +211,6 @@ def test_what_kernels_warn_of_is_a_warning_at_the_line_that_waits(capfd: pytest.
 
 
 @needs_module
-@pytest.mark.usefixtures("way")
 def test_a_warning_that_is_an_error_costs_no_result() -> None:
     """The read raises the warning, as it would eagerly; what was computed is kept, and nothing runs twice."""
     for _ in range(5):
@@ -233,8 +225,8 @@ def test_a_warning_that_is_an_error_costs_no_result() -> None:
         assert total.item() == 1
 
 
-@pytest.mark.usefixtures("way")
-def test_an_interrupt_while_a_program_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS[:1], indirect=True)
+def test_an_interrupt_while_a_program_is_prepared(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run prepares it again."""
     x = torch.rand(5, device=DEVICE)
     expected = (x.cpu() * 2).tanh()
@@ -263,7 +255,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("way", "one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_an_interrupt_in_a_run_loses_nothing() -> None:
     """Ctrl-C is heard within a moment; what has run is kept, the rest runs when it is asked for."""
     x = torch.rand(200, 200) / 20

@@ -14,14 +14,11 @@ from torch.nn import functional as F
 import marid
 from marid.execute import flat
 from marid.frontend.engines import local_engine as engine
-from marid.native import module
 from tests.helpers import DEVICE, assert_same, on_both
 
 pytestmark = pytest.mark.in_process("reads the programs of the in-process engine")
 
 aten = torch.ops.aten
-
-WAYS = [pytest.param(True, marks=pytest.mark.skipif(module is None, reason="needs C++")), False]
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +29,6 @@ def _every_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(marid.settings, "plan_bytes", 0)
     yield
     engine.programs.clear()
-
-
-@pytest.fixture(params=WAYS, ids=["table", "source"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How programs run from the second time on."""
-    if not request.param:
-        monkeypatch.setattr(flat, "module", None)
 
 
 def _improved() -> list[Any]:
@@ -116,7 +106,6 @@ N = torch.arange(-3, 3)
         ),
     ],
 )
-@pytest.mark.usefixtures("way")
 def test_what_is_left_of_a_program(work: Any, tensors: list[torch.Tensor], left: list[str]) -> None:
     """After the passes, by operator. Results are those of the CPU, bit for bit, in every run."""
     assert _operators(work, *tensors) == left
@@ -285,7 +274,6 @@ def test_checkpointing_keeps_its_peak() -> None:
 # --- numbers and sizes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("way")
 def test_numbers_and_sizes_may_change() -> None:
     """What was concluded from a number or a size is not used where that is another."""
     x = X.to(DEVICE)
@@ -424,7 +412,6 @@ class _Writer:
 
 
 @pytest.mark.parametrize("batch", range(4))
-@pytest.mark.usefixtures("way")
 def test_random_programs_are_the_same(batch: int) -> None:
     """Writes and views included; bit for bit, in every run."""
     fired = 0
@@ -441,7 +428,6 @@ def test_random_programs_are_the_same(batch: int) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.usefixtures("way")
 def test_errors_and_interrupts_in_improved_programs(error: type[BaseException]) -> None:
     """At any place of a random program: what came before is done, once; what comes after is not, and can be."""
     stopped = 0
@@ -471,7 +457,6 @@ def test_errors_and_interrupts_in_improved_programs(error: type[BaseException]) 
     assert stopped == 60
 
 
-@pytest.mark.usefixtures("way")
 def test_an_error_in_a_fused_operation_is_that_of_the_recorded_one() -> None:
     """Type, message and what exists afterwards; the recorded program is what users know."""
     index = torch.tensor([0, 9], device=DEVICE)
@@ -489,7 +474,6 @@ def test_an_error_in_a_fused_operation_is_that_of_the_recorded_one() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.usefixtures("way")
 def test_what_was_optimised_away_exists_after_a_stop(error: type[BaseException]) -> None:
     """Stopped between the parts of a fused operation: the first part is there for the second, which runs later."""
     bomb = torch.ops.marid_tests.bomb

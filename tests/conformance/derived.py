@@ -23,7 +23,7 @@ Recorded = tuple[tuple[Any, ...], Any, tuple[Value, ...]]
 def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Inside, whatever is derived is compared; what was compared is counted, what differs is added to the list."""
     found = Found()
-    original = derive._Derivation.__call__
+    original = derive.Derivation.__call__
     choice = random.Random(0)
 
     def spy(self: Any, recorder: Any, key: Any, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]) -> Any:
@@ -37,7 +37,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return known
 
     with monkeypatch.context() as patch:
-        patch.setattr(derive._Derivation, "__call__", spy)
+        patch.setattr(derive.Derivation, "__call__", spy)
         yield found
 
 

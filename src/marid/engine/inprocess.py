@@ -177,7 +177,7 @@ class InProcessEngine:
             self._depth += 1
             try:
                 with KernelWarnings(), concretely(), self.arena.run(form.placement):
-                    results = form.run(inputs, params, self._twisters.at)
+                    results = form.run(replay, self._twisters.at)
             except Interrupted as stop:
                 self._twisters.forget()
                 if stop.index == len(prepared.nodes) or not isinstance(stop.error, Exception):
@@ -261,7 +261,7 @@ class InProcessEngine:
         self._depth += 1
         try:
             with KernelWarnings(), concretely(), self.arena.run(form.placement):
-                self._conclude(task, lambda: form.run(task.inputs, task.params, self._twisters.at, task))
+                self._conclude(task, lambda: form.run(task, self._twisters.at))
         finally:
             self._depth -= 1
 
@@ -271,7 +271,7 @@ class InProcessEngine:
             return False
         while len(self._flights) >= _IN_FLIGHT:
             self._wait_for(self._flights[0].number)
-        run = form.start(task.inputs, task.params)
+        run = form.start(task)
         if run is None:
             return False
         flight = Flight(task, form, run, give_back)
@@ -348,7 +348,7 @@ class InProcessEngine:
         del failed, following
         try:
             with KernelWarnings(), concretely():
-                self._conclude(task, lambda: form.resume(run, task.params, self._twisters.at))
+                self._conclude(task, lambda: form.resume(run, task, self._twisters.at))
             while behind:
                 self._perform(*behind.popleft())
         finally:

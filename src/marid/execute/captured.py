@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from marid.execute.accelerator import Accelerator
 from marid.execute.flat import FlatProgram
-from marid.execute.forms import Positioned
+from marid.execute.forms import Frame, Positioned
+from marid.execute.geometry import settle
 from marid.execute.interrupted import Interrupted
-from marid.graph.node import Operation, Spec
+from marid.graph.node import Operation
 from marid.graph.operators import written_slots
-from marid.graph.prepared import Prepared
+from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Instruction, ListOf, Param, Slot, differ
 from marid.settings import settings
 
@@ -50,7 +51,7 @@ class CapturedProgram(FlatProgram):
         super().__init__(prepared.program, prepared.transient_bytes)
         self.replays = 0
         """How many times a captured piece was run."""
-        self._specs = prepared.specs
+        self._given = prepared
         self._accelerator = accelerator
         able = captures and accelerator.captures and settings.capture_after > 0
         self._captures = able and not any(_moves_memory(one.op) for one in self.program.instructions)
@@ -65,16 +66,16 @@ class CapturedProgram(FlatProgram):
 
     def execute(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
         """Run on tensors of the device; the results that escape, in order. Raises ``Interrupted``."""
-        tensors: dict[int, Any] = dict(zip(self.program.input_slots, inputs, strict=True))
+        frame = Frame.of(Replay(self._given, inputs, params), params, generator)
         self._cut(params)
         try:
             for piece in self._pieces:
-                if not piece.captures or not self._replayed(piece, tensors, params, generator):
-                    self.steps(tensors, params, generator, piece.start, piece.stop)
+                if not piece.captures or not self._replayed(piece, frame):
+                    self.steps(frame, piece.start, piece.stop)
         except Interrupted as stop:
             stop.tensors = dict(zip(stop.tensors, self._owned(stop.tensors.values()), strict=True))
             raise
-        return self._owned([tensors[slot] for slot in self.program.output_slots])
+        return self._owned([frame.tensors[slot] for slot in self.program.output_slots])
 
     @property
     def graphs(self) -> int:
@@ -125,8 +126,9 @@ class CapturedProgram(FlatProgram):
                 piece.describe(instructions)
         return pieces
 
-    def _replayed(self, piece: _Piece, tensors: dict[int, Any], params: list[Any], generator: Positioned) -> bool:
+    def _replayed(self, piece: _Piece, frame: Frame) -> bool:
         """Run a piece by its graph, captured now if it is time; False when it has to be run one by one."""
+        tensors = frame.tensors
         places = [tensors[slot].data_ptr() for slot in piece.reads]
         before, piece.places = piece.places, places
         if piece.graph is not None and not piece.graph.is_for(places):
@@ -139,7 +141,7 @@ class CapturedProgram(FlatProgram):
             if piece.moving != moving:  # others have moved
                 piece.drop()
                 return False
-            if not self._capture(piece, tensors, params, generator):
+            if not self._capture(piece, frame):
                 piece.drop()
                 return False
         assert piece.graph is not None
@@ -147,15 +149,17 @@ class CapturedProgram(FlatProgram):
         self.replays += 1
         return True
 
-    def _capture(self, piece: _Piece, tensors: dict[int, Any], params: list[Any], generator: Positioned) -> bool:
+    def _capture(self, piece: _Piece, frame: Frame) -> bool:
+        tensors = frame.tensors
         for one in self._pieces:
             if one.start > piece.start:  # what these run on may lie where the results of this one will
                 one.graph = None
         buffers = {slot: tensors[slot].clone() for slot in piece.reads if slot in piece.moving}
         inside = {**tensors, **buffers}
+        captured = replace(frame, tensors=inside)
         self._written = set()
         try:
-            replay = self._accelerator.capture(lambda: self.steps(inside, params, generator, piece.start, piece.stop))
+            replay = self._accelerator.capture(lambda: self.steps(captured, piece.start, piece.stop))
         except (Interrupted, RuntimeError) as error:
             cause = error.error if isinstance(error, Interrupted) else error
             if not isinstance(cause, Exception):
@@ -185,15 +189,11 @@ class CapturedProgram(FlatProgram):
 
     # --- results ---
 
-    def take(self, instruction: Instruction, returned: Any, tensors: dict[int, Any]) -> None:
-        super().take(instruction, returned, tensors)
-        returns = instruction.op.func._schema.returns
-        for result in () if instruction.op.view else instruction.results:
-            if returns[result.path[0] if len(returns) > 1 else 0].alias_info is None:  # memory of its own
-                # Other kernels may lay results out in another way than was recorded.
-                tensors[result.slot] = _laid_out(tensors[result.slot], self._specs[result.slot])
+    def settle(self, index: int, frame: Frame) -> None:
+        instruction, node = self.program.instructions[index], self._given.nodes[index]
+        settle(instruction, node, frame.tensors, self._given.specs, frame.params, self.unsettled)
         if self._written is not None and instruction.op.mutates:
-            self._written.update(_memory(tensors[slot]) for slot in written_slots(instruction))
+            self._written.update(_memory(frame.tensors[slot]) for slot in written_slots(instruction))
 
     def _owned(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
@@ -321,14 +321,6 @@ def _seen_in(
 ) -> torch.Tensor:
     made = torch.empty(0, dtype=dtype, device=storage.device)
     return made.set_(storage, offset, shape, stride)  # pyright: ignore[reportArgumentType]
-
-
-def _laid_out(tensor: Any, spec: Spec | None) -> Any:
-    """A result with the strides that were recorded."""
-    if spec is None or not isinstance(tensor, torch.Tensor) or tensor.stride() == spec.stride or not tensor.numel():
-        return tensor
-    made = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
 
 
 # --- instructions ----------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """The flat tier: a program run operation by operation.
 
 The first time a program runs through a loop in Python, exactly as it was recorded, because preparing it costs more
-than running it once. From the second time on it runs as a table in C++ (``table.py``), or as generated source
-(``source.py``) where that cannot be, improved by passes where specs have come before (``optimize/passes``). All of them
-drop every tensor right after its last use, and can say after a failure which recorded instruction failed and which
-results exist by then.
+than running it once. From the second time on it runs as a table in C++ (``table.py``) where that can be, improved by
+passes where specs have come before (``optimize/passes``). Both drop every tensor right after its last use, hold every
+result to what was recorded of it (``geometry.py``), and can say after a failure which recorded instruction failed and
+which results exist by then.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from marid.execute.arena import MUCH
-from marid.execute.forms import Form, Forms, Positioned
+from marid.execute.forms import Form, Forms, Frame
+from marid.execute.geometry import agrees, settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.resume import arguments
-from marid.execute.source import SourceProgram, source_of
+from marid.execute.source import source_of
 from marid.execute.table import Table, Untranslatable, translate
+from marid.graph.operators import unsettled_slots
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, Program, Task
 from marid.native import module
@@ -33,7 +35,6 @@ from marid.settings import settings
 
 __all__ = ["FlatProgram", "may_be_stopped"]
 
-_SOURCE_LIMIT = 20_000  # instructions; beyond it, compiling one function costs more than the loop ever will
 _FORMS = 16  # specs for which a program keeps a plan, or what passes made of it
 _USES = 3  # runs with the same specs that make up for the plan and the passes
 _WASTED = 4  # times that they did not, after which a program (whose sizes keep changing) is run as recorded
@@ -69,7 +70,9 @@ class FlatProgram:
         """Seconds for which it was improved, as they are expected to be."""
         self._current = 0
         self._last_params: list[Any] | None = None
-        self._prepared: Table | SourceProgram | None = None
+        self._prepared: Table | None = None
+        self._untranslatable = module is None
+        self.unsettled = unsettled_slots(program)
         self._improvable = self.may_improve and improvable(program)
         self._generation = generation()
         self.tier: Any = None
@@ -143,79 +146,89 @@ class FlatProgram:
         made = [form.improved.explain() for form in self.forms if form.improved is not None]
         return "\n".join(made) or f"{len(self.program.instructions)} instructions, run as recorded"
 
-    def prepared(self) -> Table | SourceProgram | None:
-        """The recorded program as it runs from the second time on. The first time None: for the loop, in which results
-        live a little longer than in a table, so not for programs that take much."""
-        if (self.runs or self.takes_much) and self._prepared is None:
+    def prepared(self) -> Table | None:
+        """The recorded program as it runs from the second time on; None for the loop. In that results live a little
+        longer than in a table, so programs that take much have one at once."""
+        if (self.runs or self.takes_much) and self._prepared is None and not self._untranslatable:
             self._prepared = self.prepare(self.program, self.dying)
+            self._untranslatable = self._prepared is None
         return self._prepared
 
-    def prepare(self, program: Program, dying: list[list[int]]) -> Table | SourceProgram | None:
-        """A form of this program as it runs; None for the loop."""
-        if module is not None:
-            try:
-                return translate(program, dying)
-            except Untranslatable:
-                pass
-        return SourceProgram(program, dying) if len(program.instructions) <= _SOURCE_LIMIT else None
+    def prepare(self, program: Program, dying: list[list[int]]) -> Table | None:
+        """The table of a form of this program; None where there is none."""
+        if module is None:
+            return None
+        try:
+            return translate(program, dying)
+        except Untranslatable:
+            return None
 
-    def interpret(
-        self, tensors: dict[int, Any], params: list[Any], generator: Positioned, start: int
-    ) -> list[torch.Tensor]:
+    def interpret(self, frame: Frame, start: int) -> list[torch.Tensor]:
         """Run the recorded program in a loop, from instruction ``start`` on. Raises ``Interrupted``."""
-        self.steps(tensors, params, generator, start, len(self.program.instructions))
-        return [tensors[slot] for slot in self.program.output_slots]
+        self.steps(frame, start, len(self.program.instructions))
+        return [frame.tensors[slot] for slot in self.program.output_slots]
 
-    def steps(
-        self,
-        tensors: dict[int, Any],
-        params: list[Any],
-        generator: Positioned,
-        start: int,
-        stop: int,
-        kept: frozenset[int] = frozenset(),
-    ) -> None:
-        """Run from ``start`` to before ``stop``, in Python; ``tensors`` is what exists, by slot. What is ``kept`` stays
-        there after its last use. Raises ``Interrupted``."""
+    def steps(self, frame: Frame, start: int, stop: int, kept: frozenset[int] = frozenset()) -> None:
+        """Run from ``start`` to before ``stop``, in Python. What is ``kept`` stays in the frame after its last use.
+        Raises ``Interrupted``."""
         at = _Place(start)
         try:
-            self._go(at, stop, tensors, params, generator, kept)
+            self._go(at, stop, frame, kept)
         except BaseException as error:
             index, returned = at.now
-            raise Interrupted(index, bool(returned), tensors, error) from error
+            raise Interrupted(index, bool(returned), frame.tensors, error) from error
 
-    def _go(
-        self,
-        at: _Place,
-        stop: int,
-        tensors: dict[int, Any],
-        params: list[Any],
-        generator: Positioned,
-        kept: frozenset[int],
-    ) -> None:
+    def _go(self, at: _Place, stop: int, frame: Frame, kept: frozenset[int]) -> None:
         for index in range(at.now[0], stop):
             returned: list[Any] = []
             at.now = index, returned
             instruction = self.program.instructions[index]
-            args, kwargs = arguments(instruction, tensors, params, generator)
+            args, kwargs = arguments(instruction, frame.tensors, frame.params, frame.generator)
             # An interrupt comes when a call is over: had it not been noted in C by then, the operator would run twice.
             returned.extend(starmap(partial(instruction.op.call, *args, **kwargs), _ONCE))
-            self.take(instruction, returned[0], tensors)
-            for slot in self.dying[index]:
-                if slot not in kept:
-                    del tensors[slot]
+            if not self._take_one(instruction, returned[0], frame, args):
+                self.take(index, returned[0], frame)
+            self.drop(index, frame, kept)
 
-    def take(self, instruction: Instruction, returned: Any, tensors: dict[int, Any]) -> None:
-        """Put what an instruction has returned into its slots."""
+    def _take_one(self, instruction: Instruction, returned: Any, frame: Frame, args: list[Any]) -> bool:
+        """The same as ``take`` for the usual instruction, in less time: one result, as recorded, of an operator that
+        writes nothing. False for any other."""
+        op, results = instruction.op, instruction.results
+        if op.mutates or instruction.kwargs or len(results) != 1 or results[0].path:
+            return False
+        slot, viewed = results[0].slot, args[0] if op.view else None
+        spec = frame.task.specs[slot]
+        if spec is None or (op.view and not isinstance(viewed, torch.Tensor)):
+            return False
+        if not agrees(returned, spec, viewed, args):
+            return False
+        frame.tensors[slot] = returned
+        return True
+
+    def take(self, index: int, returned: Any, frame: Frame) -> None:
+        """Put what an instruction has returned into its slots, laid out as recorded."""
+        instruction = self.program.instructions[index]
         for result in instruction.results:
             value = returned
             for step in result.path:
                 value = value[step]
-            tensors[result.slot] = value
+            frame.tensors[result.slot] = value
+        self.settle(index, frame)
 
-    def stopped(self, index: int, tensors: dict[int, torch.Tensor], error: BaseException) -> Interrupted:
+    def settle(self, index: int, frame: Frame) -> None:
+        """Have the results of an instruction laid out as recorded. Raises ``LazyTensorError``."""
+        specs, node = frame.task.specs, frame.task.nodes[index]
+        settle(self.program.instructions[index], node, frame.tensors, specs, frame.params, self.unsettled)
+
+    def drop(self, index: int, frame: Frame, kept: frozenset[int] = frozenset()) -> None:
+        """Let go of what nobody needs behind an instruction."""
+        for slot in self.dying[index]:
+            if slot not in kept:
+                frame.tensors.pop(slot, None)
+
+    def stopped(self, index: int, frame: Frame, error: BaseException) -> Interrupted:
         """What is known when a run stops before an instruction."""
-        return Interrupted(index, False, tensors, error)
+        return Interrupted(index, False, frame.tensors, error)
 
 
 class _Place:

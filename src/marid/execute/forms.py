@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
+from marid.execute.geometry import settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import report
 from marid.execute.resume import recover
-from marid.execute.source import SourceProgram
 from marid.execute.table import DONE, DRAWS, RAISED, Table, TableRun, donors
 from marid.graph.node import Draw, Spec
+from marid.graph.operators import unsettled_slots
+from marid.graph.prepared import Replay
 from marid.graph.program import Param, Program, Task
 from marid.optimize.passes.lowering import Improved
 from marid.optimize.passes.registry import PassFailed, improve
@@ -27,13 +31,28 @@ from marid.settings import settings
 if TYPE_CHECKING:
     from marid.execute.flat import FlatProgram
 
-__all__ = ["Form", "Forms", "Positioned", "Way"]
+__all__ = ["Form", "Forms", "Frame", "Positioned", "Way"]
 
 Positioned = Callable[[Draw], torch.Generator]
 
 _AT_ONCE = 200  # instructions; larger programs are improved in pieces, one a run, so that no run takes much longer
 _VARIANTS = 4  # times that a program is improved for the same specs, because numbers changed
 _complaints: set[str] = set()  # passes that failed, each told once
+
+
+@dataclass(slots=True)
+class Frame:
+    """A run in Python: what it was begun with, and the tensors that exist, by slot."""
+
+    task: Task | Replay
+    tensors: dict[int, Any]
+    params: list[Any]
+    generator: Positioned
+
+    @classmethod
+    def of(cls, task: Task | Replay, params: list[Any], generator: Positioned) -> Frame:
+        """The beginning of a run."""
+        return cls(task, dict(zip(task.input_slots, task.inputs, strict=True)), params, generator)
 
 
 class Way(Protocol):
@@ -59,19 +78,18 @@ class Way(Protocol):
         """Where the results are that escape."""
         ...
 
-    def run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None = None, /
-    ) -> list[torch.Tensor]:
-        """Run on concrete tensors; the results that escape, in order. They may be delivered to ``task`` by then, which
-        no interrupt comes in between of. Raises ``Interrupted``."""
+    def run(self, task: Task | Replay, generator: Positioned, /) -> list[torch.Tensor]:
+        """Run on concrete tensors; the results that escape, in order. They may be delivered to a ``Task`` by then,
+        which no interrupt comes in between of. Raises ``Interrupted``."""
         ...
 
-    def start(self, inputs: list[Any], params: list[Any], /) -> TableRun | None:
+    def start(self, task: Task | Replay, /) -> TableRun | None:
         """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
         ...
 
-    def resume(self, run: TableRun, params: list[Any], generator: Positioned, /) -> list[torch.Tensor]:
-        """Go on in Python where a run has stopped, to raise what the operation raises. Raises ``Interrupted``."""
+    def resume(self, run: TableRun, task: Task | Replay, generator: Positioned, /) -> list[torch.Tensor]:
+        """Go on in Python where a run has stopped: to raise what the operation raises, or with its result laid out as
+        recorded. Raises ``Interrupted``."""
         ...
 
     def draw(self, index: int, params: list[Any], /) -> Draw:
@@ -93,7 +111,7 @@ class Form:
         owner: FlatProgram,
         placement: Placement | None,
         improved: Improved | None = None,
-        prepared: Table | SourceProgram | None = None,
+        prepared: Table | None = None,
     ) -> None:
         self._owner = owner
         self._placement = placement
@@ -125,13 +143,11 @@ class Form:
         """Where the results are that escape."""
         return self._program.output_slots
 
-    def run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None = None
-    ) -> list[torch.Tensor]:
-        """Run on concrete tensors; the results that escape, in order. They may be delivered to ``task`` by then, which
-        no interrupt comes in between of. Raises ``Interrupted``."""
+    def run(self, task: Task | Replay, generator: Positioned, params: list[Any] | None = None) -> list[torch.Tensor]:
+        """Run on concrete tensors; the results that escape, in order. They may be delivered to a ``Task`` by then,
+        which no interrupt comes in between of. ``params`` stand for those of the task. Raises ``Interrupted``."""
         start = time.perf_counter()
-        results = self._run(inputs, params, generator, task)
+        results = self._run(task, generator, task.params if params is None else params)
         self.ran(time.perf_counter() - start)
         return results
 
@@ -139,46 +155,48 @@ class Form:
         """A run that was begun with ``start`` came to its end."""
         self._owner.note(seconds)
 
-    def _run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None
-    ) -> list[torch.Tensor]:
-        owner, prepared = self._owner, self._table_or_source()
+    def _run(self, task: Task | Replay, generator: Positioned, params: list[Any]) -> list[torch.Tensor]:
+        owner, prepared = self._owner, self._table()
         owner.runs += 1
-        if isinstance(prepared, Table):
+        if prepared is not None:
+            inputs, numbers = self._given(task.inputs, params)
+            receiver = task if isinstance(task, Task) else None
             try:
-                found = prepared.run(*self._given(inputs, params), self._donors(), self.output_slots, task)
+                found = prepared.run(inputs, numbers, self._donors(), self._specs(task), self.output_slots, receiver)
             except OverflowError:  # a number of more than 64 bits
                 pass
             else:
-                return found if isinstance(found, list) else self._finish(*found, params, generator, task)
-        if isinstance(prepared, SourceProgram):
-            try:
-                return prepared.run(*self._given(inputs, params), generator)
-            except Interrupted as stop:
-                if self.improved is None:
-                    raise
-                return self._recover(stop, params, generator)
-        return owner.interpret(dict(zip(owner.program.input_slots, inputs, strict=True)), params, generator, 0)
+                return found if isinstance(found, list) else self._finish(*found, task, generator, params)
+        return owner.interpret(Frame.of(task, params, generator), 0)
 
-    def start(self, inputs: list[Any], params: list[Any]) -> TableRun | None:
+    def start(self, task: Task | Replay) -> TableRun | None:
         """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
-        prepared = self._table_or_source()
-        if not isinstance(prepared, Table):
+        prepared = self._table()
+        if prepared is None:
             return None
         try:
-            run = prepared.start(*self._given(inputs, params), self._donors())
+            run = prepared.start(*self._given(task.inputs, task.params), self._donors(), self._specs(task))
         except OverflowError:
             return None
         self._owner.runs += 1
         return run
 
-    def resume(self, run: TableRun, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
-        """Go on in Python where a run has stopped, to raise what the operation raises. Raises ``Interrupted``."""
-        tensors, index = run.existing(), run.next
+    def resume(
+        self, run: TableRun, task: Task | Replay, generator: Positioned, params: list[Any] | None = None
+    ) -> list[torch.Tensor]:
+        """Go on in Python where a run has stopped: to raise what the operation raises, or with its result laid out as
+        recorded. Raises ``Interrupted``."""
+        frame = Frame(task, run.existing(), task.params if params is None else params, generator)
+        index, differs = run.next, run.differs
         del run
+        if differs:
+            try:
+                self._settle(index - 1, frame)
+            except LazyTensorError as error:
+                return self._stopped(index - 1, True, frame, error)
         if self.improved is not None:
-            return self._recover(Interrupted(index, False, tensors, RuntimeError()), params, generator)
-        return self._owner.interpret(tensors, params, generator, index)
+            return self._recover(Interrupted(index, False, frame.tensors, RuntimeError()), frame)
+        return self._owner.interpret(frame, index)
 
     def draw(self, index: int, params: list[Any]) -> Draw:
         """What instruction ``index`` of a run draws."""
@@ -188,8 +206,11 @@ class Form:
     def _program(self) -> Program:
         return self._owner.program if self.improved is None else self.improved.program
 
-    def _table_or_source(self) -> Table | SourceProgram | None:
+    def _table(self) -> Table | None:
         return self._owner.prepared() if self.improved is None else self._prepared
+
+    def _specs(self, task: Task | Replay) -> tuple[Spec | None, ...]:
+        return task.specs if self.improved is None else self.improved.specs
 
     def _donors(self) -> Any:
         placement = self.placement
@@ -201,43 +222,62 @@ class Form:
         return [*inputs, *self.improved.constants], [*params, *self.improved.numbers]
 
     def _finish(
-        self, status: int, run: TableRun, params: list[Any], generator: Positioned, task: Task | None
+        self, status: int, run: TableRun, task: Task | Replay, generator: Positioned, params: list[Any]
     ) -> list[torch.Tensor]:
         """Go on with a run that has come so far."""
         try:
-            results = self._go(status, run, params, generator, task)
+            results = self._go(status, run, task, generator, params)
         except BaseException as error:
-            tensors, index = run.existing(), run.next
+            frame, index = Frame(task, run.existing(), params, generator), run.next
             del run
-            if self.improved is None:
-                raise self._owner.stopped(index, tensors, error) from error
-            return self._recover(Interrupted(index, False, tensors, error), params, generator)
-        return self.resume(run, params, generator) if results is None else results
+            return self._stopped(index, False, frame, error)
+        return self.resume(run, task, generator, params) if results is None else results
 
     def _go(
-        self, status: int, run: TableRun, params: list[Any], generator: Positioned, task: Task | None
+        self, status: int, run: TableRun, task: Task | Replay, generator: Positioned, params: list[Any]
     ) -> list[torch.Tensor] | None:
-        """The results; None where an operation raises."""
+        """The results; None where an operation raises, or gives something else than was recorded."""
         while status != RAISED:
             status = run.go(generator(self.draw(run.next, params)) if status == DRAWS else None)
             if status == DONE:
-                return run.tensors(self.output_slots, task)
+                return run.tensors(self.output_slots, task if isinstance(task, Task) else None)
         return None
 
-    def _recover(self, stop: Interrupted, params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+    def _settle(self, index: int, frame: Frame) -> None:
+        """Lay the results of an instruction out as recorded. Raises ``LazyTensorError``."""
+        improved = self.improved
+        if improved is None:
+            self._owner.settle(index, frame)
+            self._owner.drop(index, frame)
+            return
+        node = frame.task.nodes[improved.indices[index]]
+        instruction, params = improved.program.instructions[index], self._given([], frame.params)[1]
+        settle(instruction, node, frame.tensors, improved.specs, params, unsettled_slots(improved.program))
+        for slot in improved.dying[index]:
+            frame.tensors.pop(slot, None)
+
+    def _stopped(self, index: int, finished: bool, frame: Frame, error: BaseException) -> list[torch.Tensor]:
+        """A run has stopped in instruction ``index``. Raises ``Interrupted``, unless the recorded program goes on."""
+        if self.improved is None:
+            stop = self._owner.stopped(index, frame, error)
+            stop.finished = finished
+            raise stop from error
+        return self._recover(Interrupted(index, finished, frame.tensors, error), frame)
+
+    def _recover(self, stop: Interrupted, frame: Frame) -> list[torch.Tensor]:
         """Say in terms of the recorded program how far an improved one came. After an error the recorded one goes on
         from there, to raise what its operations raise."""
-        improved = self.improved
+        improved, params = self.improved, frame.params
         assert improved is not None
         instructions = improved.program.instructions
         written = stop.finished and stop.index < len(instructions) and instructions[stop.index].op.mutates
         before = improved.indices[stop.index] + written if written else improved.done[stop.index]
-        tensors, lost, interrupt = recover(improved, stop.tensors, before, params, generator)
+        tensors, lost, interrupt = recover(improved, stop.tensors, before, params, frame.generator)
         error = stop.error if interrupt is None else interrupt
         if lost or not isinstance(error, Exception):
             index = before - 1 if written else before
             raise Interrupted(index, bool(written), tensors, error, lost) from error
-        return self._owner.interpret(tensors, params, generator, before)
+        return self._owner.interpret(Frame(frame.task, tensors, params, frame.generator), before)
 
 
 class Forms:

@@ -17,6 +17,7 @@ import torch
 
 from marid.execute.products import replacement
 from marid.graph.node import Operation, Spec
+from marid.graph.operators import resized_slots, shared_slots, unsettled_slots
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot, Task
 from marid.native import int64s, library, module
 
@@ -34,12 +35,16 @@ _MEMORY_FORMATS = [
 ]
 
 
+Specs = tuple[Spec | None, ...] | None
+
+
 class Untranslatable(Exception):
     """A program has something in it that the table cannot express."""
 
 
 class Table:
-    """The table of one program."""
+    """The table of one program. A run is given specs by slot (None for what nothing is known of), and stops behind an
+    operation whose result is another one than they say."""
 
     __slots__ = ("__weakref__", "_input_slots", "pointer", "slot_count")
 
@@ -50,29 +55,37 @@ class Table:
         self.slot_count = program.slot_count
         self._input_slots = program.input_slots
 
-    def start(self, inputs: list[Any], params: list[Any], donors: Any) -> TableRun:
+    def start(self, inputs: list[Any], params: list[Any], donors: Any, specs: Specs) -> TableRun:
         """A run on concrete tensors, not begun; inputs that are no tensors come later. ``donors`` is an array of the
         function of that name, or None. Raises ``OverflowError`` for a number that does not fit into 64 bits."""
-        return TableRun(self, module.run_begin(self.pointer, self._input_slots, _address(donors), inputs, params))
+        pointer = module.run_begin(self.pointer, self._input_slots, _address(donors), inputs, params, specs)
+        return TableRun(self, pointer, specs)
 
     def run(
-        self, inputs: list[torch.Tensor], params: list[Any], donors: Any, outputs: tuple[int, ...], task: Task | None
+        self,
+        inputs: list[torch.Tensor],
+        params: list[Any],
+        donors: Any,
+        specs: Specs,
+        outputs: tuple[int, ...],
+        task: Task | None,
     ) -> list[torch.Tensor] | tuple[int, TableRun]:
         """The same, begun: the tensors in the slots ``outputs`` after a whole run, which ``task`` has been given by
         then; else how far it came (see ``TableRun.go``), and the run."""
         found = module.run_once(
-            self.pointer, self._input_slots, _address(donors), inputs, params, outputs, _SECONDS, task
+            self.pointer, self._input_slots, _address(donors), inputs, params, specs, outputs, _SECONDS, task
         )
-        return found if type(found) is list else (found[0], TableRun(self, found[1]))
+        return found if type(found) is list else (found[0], TableRun(self, found[1], specs))
 
 
 class TableRun:
     """One run of a table; it holds its tensors until it is dropped."""
 
-    __slots__ = ("__weakref__", "_table", "pointer")
+    __slots__ = ("__weakref__", "_specs", "_table", "pointer")
 
-    def __init__(self, table: Table, pointer: int) -> None:
+    def __init__(self, table: Table, pointer: int, specs: Specs) -> None:
         self._table = table
+        self._specs = specs  # which the run reads
         self.pointer = pointer
 
     def __del__(self) -> None:
@@ -81,7 +94,8 @@ class TableRun:
 
     def go(self, generator: torch.Generator | None) -> int:
         """Go on to the end (``DONE``), for a while (``AGAIN``), or up to an operation that wants a generator
-        (``DRAWS``) or raises (``RAISED``). ``generator`` is for the first operation, after ``DRAWS``."""
+        (``DRAWS``), raises, or has given something else than was recorded (``RAISED``). ``generator`` is for the first
+        operation, after ``DRAWS``."""
         assert library is not None
         return library.marid_run_go(self.pointer, None if generator is None else generator._cdata, _SECONDS)
 
@@ -90,6 +104,13 @@ class TableRun:
         """The instruction that comes next."""
         assert library is not None
         return library.marid_run_next(self.pointer)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the instruction before ``next`` has given something else than was recorded; what it was called with
+        exists still."""
+        assert library is not None
+        return bool(library.marid_run_differs(self.pointer))
 
     def tensors(self, slots: tuple[int, ...], task: Task | None = None) -> list[torch.Tensor]:
         """The tensors in these slots; they are the results of ``task``, which is given them, if there is one."""
@@ -113,12 +134,13 @@ def translate(program: Program, dying: list[list[int]]) -> Table:
     """The table of ``program``. Raises ``Untranslatable``."""
     assert library is not None
     table = Table(program)
+    unsettled = unsettled_slots(program)
     for instruction, dead in zip(program.instructions, dying, strict=True):
-        _add(table.pointer, instruction, dead)
+        _add(table.pointer, instruction, dead, unsettled)
     return table
 
 
-def _add(pointer: int, instruction: Instruction, dead: list[int]) -> None:
+def _add(pointer: int, instruction: Instruction, dead: list[int], unsettled: set[int]) -> None:
     assert library is not None
     func = instruction.op.func
     if instruction.op.call is not func._op:
@@ -140,11 +162,17 @@ def _add(pointer: int, instruction: Instruction, dead: list[int]) -> None:
     out = _out_overload(instruction.op)
     if out is not None:
         library.marid_program_out(pointer, name, out.encode())
+    shared = shared_slots(instruction)
     for result in instruction.results:
         if len(result.path) > 2:
             raise Untranslatable(f"results of {func}")
         first, second = (*result.path, 0, 0)[:2]
-        library.marid_program_result(pointer, result.slot, len(result.path), first, second)
+        settled = result.slot not in unsettled
+        library.marid_program_result(
+            pointer, result.slot, len(result.path), first, second, shared.get(result.slot, -1), settled
+        )
+    for slot in resized_slots(instruction):
+        library.marid_program_resized(pointer, slot)
     for slot in dead:
         library.marid_program_dying(pointer, slot)
 

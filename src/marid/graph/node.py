@@ -46,7 +46,8 @@ class Spec:
     """Geometry and type of a tensor; interned by the recorder, so equal specs are one object.
 
     ``shape``, ``stride`` (in elements), ``offset`` (in elements), ``dtype``, ``device`` (index) and the lazy
-    conjugate and negative bits of complex views. ``pattern`` and ``kind`` belong to the recorder.
+    conjugate and negative bits of complex views. ``pattern`` and ``kind`` belong to the recorder, ``geometry`` to the
+    executor.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Spec:
         "conj",
         "device",
         "dtype",
+        "geometry",
         "kind",
         "nbytes",
         "neg",
@@ -88,6 +90,7 @@ class Spec:
         self.nbytes = numel * dtype.itemsize
         self.pattern: Any = None
         self.kind: Any = None
+        self.geometry: Any = None
 
     @property
     def is_contiguous(self) -> bool:

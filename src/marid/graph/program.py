@@ -313,18 +313,29 @@ def _bind_arguments(task: Task, args: tuple[Any, ...], inner: dict[int, int]) ->
             key.append(arg)
 
 
+def _references(values: Sequence[object]) -> list[int]:
+    """How many references there are to each of some values, and how many more are here while that is counted.
+
+    The latter are a matter of the interpreter: from CPython 3.14 on, variables lend theirs to what they are given to.
+    """
+    references, found = sys.getrefcount, []
+    for index in range(len(values)):  # zip, enumerate and comprehensions may hold references of their own
+        value = values[index]
+        found.append(references(value))
+    return found
+
+
 def _find_escaping(task: Task, inner: dict[int, int]) -> None:
     key = task.key_parts
-    # Indexed loops: zip and enumerate would hold references of their own.
-    references = sys.getrefcount
-    slots, nodes, results = task.slots, task.nodes, task.results
-    held = 4  # the list, task.slots, the loop variable, the argument of getrefcount
+    slots, results = task.slots, task.results
+    (held,) = _references([object()])  # by one list, and while counting
+    held += 1  # by task.slots
+    counted = _references(task.nodes)
     roots: list[Value] = []
-    for i in range(len(nodes)):
-        outs = results[i]
+    for i, outs in enumerate(results):
         if outs is None:
-            node = nodes[i]
-            if references(node) - held > inner.get(id(node), 0):
+            node = task.nodes[i]
+            if counted[i] - held > inner.get(id(node), 0):
                 slot = slots[node]
                 key.append(_ESCAPES)
                 key.append(slot)
@@ -333,12 +344,12 @@ def _find_escaping(task: Task, inner: dict[int, int]) -> None:
                 if node.root is not None:
                     roots.append(node.root)
         else:
-            for j in range(len(outs)):
-                out = outs[j]
+            counts = _references(outs)
+            for j, out in enumerate(outs):
                 slot = slots[out]
                 key.append(out.path)
                 key.append(slot)
-                if references(out) - held > inner.get(id(out), 0):
+                if counts[j] - held > inner.get(id(out), 0):
                     key.append(_ESCAPES)
                     task.escaping.add(slot)
                     task.outputs.append(out)

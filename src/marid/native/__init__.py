@@ -3,10 +3,10 @@
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``products.cpp``,
 ``trials.cpp``, ``multiply.cpp`` and ``multiply_row.cpp`` products of matrices. The same file is a Python module:
-``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``derive.cpp`` tells what they return for
-new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands out their results,
-``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are left out, and Python
-does it all.
+``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``dispatch.cpp`` leaves others to Python,
+``autocast.cpp`` casts before some of them, ``derive.cpp`` tells what they return for new sizes, ``cut.cpp`` chooses
+what runs and finds its program, ``runs.cpp`` begins runs and hands out their results, ``concretely.cpp`` sets the state
+of dispatch. Where Python's headers are not installed those are left out, and Python does it all.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
@@ -41,8 +41,8 @@ logger = logging.getLogger("marid")
 _MODULE = "marid_native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
 _HAS_MODULE = (_PYTHON / "Python.h").exists()
-_OF_MODULE = ("call.cpp", "concretely.cpp", "cut.cpp", "derive.cpp", "kernels.cpp", "record.cpp", "runs.cpp")
-_SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.name not in _OF_MODULE]
+_OF_MODULE = "autocast call concretely cut derive dispatch geometry kernels record runs".split()
+_SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.stem not in _OF_MODULE]
 _OPTIONS = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
 
 
@@ -128,6 +128,7 @@ _INT64S, _POINTERS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_voi
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_set_geometry": (None, [_POINTER, _INT, _INT, _INT64S, _INT64S, _INT64]),
+    "marid_view_by_strides": (None, [_POINTER]),
     "marid_set_device_count": (None, [_INT]),
     "marid_set_current_device": (None, [_INT]),
     "marid_current_device": (_INT, []),
@@ -151,12 +152,14 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_program_operation": (_INT64, [_POINTER, _TEXT, _TEXT]),
     "marid_program_out": (_INT, [_POINTER, _TEXT, _TEXT]),
     "marid_program_argument": (_INT, [_POINTER, _INT, _INT64]),
-    "marid_program_result": (None, [_POINTER, _INT64, _INT64, _INT64, _INT64]),
+    "marid_program_result": (None, [_POINTER, _INT64, _INT64, _INT64, _INT64, _INT64, _INT]),
+    "marid_program_resized": (None, [_POINTER, _INT64]),
     "marid_program_dying": (None, [_POINTER, _INT64]),
     "marid_program_list": (_INT64, [_POINTER, _INT64, _INT64S]),
     "marid_program_constant": (_INT64, [_POINTER, _CHAR, _INT64, _TEXT]),
     "marid_run_free": (None, [_POINTER]),
     "marid_run_go": (_INT, [_POINTER, _POINTER, ctypes.c_double]),
+    "marid_run_differs": (_INT, [_POINTER]),
     "marid_run_next": (_INT64, [_POINTER]),
     "marid_run_has": (_INT, [_POINTER, _INT64]),
     "marid_compiled_load": (_POINTER, [_TEXT, _INT]),

@@ -67,7 +67,7 @@ Outcome read_tensor(const at::Tensor& tensor, bool exact, Call& call, PyObject**
   if (!tensor.defined()) return given(Py_None, Py_NewRef(Py_None), key, stored);
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->is_wrapped_number()) {
-    if (!impl->is_cpu() || impl->is_python_dispatch()) return Outcome::kUnusual;
+    if (!impl->is_cpu() || impl->key_set().has(c10::DispatchKey::Python)) return Outcome::kUnusual;
     switch (tensor.scalar_type()) {
       case at::kDouble: return read_float(*static_cast<const double*>(impl->data()), exact, key, stored);
       case at::kLong: return read_int(*static_cast<const int64_t*>(impl->data()), key, stored);
@@ -77,7 +77,7 @@ Outcome read_tensor(const at::Tensor& tensor, bool exact, Call& call, PyObject**
       default: return Outcome::kUnusual;
     }
   }
-  if (!impl->is_python_dispatch()) return Outcome::kUnusual;
+  if (!impl->key_set().has(c10::DispatchKey::Python)) return Outcome::kUnusual;
   Ref handle(THPVariable_Wrap(tensor));
   if (!handle) return Outcome::kError;
   if (Py_TYPE(handle.get()) != handle_type) return Outcome::kUnusual;

@@ -3,7 +3,8 @@
 // execute/table.py translates a program once into a table of dispatcher calls; a run fills in tensors and numbers and
 // goes through the table with the interpreter's lock released. It stops before an operation that needs a generator
 // positioned, after every stretch of time in which Ctrl-C should be heard, and where an operation raises: the caller
-// then goes on in Python, which raises the same error in Python's terms.
+// then goes on in Python, which raises the same error in Python's terms. Each result is compared with what was recorded of
+// it; behind one that differs the run stops too, for Python to lay it out as recorded (execute/geometry.py).
 #include "execute.h"
 
 #include <chrono>
@@ -147,6 +148,30 @@ at::Tensor item_of(const c10::IValue& list, int64_t index) {
   return items[index].toTensor();
 }
 
+// Whether a result is a tensor of its own, and no argument.
+bool is_new(const at::Tensor& result) {
+  size_t owners = result.use_count();
+  return owners == 1 || (owners == 2 && has_object(*result.unsafeGetTensorImpl()->pyobj_slot()));
+}
+
+// Whether everything that an instruction made, or may have resized, is as recorded; what is `given` is in a place that it
+// was given.
+bool agrees(const Run& run, const Instruction& instruction, bool given) {
+  if (run.recorded.empty()) return true;
+  for (const Result& result : instruction.results) {
+    const Geometry* recorded = run.recorded[result.slot];
+    if (recorded == nullptr || !result.is_settled) continue;
+    const at::Tensor& made = run.slots[result.slot];
+    const at::Tensor* viewed = given ? &made : result.viewed < 0 ? nullptr : &run.slots[result.viewed];
+    if (!marid::agrees(made, *recorded, viewed) || !(viewed != nullptr || is_new(made))) return false;
+  }
+  for (int64_t slot : instruction.resized) {
+    const Geometry* recorded = run.recorded[slot];
+    if (recorded != nullptr && !marid::agrees(run.slots[slot], *recorded, &run.slots[slot])) return false;
+  }
+  return true;
+}
+
 void execute(Run& run, const Instruction& instruction, int64_t donor, const at::Generator& generator) {
   torch::jit::Stack& stack = run.stack;
   stack.clear();
@@ -159,7 +184,8 @@ void execute(Run& run, const Instruction& instruction, int64_t donor, const at::
   for (size_t i = 0; i < instruction.args.size(); i++) {
     stack.push_back(value_of(run, instruction.args[i], instruction.op, i, generator));
   }
-  if (place.defined()) stack.push_back(std::move(place));
+  bool given = place.defined();
+  if (given) stack.push_back(std::move(place));
   op->callBoxed(&stack);
   for (const Result& result : instruction.results) {
     const c10::IValue& top = stack[instruction.returns == 1 ? 0 : result.path[0]];
@@ -167,6 +193,8 @@ void execute(Run& run, const Instruction& instruction, int64_t donor, const at::
     run.slots[result.slot] = depth == result.depth ? top.toTensor() : item_of(top, result.path[depth]);
   }
   stack.clear();
+  run.differs = !agrees(run, instruction, given);
+  if (run.differs) return;  // with what it was called with
   for (int64_t slot : instruction.dying) run.slots[slot].reset();
 }
 
@@ -185,6 +213,7 @@ Status marid::go(Run& run, at::Generator from, double seconds) {
     }
     from = at::Generator();
     run.next++;
+    if (run.differs) return kRunRaised;
     if ((run.next & 15) == 0 && std::chrono::steady_clock::now() > deadline) return kRunAgain;
   }
   return kRunDone;
@@ -203,7 +232,7 @@ void marid_program_free(void* program) { delete static_cast<Program*>(program); 
 int64_t marid_program_operation(void* given, const char* name, const char* overload) {
   auto op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!op) return -1;
-  Instruction instruction{*op, std::nullopt, {}, {}, {}, op->schema().returns().size()};
+  Instruction instruction{*op, std::nullopt, {}, {}, {}, {}, op->schema().returns().size()};
   static_cast<Program*>(given)->instructions.push_back(std::move(instruction));
   return static_cast<int64_t>(op->schema().arguments().size());
 }
@@ -226,8 +255,13 @@ int marid_program_argument(void* given, int kind, int64_t index) {
   instruction.args.push_back({static_cast<Kind>(kind), index, type, formal.N().value_or(0)});
   return type == Type::kOther && (kind == kParam || kind == kList) ? 0 : 1;
 }
-void marid_program_result(void* given, int64_t slot, int64_t depth, int64_t first, int64_t second) {
-  static_cast<Program*>(given)->instructions.back().results.push_back({slot, depth, {first, second}});
+void marid_program_result(void* given, int64_t slot, int64_t depth, int64_t first, int64_t second, int64_t viewed,
+                          int settled) {
+  static_cast<Program*>(given)->instructions.back().results.push_back(
+      {slot, depth, {first, second}, viewed, settled != 0});
+}
+void marid_program_resized(void* given, int64_t slot) {
+  static_cast<Program*>(given)->instructions.back().resized.push_back(slot);
 }
 void marid_program_dying(void* given, int64_t slot) {
   static_cast<Program*>(given)->instructions.back().dying.push_back(slot);
@@ -276,6 +310,7 @@ int marid_run_go(void* run, void* generator, double seconds) {
 void marid_run_link(void* run, int64_t slot, void* from, int64_t from_slot) {
   static_cast<Run*>(run)->slots[slot] = static_cast<Run*>(from)->slots[from_slot];
 }
+int marid_run_differs(void* run) { return static_cast<Run*>(run)->differs ? 1 : 0; }
 int64_t marid_run_next(void* run) { return static_cast<int64_t>(static_cast<Run*>(run)->next); }
 int marid_run_has(void* run, int64_t slot) { return static_cast<Run*>(run)->slots[slot].defined() ? 1 : 0; }
 

@@ -1,5 +1,7 @@
 // Programs as tables of dispatcher calls (execute.cpp), and their runs.
 #pragma once
+#include "geometry.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/SmallVector.h>
 
@@ -26,6 +28,8 @@ struct Result {
   int64_t slot;
   int64_t depth;
   int64_t path[2];
+  int64_t viewed;   // the slot of what it is a view of, or -1 where it has memory of its own
+  bool is_settled;  // whether it keeps its geometry: false where a later instruction may resize it
 };
 
 struct Instruction {
@@ -33,6 +37,7 @@ struct Instruction {
   std::optional<c10::OperatorHandle> out;  // the same operator with the place of its result as last argument
   std::vector<Argument> args;
   std::vector<Result> results;
+  std::vector<int64_t> resized;  // arguments whose geometry it may change
   std::vector<int64_t> dying;
   size_t returns;
   bool draws = false;
@@ -68,9 +73,11 @@ struct Parameter {
 struct Run {
   const Program* program;
   std::vector<at::Tensor> slots;
+  std::vector<const Geometry*> recorded;  // by slot, null where nothing is known; whoever began the run keeps them
   std::vector<Parameter> params;
   std::vector<int64_t> donors;  // for each instruction the argument whose memory its result takes over, or -1
   size_t next = 0;
+  bool differs = false;  // the instruction before `next` gave something else than was recorded
   torch::jit::Stack stack;  // of the operation at hand
 };
 
@@ -78,7 +85,8 @@ struct Run {
 enum Status { kRunDone, kRunAgain, kRunDraws, kRunRaised };
 
 // Go on: to the end; for about so many seconds; up to an operation that wants a generator, which is for the first one of
-// the next call; or up to one that raised. Without the interpreter's lock.
+// the next call; or up to one that raised, or that gave something else than was recorded (then the run `differs`).
+// Without the interpreter's lock.
 Status go(Run& run, at::Generator generator, double seconds);
 
 }  // namespace marid

@@ -18,6 +18,7 @@
 
 // From PyTorch's Python half, whose headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
+extern "C" void marid_view_by_strides(void* tensor);  // device.cpp
 namespace torch::autograd {
 int get_current_graph_task_id();
 }
@@ -164,6 +165,7 @@ at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
   copy->set_python_dispatch(true);
   at::Tensor made(std::move(copy));
   handle = Ref(THPVariable_Wrap(made, handle_type));
+  marid_view_by_strides(made.unsafeGetTensorImpl());
   return handle && PyObject_SetAttr(handle.get(), value_name, value) == 0 ? made : at::Tensor();
 }
 
@@ -427,7 +429,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 }  // namespace
 
 namespace marid {
-extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[], derive_functions[];
+extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[], derive_functions[],
+    geometry_functions[], autocast_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -440,7 +443,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions,
-        marid::derive_functions}) {
+        marid::derive_functions, marid::geometry_functions, marid::autocast_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

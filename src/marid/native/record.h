@@ -2,6 +2,7 @@
 #pragma once
 #include "python.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
 #include <vector>
@@ -21,11 +22,19 @@ struct Operator {
   size_t returns = 0;
   bool returns_list = false;
   PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
+  bool asks_autocast = false;  // whether Python has to be asked how autocast changes it
 };
 
 // Record a call like one that was recorded before, with the interpreter's lock; false to leave it to Python, and nothing
 // was recorded. Then an error may be set.
 bool recorded(const Operator& op, torch::jit::Stack* stack);
+
+// Do with a call that is not recorded what PyTorch does with operators that have no kernel for tensors implemented in
+// Python: give it to Python, or to the kernel below. (dispatch.cpp)
+void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+// Whether autocast is on for the device, and not excluded. (autocast.cpp)
+bool is_autocasting();
 
 // Give each of PyTorch's operators on tensors a kernel that records; keywords in `not_recorded` are left to Python.
 void register_kernels(PyObject* not_recorded);

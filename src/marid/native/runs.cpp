@@ -6,6 +6,7 @@
 
 #include <ATen/Context.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 
@@ -80,7 +81,22 @@ bool read_inputs(PyObject* inputs, PyObject* slots, Run& run) {
   return true;
 }
 
-// Of a call's arguments: program, input slots (a tuple), donors (an address or None), inputs and params (lists).
+// What was recorded of the tensors of a run, by slot: specs, or None where nothing is known.
+bool read_recorded(PyObject* specs, Run& run) {
+  if (specs == Py_None) return true;
+  run.recorded.resize(run.slots.size());
+  Py_ssize_t count = std::min(PyTuple_GET_SIZE(specs), static_cast<Py_ssize_t>(run.slots.size()));
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* spec = PyTuple_GET_ITEM(specs, i);
+    if (spec == Py_None) continue;
+    run.recorded[i] = geometry_of(spec);
+    if (run.recorded[i] == nullptr) return false;
+  }
+  return true;
+}
+
+// Of a call's arguments: program, input slots (a tuple), donors (an address or None), inputs and params (lists), specs (a
+// tuple that outlives the run).
 std::unique_ptr<Run> begin(PyObject* const* given) {
   auto run = std::make_unique<Run>();
   run->program = static_cast<const Program*>(PyLong_AsVoidPtr(given[0]));
@@ -91,7 +107,7 @@ std::unique_ptr<Run> begin(PyObject* const* given) {
     if (donors == nullptr) return nullptr;
     run->donors.assign(donors, donors + run->program->instructions.size());
   }
-  bool read = read_inputs(given[3], given[1], *run);
+  bool read = read_inputs(given[3], given[1], *run) && read_recorded(given[5], *run);
   return read && read_parameters(given[4], *run) ? std::move(run) : nullptr;
 }
 
@@ -132,16 +148,16 @@ std::vector<at::Tensor> in_slots(const Run& run, PyObject* slots) {
 PyObject* run_once(PyObject*, PyObject* const* given, Py_ssize_t) {
   std::unique_ptr<Run> run = begin(given);
   if (run == nullptr) return nullptr;
-  double seconds = PyFloat_AsDouble(given[6]);
+  double seconds = PyFloat_AsDouble(given[7]);
   PyThreadState* state = PyEval_SaveThread();
   Status status = go(*run, at::Generator(), seconds);
   PyEval_RestoreThread(state);
   if (status != kRunDone) return Py_BuildValue("iN", status, PyLong_FromVoidPtr(run.release()));
-  std::vector<at::Tensor> results = in_slots(*run, given[5]);
+  std::vector<at::Tensor> results = in_slots(*run, given[6]);
   state = PyEval_SaveThread();
   run.reset();  // what it frees takes its time
   PyEval_RestoreThread(state);
-  return delivered(results, given[7]);
+  return delivered(results, given[8]);
 }
 
 // run_tensors(run, slots, task or None): the tensors in these slots.

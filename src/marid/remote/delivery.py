@@ -17,11 +17,11 @@ from marid.remote.journal import Journal
 from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.memory import Memory
 from marid.remote.messages import Message
+from marid.remote.mispredictions import report_mispredictions
 from marid.remote.offers import BATCH, Offers
 from marid.remote.progress import UploadProgress
 from marid.remote.requests import write_requests
 from marid.remote.successor import Successor
-from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.work import (
     AskWork,
     CallWork,
@@ -35,6 +35,7 @@ from marid.remote.work import (
 )
 from marid.report.stats import counters
 from marid.report.traffic import SocketCounts, traffic
+from marid.uninterrupted import Uninterrupted
 
 __all__ = ["Connection", "Delivery"]
 
@@ -290,8 +291,11 @@ class Delivery:
 
     def _take_answers(self, applied: int) -> Work:
         """Those up to this number, of which there are some; the last step that was answered."""
+        mispredictions, self.link.mispredictions = self.link.mispredictions, []
         while True:
             seq, step = self._asked.popleft()
+            if mispredictions and isinstance(step, RunWork):
+                report_mispredictions(mispredictions, seq, step)
             step.done(self.link.take(seq))
             if isinstance(step, UploadWork):
                 self._progress.done(step.contents[0].nbytes)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from marid.graph.node import Operation
+from marid.graph.operators import written_arguments
 
 __all__ = ["HostOperator", "WrittenOut", "operator_on"]
 
@@ -83,18 +84,12 @@ class HostOperator(Operation):
 
         named = {name: _HOST if name == "device" else to_host(arg) for name, arg in kwargs.items()}
         returned = self.func._op(*[to_host(arg) for arg in args], **named)
-        formals = self._schema.arguments
-        for formal, arg in [
-            *zip(formals, args, strict=False),
-            *[(_formal(formals, name), kwargs[name]) for name in kwargs],
-        ]:
-            if formal.alias_info is not None and formal.alias_info.is_write and isinstance(arg, torch.Tensor):
+        formals = [formal.name for formal in self._schema.arguments]
+        written = dict(zip(formals, written_arguments(self.func), strict=True))
+        for name, arg in [*zip(formals, args, strict=False), *kwargs.items()]:
+            if written[name] and isinstance(arg, torch.Tensor):
                 arg.copy_(next(copy for tensor, copy in copies if tensor is arg))
         return to_device(returned)
-
-
-def _formal(formals: Any, name: str) -> Any:
-    return next(formal for formal in formals if formal.name == name)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

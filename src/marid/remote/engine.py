@@ -50,10 +50,10 @@ from marid.remote.requests import Handle, Request, Stats
 from marid.remote.returns import Returns
 from marid.remote.roles import note_roles, role_of
 from marid.remote.specs import spec_from
-from marid.remote.uninterrupted import Uninterrupted
 from marid.remote.work import AskWork, CallWork, FetchWork, FreeWork, ReplayWork, RolesWork, RunWork, UploadWork, Work
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
+from marid.uninterrupted import Uninterrupted
 
 __all__ = ["RemoteEngine"]
 

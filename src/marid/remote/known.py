@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
 from marid.engine.protocol import Geometry
 from marid.graph.node import Spec
-from marid.graph.operators import written_slots
+from marid.graph.operators import shared_slots, written_slots
 from marid.graph.prepared import Prepared
-from marid.graph.program import ListOf, Program, Slot, Task
+from marid.graph.program import Program, Task
 from marid.optimize.forecast import forecast
 from marid.remote.buffers import extent_of, geometry_of_spec
 from marid.remote.programs import body_of, digest_of, geometry_of
@@ -35,10 +34,8 @@ class Known:
         self.roots = list(range(program.slot_count))
         written: set[int] = set()
         for instruction in program.instructions:
-            slots = list(_slots(instruction.args))
-            if instruction.op.view and slots:  # of its first argument, as every view is
-                for result in instruction.results:
-                    self.roots[result.slot] = self.roots[slots[0]]
+            for slot, of in shared_slots(instruction).items():
+                self.roots[slot] = self.roots[of]
             if instruction.op.mutates:
                 written |= {self.roots[slot] for slot in written_slots(instruction)}
         places = {slot: place for place, slot in enumerate(program.input_slots)}
@@ -115,11 +112,3 @@ class Programs:
             _, oldest = self._programs.popitem(last=False)
             self._instructions -= len(oldest.program.instructions)
         return known
-
-
-def _slots(args: Iterable[Any]) -> Iterable[int]:
-    for arg in args:
-        if isinstance(arg, Slot):
-            yield arg.index
-        elif isinstance(arg, ListOf):
-            yield from _slots(arg.items)

@@ -29,9 +29,9 @@ from marid.remote.requests import Request, write_requests
 from marid.remote.sockets import ClientSocket, Wake
 from marid.remote.specs import sizes_from
 from marid.remote.tensors import number_of, tensor_of
-from marid.remote.uninterrupted import Uninterrupted
-from marid.remote.wire import VERSION, as_bytes, as_int, as_list, decode, dtype_named, encode
+from marid.remote.wire import MISPREDICTIONS, VERSION, as_bytes, as_int, as_list, decode, dtype_named, encode
 from marid.report.traffic import SocketCounts
+from marid.uninterrupted import Uninterrupted
 
 __all__ = ["Link", "LinkLost", "RequestFailed"]
 
@@ -88,6 +88,8 @@ class Link:
         """What the worker has said of itself: ``device``, ``torch``, ``pid``, ``limits``."""
         self.warnings: list[str] = []
         """What kernels have warned of, to be taken by whoever shows it."""
+        self.mispredictions: list[Any] = []
+        """Results that were not what was recorded (``mispredictions.py``), to be taken with their answers."""
         self._key = key
         self._patience = patience
         # What is known of the session.
@@ -431,6 +433,7 @@ class Link:
                 if seq > self._applied:
                     self._results[seq] = (value, segments)
             self.warnings += header.get("warnings", ())
+            self.mispredictions += as_list(header.get("mispredictions", []), MISPREDICTIONS, "mispredictions")
             self._applied = max(self._applied, as_int(header.get("applied"), 0, 1 << 53, "a request"))
             while self._unanswered and next(iter(self._unanswered.values())).last <= self._applied:
                 self._in_flight -= self._unanswered.popitem(last=False)[1].nbytes

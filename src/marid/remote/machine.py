@@ -22,8 +22,10 @@ from marid.execute.cache import ProgramCache
 from marid.execute.captured import CapturedProgram
 from marid.execute.compiled.tier import best
 from marid.execute.flat import FlatProgram
+from marid.execute.forms import Frame
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import Node, Operation, Spec
+from marid.graph.operators import shared_slots
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import ListOf, Slot
 from marid.graph.twister import Twisters
@@ -192,9 +194,10 @@ class Machine:
         self, ready: FlatProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
     ) -> list[torch.Tensor]:
         if not isinstance(ready, CapturedProgram):
-            form = best(ready, Replay(prepared, inputs, params), None)  # pyright: ignore[reportArgumentType]
+            replay = Replay(prepared, inputs, params)
+            form = best(ready, replay, None)
             with self._arena.run(form.placement):
-                return form.run(inputs, params, self.twisters.at)
+                return form.run(replay, self.twisters.at)
         replays = ready.replays
         results = ready.execute(inputs, params, self.twisters.at)
         self.replays += ready.replays - replays
@@ -222,12 +225,12 @@ class Machine:
         ready = self._ready(prepared)
         if until > len(prepared.program.instructions):
             raise WireError("a run is to go on behind its end")
-        tensors: dict[int, Any] = dict(zip(prepared.input_slots, inputs, strict=True))
+        frame = Frame.of(Replay(prepared, inputs, given), given, self.twisters.at)
         with concretely():
-            ready.steps(tensors, given, self.twisters.at, 0, until, frozenset(keep))
-        if any(slot not in tensors for slot in keep):
+            ready.steps(frame, 0, until, frozenset(keep))
+        if any(slot not in frame.tensors for slot in keep):
             raise WireError("a slot that is to be kept does not exist then")
-        return [tensors[slot] for slot in keep]
+        return [frame.tensors[slot] for slot in keep]
 
     def make_room(
         self,
@@ -351,8 +354,9 @@ def _changes(remote: RemoteProgram, specs: tuple[Spec | None, ...]) -> list[tupl
         used = _slots((*instruction.args, *(arg for _, arg in instruction.kwargs)))
         for slot in used:
             dies[root[slot]] = index
+        shared = shared_slots(instruction)
         for result in instruction.results:
-            root[result.slot] = root[used[0]] if instruction.op.view and used else result.slot
+            root[result.slot] = root[shared[result.slot]] if result.slot in shared else result.slot
             dies[root[result.slot]] = index
             if root[result.slot] == result.slot:
                 born[result.slot] = index

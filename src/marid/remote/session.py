@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from marid.errors import WireError
+from marid.execute.geometry import Noted
 from marid.execute.interrupted import Interrupted
 from marid.remote import requests as ask
 from marid.remote.machine import TooLarge, Warned
+from marid.remote.mispredictions import misprediction_to
 from marid.remote.request_readers import read_requests
 from marid.remote.switches import apply
 from marid.remote.waits import Waits
+from marid.remote.wire import MISPREDICTIONS
 from marid.remote.workspace import Missing, Workspace
 
 __all__ = ["Answer", "Cancelled", "Message", "Session"]
@@ -74,8 +77,8 @@ class Session:
         self._cancelled = 0, 0  # epoch, and the newest request of it that is to be stopped
         self._answers: OrderedDict[int, Answer] = OrderedDict()  # with payload, by the last request they answer
         self._running = 0
-        self._begun: tuple[list[list[Any]], list[Any], list[str]] | None = None
-        """What a message that has to wait has done by now: results, segments, warnings."""
+        self._begun: tuple[list[list[Any]], list[Any], list[str], list[list[Any]]] | None = None
+        """What a message that has to wait has done by now: results, segments, warnings, mispredictions."""
         self.waiting: Waits | None = None
         """What it waits for."""
 
@@ -131,7 +134,7 @@ class Session:
 
     def _apply(self, message: Message, requests: list[ask.Request]) -> Answer | None:
         workspace = self.workspace
-        results, workspace.segments, warned = self._begun or ([], [], [])
+        results, workspace.segments, warned, mispredicted = self._begun or ([], [], [], [])
         self._begun = self.waiting = None
         apply(workspace.switches)  # another session may have others
         for seq, request in enumerate(requests, message.seq):
@@ -141,11 +144,12 @@ class Session:
                 if self._is_cancelled(seq):
                     raise Cancelled("the client asked to stop")
                 self._running = seq
-                with Warned() as warnings:
+                with Warned() as warnings, Noted() as noted:
                     value = workspace.apply(request)
                 warned += warnings.texts
+                mispredicted += [misprediction_to(seq, one) for one in noted]
             except Waits as waits:
-                self._begun, self.waiting = (results, workspace.segments, warned), waits
+                self._begun, self.waiting = (results, workspace.segments, warned, mispredicted), waits
                 return None
             except (Exception, Cancelled) as error:  # an operator may raise anything; it goes to the client
                 self._halt(seq, error, request)
@@ -160,6 +164,8 @@ class Session:
             fields["error"] = self.failure
         if warned:
             fields["warnings"] = [text[:_TEXT] for text in warned[:_WARNINGS]]
+        if mispredicted:
+            fields["mispredictions"] = mispredicted[:MISPREDICTIONS]
         if not results:
             return self._plain(fields, self.applied)
         nbytes = sum(memoryview(segment).nbytes for segment in workspace.segments)

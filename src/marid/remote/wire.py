@@ -21,6 +21,7 @@ from marid.graph.node import Draw
 
 __all__ = [
     "HEADER_BYTES",
+    "MISPREDICTIONS",
     "SEGMENTS",
     "SEGMENT_BYTES",
     "VERSION",
@@ -50,6 +51,8 @@ SMALL_BYTES = 16
 """What is read of a tensor with no more bytes is in the header: a segment takes longer than a number does."""
 SEGMENTS = 256
 """The most segments in one message."""
+MISPREDICTIONS = 64
+"""The most results in one answer of which it is said that they were not laid out as recorded."""
 
 _ITEMS = 1 << 14  # in one list of a header: a list takes 8 bytes an item as soon as its length has been read
 _DEPTH = 32

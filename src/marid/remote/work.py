@@ -247,6 +247,11 @@ class RunWork(Work):
         super().done(result)
         self.forget()
 
+    @property
+    def recorded_nodes(self) -> list[Node]:
+        """What stands for its instructions; nothing once it was done, also when it is done again on a successor."""
+        return [] if self.task is None else self.task.nodes
+
     def forget(self) -> None:
         """The nodes are no longer its affair."""
         self.task = self._give_back = None
@@ -285,6 +290,10 @@ class ReplayWork(RunWork):
         self.nodes = nodes
         self.buffers = list(inputs)
         """Its inputs and outputs, so that they are not freed before it is done."""
+
+    @property
+    def recorded_nodes(self) -> list[Node]:
+        return self.nodes
 
     def forget(self) -> None:
         super().forget()

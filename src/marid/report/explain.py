@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marid.report.differences import Recompile
-from marid.report.stats import Counters, Sync
+from marid.report.stats import Counters, Misprediction, Sync
 from marid.report.units import bytes_text, seconds_text
 from marid.semantics.scopes import Site
 
@@ -80,13 +80,15 @@ class Explanation:
     """What the device did since the import or ``marid.reset_stats()``, and why; prints as a report.
 
     ``syncs`` slowest first; ``recompiles`` oldest first, of the programs that are remembered (the last 256 at most);
-    ``fallbacks`` operators that ran at once; ``automatic_cuts``; ``resident`` what holds memory now, largest first.
+    ``fallbacks`` operators that ran at once; ``mispredictions`` results that were not recorded as they were computed;
+    ``automatic_cuts``; ``resident`` what holds memory now, largest first.
     ``programs_built`` counts all programs: those that are no recompiles were new work.
     """
 
     syncs: list[Sync]
     recompiles: list[Recompile]
     fallbacks: list[Fallback]
+    mispredictions: list[Misprediction]
     automatic_cuts: list[Cut]
     resident: list[Resident]
     programs_built: int
@@ -121,6 +123,12 @@ class Explanation:
             ("times", "operator", "because", "at"),
             [(f"{f.count:,}", f.operator, f.reason, f.source) for f in self.fallbacks],
         )
+        if self.mispredictions:
+            parts += _section(
+                f"results that were not recorded as they were computed: {len(self.mispredictions):,}",
+                ("times", "operator", "what", "at"),
+                [(f"{m.count:,}", m.operator, m.what, m.source) for m in self.mispredictions],
+            )
         parts += _section(
             f"automatic cuts: {cut:,}", ("times", "at"), [(f"{c.count:,}", c.source) for c in self.automatic_cuts]
         )

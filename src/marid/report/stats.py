@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from marid.report.traffic import RemoteStats
 from marid.semantics.scopes import Site
 
-__all__ = ["Counters", "FunctionStats", "Stats", "Sync", "counters", "functions"]
+__all__ = ["Counters", "FunctionStats", "Misprediction", "Stats", "Sync", "counters", "functions"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,16 @@ class Sync:
     reason: str
     count: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Misprediction:
+    """Results of one line that were recorded otherwise than they were computed, and how often; ``what`` says both."""
+
+    source: str
+    operator: str
+    what: str
+    count: int
 
 
 @dataclass(eq=False)
@@ -60,7 +70,8 @@ class Stats:
     ``ops_captured`` operations recorded; ``ops_executed`` of them run; ``programs_built`` and ``programs_reused``;
     ``materializations`` times a read had to run something; ``automatic_cuts`` times the tape was run because it grew
     too large; ``fallbacks`` operator name to count of operations that could not be recorded and ran eagerly;
-    ``dynamic`` the same for operations whose output shape depends on data; ``passes`` how much each pass changed;
+    ``dynamic`` the same for operations whose output shape depends on data; ``mispredictions`` results that were not
+    recorded as they were computed, and were laid out as recorded; ``passes`` how much each pass changed;
     ``syncs`` by source line, slowest first;
     ``pending_nodes`` and ``pending_bytes`` now waiting; ``memory_allocated`` and ``peak_memory`` in bytes;
     ``planned_peak`` the bytes that the largest memory plan takes, ``planned_lower_bound`` the largest sum of bytes that
@@ -83,6 +94,7 @@ class Stats:
     automatic_cuts: int
     fallbacks: dict[str, int]
     dynamic: dict[str, int]
+    mispredictions: list[Misprediction]
     passes: dict[str, int]
     syncs: list[Sync]
     pending_nodes: int
@@ -139,6 +151,7 @@ class Counters:
     waits: dict[tuple[Site | None, str], list[float]] = field(default_factory=dict)
     cuts: dict[Site | None, int] = field(default_factory=dict)
     eager: dict[tuple[str, str, Site | None], int] = field(default_factory=dict)
+    mispredicted: dict[tuple[str, str, str], int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_sync(self, site: Site | None, reason: str, seconds: float) -> None:
@@ -160,6 +173,16 @@ class Counters:
         with self.lock:
             key = (name, reason, site)
             self.eager[key] = self.eager.get(key, 0) + 1
+
+    def count_misprediction(self, name: str, source: str, what: str, count: int = 1) -> None:
+        """A result of the operator ``name``, written at ``source``, was not what was recorded."""
+        with self.lock:
+            key = (source, name, what)
+            self.mispredicted[key] = self.mispredicted.get(key, 0) + count
+
+    def mispredictions(self) -> list[Misprediction]:
+        """Results that were not what was recorded, by line."""
+        return [Misprediction(*key, count) for key, count in list(self.mispredicted.items())]
 
     def note_plan(self, peak: int, lower_bound: int, unplanned: int) -> None:
         """A program's memory was planned."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from marid.graph.node import Operation, Spec
+from marid.graph.operators import marked_name
 
 __all__ = ["DTYPES", "FUSIBLE", "admissible", "base_name", "is_foreach", "is_row_product", "lifted_arguments"]
 
@@ -51,9 +52,8 @@ _FOREACH = {
     ("_foreach_maximum", "List"),
 }
 _OTHERS = set(
-    "view _unsafe_view t transpose permute expand squeeze unsqueeze slice select split split_with_sizes unbind detach "
-    "alias diagonal mm bmm addmm linear baddbmm zeros_like ones_like full_like cat stack constant_pad_nd tril "
-    "triu".split()
+    "view t transpose permute expand squeeze unsqueeze slice select split split_with_sizes chunk unbind detach alias "
+    "diagonal mm bmm addmm linear baddbmm zeros_like ones_like full_like cat stack constant_pad_nd tril triu".split()
 )
 _FLOAT_ONLY = {"div", "pow"}
 """Of integers, these raise errors that depend on values, or round by ``rounding_mode``."""
@@ -81,8 +81,9 @@ _LIFTED: dict[tuple[str, str], str] = {
 
 
 def base_name(op: Operation) -> str:
-    """The operator's name without namespace, and without the underscore of in-place operators."""
-    name = op.name.partition("::")[2]
+    """The operator's name without namespace, and without the underscore of in-place operators; for a view that does
+    not say that it is one, the name of that which does."""
+    name = marked_name(op.func).partition("::")[2]
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 

@@ -16,6 +16,7 @@ import torch
 
 from marid.execute.compiled.operators import FUSIBLE, admissible, base_name, is_row_product, lifted_arguments
 from marid.graph.node import Spec
+from marid.graph.operators import shared_slots, written_slots
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
 
 __all__ = ["Number", "Part", "arguments_of", "choose", "slots_in"]
@@ -145,23 +146,12 @@ class _Chooser:
 
     def _trace(self, index: int, instruction: Instruction) -> None:
         """Note what an instruction reads and writes, and in whose memory its results lie."""
-        formal = {argument.name: argument for argument in instruction.op.func._schema.arguments}
-        reads, writes = [], []
-        aliased: int | None = None
-        shares = base_name(instruction.op) == "_unsafe_view"  # its schema does not say so
-        for name, value in arguments_of(instruction):
-            slots = slots_in(value)
-            reads += slots
-            info = formal[name].alias_info
-            if info is not None and info.is_write:
-                writes += slots
-            if slots and (info is not None or shares):
-                aliased = slots[0]
-        self.reads.append(reads)
-        self.writes.append(writes)
+        self.reads.append([slot for _, value in arguments_of(instruction) for slot in slots_in(value)])
+        self.writes.append(written_slots(instruction))
+        shared = shared_slots(instruction)
         for result in instruction.results:
             self.maker[result.slot] = index
-            self.root[result.slot] = result.slot if aliased is None else self.root[aliased]
+            self.root[result.slot] = self.root[shared[result.slot]] if result.slot in shared else result.slot
 
     def _is_allowed(self, index: int, instruction: Instruction) -> bool:
         specs = [self.specs[slot] for slot in (*self.reads[index], *(r.slot for r in instruction.results))]

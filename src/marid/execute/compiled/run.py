@@ -16,8 +16,11 @@ from marid.execute.arena import Placement
 from marid.execute.compiled.form import Form, assemble
 from marid.execute.compiled.parts import Part, slots_in
 from marid.execute.flat import FlatProgram
-from marid.execute.forms import Positioned, Way
+from marid.execute.forms import Form as Recorded
+from marid.execute.forms import Frame, Positioned
+from marid.execute.geometry import settle
 from marid.execute.interrupted import Interrupted
+from marid.execute.table import TableRun
 from marid.graph.node import Draw, Operation
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
@@ -61,30 +64,30 @@ class CompiledProgram(FlatProgram):
         self.runs = 1  # not to be interpreted first
         self.left = False
         """Whether the latest run went on without the parts."""
-        self.params: list[Any] = []
-        """Of the latest run."""
 
-    def interpret(
-        self, tensors: dict[int, Any], params: list[Any], generator: Positioned, start: int
-    ) -> list[torch.Tensor]:
+    def interpret(self, frame: Frame, start: int) -> list[torch.Tensor]:
         """Go on in the flat program."""
         self.left = True
-        origin = self._origin(start, tensors)
+        origin = self._origin(start, frame)
         assert library is not None
-        names = params[len(params) - 2 * len(self.compiled.parts) + 1 :: 2]
+        names = frame.params[len(frame.params) - 2 * len(self.compiled.parts) + 1 :: 2]
         if any(library.marid_compiled_failed(name) == _FAILED_WRITING for name in names):
             error = LazyTensorError("a compiled part failed after it may have written to its inputs")
-            raise Interrupted(origin, False, tensors, error)
-        return self.flat.interpret(tensors, params, generator, origin)
+            raise Interrupted(origin, False, frame.tensors, error)
+        return self.flat.interpret(frame, origin)
 
-    def stopped(self, index: int, tensors: dict[int, torch.Tensor], error: BaseException) -> Interrupted:
-        return Interrupted(self._origin(index, tensors), False, tensors, error)
+    def stopped(self, index: int, frame: Frame, error: BaseException) -> Interrupted:
+        return Interrupted(self._origin(index, frame), False, frame.tensors, error)
 
-    def _origin(self, index: int, tensors: dict[int, Any]) -> int:
+    def settle(self, index: int, frame: Frame) -> None:
+        node = frame.task.nodes[min(self._origins[index], len(frame.task.nodes) - 1)]
+        settle(self.program.instructions[index], node, frame.tensors, frame.task.specs, frame.params, self.unsettled)
+
+    def _origin(self, index: int, frame: Frame) -> int:
         """The instruction of ``flat`` to go on with. Behind a part, its views come first."""
         while index < len(self._origins) and self._is_again(index):
             try:
-                self.steps(tensors, self.params, _no_generator, index, index + 1)
+                self.steps(frame, index, index + 1)
             except Interrupted as stop:
                 if isinstance(stop.error, Exception):
                     raise stop.error from None
@@ -100,20 +103,16 @@ class CompiledProgram(FlatProgram):
         return self._origins[index] if index < len(self._origins) else len(self.flat.program.instructions)
 
 
-def _no_generator(_: Any) -> Any:
-    raise AssertionError("views draw no numbers")
-
-
 class _Here:
     """A way of running that takes the calling thread from beginning to end."""
 
     __slots__ = ()
     in_cpp = False
 
-    def start(self, _inputs: list[Any], _params: list[Any]) -> None:
+    def start(self, _task: Task | Replay) -> None:
         return None
 
-    def resume(self, _run: Any, _params: list[Any], _generator: Positioned) -> list[torch.Tensor]:
+    def resume(self, _run: TableRun, _task: Task | Replay, _generator: Positioned) -> list[torch.Tensor]:
         raise AssertionError("it is never begun apart")
 
     def draw(self, _index: int, _params: list[Any]) -> Draw:
@@ -128,7 +127,9 @@ class Bound(_Here):
 
     __slots__ = ("_form", "_params", "_program", "_refused", "output_slots", "transient_bytes")
 
-    def __init__(self, program: CompiledProgram, form: Way, params: list[Any], refused: Callable[[], None]) -> None:
+    def __init__(
+        self, program: CompiledProgram, form: Recorded, params: list[Any], refused: Callable[[], None]
+    ) -> None:
         self._program, self._form, self._params, self._refused = program, form, params, refused
         self.transient_bytes = program.transient_bytes
         self.output_slots = form.output_slots
@@ -137,12 +138,10 @@ class Bound(_Here):
     def placement(self) -> Placement | None:
         return self._form.placement
 
-    def run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, task: Task | None = None
-    ) -> list[torch.Tensor]:
-        self._program.left, self._program.params = False, [*params, *self._params[len(params) :]]
+    def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
+        self._program.left = False
         try:
-            return self._form.run(inputs, self._program.params, generator, task)
+            return self._form.run(task, generator, [*task.params, *self._params[len(task.params) :]])
         finally:
             if self._program.left:
                 self._refused()
@@ -162,8 +161,6 @@ class Checked(_Here):
         "_flat",
         "_form",
         "_seconds",
-        "_task",
-        "in_cpp",
         "output_slots",
         "placement",
         "transient_bytes",
@@ -174,34 +171,32 @@ class Checked(_Here):
         flat: FlatProgram,
         form: Form,
         extended: list[Any],
-        task: Task | Replay,
         seconds: float,
         done: Callable[[set[int], int], None],
     ) -> None:
-        self._flat, self._form, self._extended, self._task, self._done = flat, form, extended, task, done
+        self._flat, self._form, self._extended, self._done = flat, form, extended, done
         self._seconds = seconds
         self.transient_bytes = flat.transient_bytes
         self.placement: Placement | None = None
         self.output_slots = flat.program.output_slots
 
-    def run(
-        self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned, _task: Task | None = None
-    ) -> list[torch.Tensor]:
+    def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
         flat, position = self._flat, 0
-        tensors: dict[int, Any] = dict(zip(flat.program.input_slots, inputs, strict=True))
+        frame = Frame.of(task, task.params, generator)
+        tensors = frame.tensors
         bad: set[int] = set()
         number, left = self._form.checked, self._seconds
         while number < len(self._form.parts) and left > 0:
             part = self._form.parts[number].part
-            flat.steps(tensors, params, generator, position, part.start)
+            flat.steps(frame, position, part.start)
             started = time.perf_counter()
             real = [tensors[slot] for slot in part.inputs]
             given = _copies(part, real)
-            made = self._call(given, number, len(params))
+            made = self._call(given, number, len(task.params))
             left -= time.perf_counter() - started
             # What is written now could be what the copies were made of: the flat tier comes second.
             outputs = frozenset(part.outputs)  # some only for views that are made again behind the part
-            flat.steps(tensors, params, generator, part.start, part.stop, outputs)
+            flat.steps(frame, part.start, part.stop, outputs)
             position, started = part.stop, time.perf_counter()
             pairs = [(tensors[slot], slot) for slot in part.outputs]
             written = [i for i, w in enumerate(part.written) if w]
@@ -214,14 +209,14 @@ class Checked(_Here):
                 if wrong or _share(made, given):
                     bad.add(number)
                     counters.compile_mismatches += 1
-                    self._report(part.start, part.stop, wrong)
+                    self._report(task, part.start, part.stop, wrong)
             del real, given, made, pairs
             for index in range(part.start, part.stop):
                 for slot in outputs.intersection(flat.dying[index]):
                     del tensors[slot]
             left -= time.perf_counter() - started
             number += 1
-        flat.steps(tensors, params, generator, position, len(flat.program.instructions))
+        flat.steps(frame, position, len(flat.program.instructions))
         self._done(bad, number)
         return [tensors[slot] for slot in flat.program.output_slots]
 
@@ -233,7 +228,7 @@ class Checked(_Here):
             logger.info("a compiled part is not used: %s", error)
             return None
 
-    def _report(self, start: int, stop: int, wrong: list[int]) -> None:
+    def _report(self, task: Task | Replay, start: int, stop: int, wrong: list[int]) -> None:
         """Warn where the first wrong result was written: the last operation of the part that made or wrote it."""
         instructions = self._flat.program.instructions
         index = stop - 1
@@ -244,7 +239,7 @@ class Checked(_Here):
                 break
             if instruction.op.mutates and any(set(slots_in(value)) & set(wrong) for value in instruction.args):
                 index = at
-        node = self._task.nodes[index]
+        node = task.nodes[index]
         name = instructions[index].op.name
         place = (node.site.file, node.site.line) if node.site is not None else ("<unknown>", 0)
         warnings.warn_explicit(

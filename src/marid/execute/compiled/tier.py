@@ -251,7 +251,7 @@ class Tier:
             extra = max(_copies(specs, part.part) for part in form.parts)
             if extra > room - self.flat.transient_bytes:
                 return self.flat.form(task)
-        return Checked(self.flat, form, extended, task, self._patience(specs), functools.partial(self._judge, form))
+        return Checked(self.flat, form, extended, self._patience(specs), functools.partial(self._judge, form))
 
     def _judge(self, form: Form, bad: set[int], checked: int) -> None:
         """So many parts of a form are checked; use those that were right when all of them are."""

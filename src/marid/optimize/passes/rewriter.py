@@ -38,6 +38,7 @@ __all__ = [
     "operation_of",
     "overloads",
     "pure",
+    "shared_with",
     "slot_of",
     "written_by",
 ]
@@ -301,12 +302,28 @@ def pure(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node, op: Operation) -> list[Any]:
     """The arguments of a call that the operation writes; all of them where nobody knows which."""
-    given = [
+    given = _given(node, op)
+    written = [arg for arg, writes in zip(given, operators.written_arguments(op.func), strict=True) if writes]
+    return [arg for arg in written or given if arg is not None and not isinstance(arg, Constant)]
+
+
+def shared_with(node: fx.Node, op: Operation, path: list[int]) -> fx.Node | None:
+    """The argument of a call in whose memory a result lies, given the result's place in what the call returns."""
+    shared = operators.shared_arguments(op.func)
+    which, *element = path if len(shared) > 1 else (0, *path)
+    position = shared[which] if shared else None
+    arg = None if position is None else _given(node, op)[position]
+    if isinstance(arg, (list, tuple)) and element:
+        arg = arg[element[0]]
+    return arg if isinstance(arg, fx.Node) else None
+
+
+def _given(node: fx.Node, op: Operation) -> list[Any]:
+    """The arguments of a call by position in the schema; None for those that are left out."""
+    return [
         node.args[i] if i < len(node.args) else node.kwargs.get(formal.name)
         for i, formal in enumerate(op.func._schema.arguments)
     ]
-    written = [arg for arg, writes in zip(given, operators.written_arguments(op.func), strict=True) if writes]
-    return [arg for arg in written or given if arg is not None and not isinstance(arg, Constant)]
 
 
 def overloads(*names: str) -> set[Any]:

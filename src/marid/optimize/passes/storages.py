@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from marid.graph.node import Spec
-from marid.optimize.passes.rewriter import Rewriter, op_of, slot_of, written_by
+from marid.optimize.passes.rewriter import Rewriter, op_of, shared_with, slot_of, written_by
 
 __all__ = ["Storages"]
 
@@ -113,10 +113,12 @@ class Storages:
         index = node.meta["index"]
         if node.target is operator.getitem:
             call: Any = node
+            path: list[Any] = []
             while call.target is operator.getitem:
+                path.insert(0, call.args[1])
                 call = call.args[0]
             if "slot" in node.meta:
-                self._name(node, call)
+                self._name(node, call, path)
             return
         for source in node.all_input_nodes:
             slot = source.meta.get("slot")
@@ -130,14 +132,12 @@ class Storages:
                 if not writes or writes[-1] != index:
                     writes.append(index)
         if "slot" in node.meta:
-            self._name(node, node)
+            self._name(node, node, [])
 
-    def _name(self, node: fx.Node, call: fx.Node) -> None:
-        slot, op = slot_of(node), op_of(call)
+    def _name(self, node: fx.Node, call: fx.Node, path: list[Any]) -> None:
+        slot = slot_of(node)
         self.specs[slot] = node.meta["spec"]
-        returns = op.func._schema.returns
-        shared = op.view or any(r.alias_info is not None for r in returns)
-        source = next(iter(_nodes([*call.args, *call.kwargs.values()])), None) if shared else None
+        source = shared_with(call, op_of(call), path)
         self.root[slot] = root = slot if source is None else self.of(source)
         self._members.setdefault(root, []).append(slot)
 

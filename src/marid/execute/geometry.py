@@ -1,0 +1,199 @@
+"""The invariant of the executor: the result of every kernel has the geometry that was recorded for it.
+
+What an operation returns is predicted when it is recorded, and the user has seen it by the time it runs. So size,
+strides, offset, dtype, the two bits of complex views, and in whose memory a result lies, are compared where they are
+computed: by ``native/execute.cpp`` for tables, here for programs that run in Python. A result that differs is laid out
+as recorded, or raises where that cannot be; it is counted, and the recorder is told, so that the next recording of
+such a call is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from marid.errors import LazyTensorError
+from marid.graph.node import Node, Spec
+from marid.graph.operators import resized_slots, shared_slots
+from marid.graph.program import Instruction, Result
+from marid.native import module
+from marid.optimize.passes.lowering import slots_of
+from marid.report.stats import counters
+
+__all__ = ["Misprediction", "Noted", "agrees", "report", "settle", "when_mispredicted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Misprediction:
+    """A result that was recorded otherwise than its kernel made it.
+
+    ``recorded`` and ``seen`` are its specs; ``shares`` says that it lies in memory that it was not to share, or the
+    other way round. ``specs`` and ``params`` are those of the run, and ``node`` stands for the instruction.
+    """
+
+    node: Node
+    instruction: Instruction
+    path: tuple[int, ...]
+    recorded: Spec
+    seen: Spec
+    shares: bool
+    specs: tuple[Spec | None, ...]
+    params: list[Any]
+
+    def __str__(self) -> str:
+        return f"recorded {self.recorded}, computed {self.seen}" + (" in other memory" if self.shares else "")
+
+
+_listeners: list[Callable[[Misprediction], None]] = []
+
+
+def when_mispredicted(listener: Callable[[Misprediction], None]) -> None:
+    """Call ``listener`` with each misprediction that is found."""
+    _listeners.append(listener)
+
+
+class Noted:
+    """Context manager: the mispredictions that are found inside, of any thread."""
+
+    def __enter__(self) -> list[Misprediction]:
+        self._found: list[Misprediction] = []
+        self._listener = self._found.append
+        when_mispredicted(self._listener)
+        return self._found
+
+    def __exit__(self, *_: object) -> None:
+        _listeners.remove(self._listener)
+
+
+def report(misprediction: Misprediction) -> None:
+    """Count a misprediction at the line of its operation, and tell the recorder."""
+    site = "<unknown>" if misprediction.node.site is None else str(misprediction.node.site)
+    counters.count_misprediction(misprediction.instruction.op.name, site, str(misprediction))
+    for listener in _listeners:
+        listener(misprediction)
+
+
+def settle(
+    instruction: Instruction,
+    node: Node,
+    tensors: dict[int, Any],
+    specs: tuple[Spec | None, ...],
+    params: list[Any],
+    unsettled: set[int],
+) -> None:
+    """Lay the results of an instruction out as recorded where they are not, among ``tensors`` by slot. What is
+    ``unsettled`` is left alone. Raises ``LazyTensorError`` where that cannot be."""
+    shared = shared_slots(instruction)
+    given = [tensors[slot] for slot in slots_of(instruction)]
+    for result in instruction.results:
+        spec, tensor = specs[result.slot], tensors[result.slot]
+        base = tensors[shared[result.slot]] if result.slot in shared else None
+        if spec is None or result.slot in unsettled or agrees(tensor, spec, base, given):
+            continue
+        owned = (base is not None or not _is_among(tensor, given)) and _has_its_memory(tensor, base)
+        if tensor.device.type == "cpu":  # kernels of other devices may lay out otherwise than the CPU's
+            report(_misprediction(node, instruction, result, tensor, spec, owned, specs, params))
+        try:
+            tensors[result.slot] = _laid_out(tensor, spec, base, owned)
+        except LazyTensorError:
+            for one in instruction.results:  # what is not what was recorded is nobody's value
+                del tensors[one.slot]
+            raise
+    for slot in resized_slots(instruction):
+        spec, tensor = specs[slot], tensors[slot]
+        if spec is not None and not agrees(tensor, spec, tensor, given):
+            tensors[slot] = _laid_out(tensor, spec, tensor, True)
+
+
+def _misprediction(
+    node: Node,
+    instruction: Instruction,
+    result: Result,
+    tensor: torch.Tensor,
+    spec: Spec,
+    owned: bool,
+    specs: tuple[Spec | None, ...],
+    params: list[Any],
+) -> Misprediction:
+    seen = Spec(*_placement(tensor), tensor.dtype, spec.device, tensor.is_conj(), tensor.is_neg())
+    return Misprediction(node, instruction, result.path, spec, seen, not owned, specs, params)
+
+
+def _laid_out(tensor: torch.Tensor, spec: Spec, base: torch.Tensor | None, owned: bool) -> torch.Tensor:
+    """``tensor`` with the geometry ``spec``: a view of ``base``, or with memory of its own. Raises ``LazyTensorError``
+    where that would be another tensor."""
+    same = tensor.dtype is spec.dtype and tensor.is_conj() == spec.conj and tensor.is_neg() == spec.neg
+    if same and tuple(tensor.shape) == spec.shape:
+        if owned and tensor.storage_offset() == spec.offset and _steps_alike(tensor.stride(), spec):
+            return torch.as_strided(tensor, spec.shape, spec.stride, spec.offset)
+        if base is None and not _overlaps(spec):
+            return _copy(tensor, spec)
+    raise LazyTensorError(
+        f"its result is not what was recorded ({spec} recorded, {list(tensor.shape)} of {tensor.dtype} with strides "
+        f"{list(tensor.stride())} computed{'' if owned else ', in other memory'}). This is a fault of Marid's, please "
+        "report it; recorded once more, the operation is recorded as it was computed now"
+    )
+
+
+def _copy(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    span = 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
+    block = torch.empty(spec.offset + span, dtype=spec.dtype, device=tensor.device)
+    made = block.as_strided(spec.shape, spec.stride, spec.offset)
+    made = torch.ops.aten._conj.default(made) if spec.conj else made
+    made = torch.ops.aten._neg_view.default(made) if spec.neg else made
+    return made.copy_(tensor)
+
+
+def agrees(tensor: Any, spec: Spec, base: torch.Tensor | None, given: list[Any]) -> bool:
+    """Whether a result has the geometry ``spec``, as a view of ``base``, or as a tensor of its own: none of those that
+    were ``given``."""
+    if module is not None:
+        return module.agrees(tensor, spec, base, given)
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype is spec.dtype
+        and _placement(tensor) == (spec.shape, spec.stride, spec.offset)
+        and (tensor.is_conj(), tensor.is_neg()) == (spec.conj, spec.neg)
+        and _has_its_memory(tensor, base)
+        and (base is not None or not _is_among(tensor, given))
+    )
+
+
+def _is_among(tensor: Any, given: list[Any]) -> bool:
+    return any(tensor is one or (type(one) is list and _is_among(tensor, one)) for one in given)
+
+
+def _placement(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _has_its_memory(tensor: torch.Tensor, base: torch.Tensor | None) -> bool:
+    """Whether a result lies in memory of its own, or in that of what it is a view of."""
+    storage = tensor.untyped_storage()
+    if base is not None:
+        return storage._cdata == base.untyped_storage()._cdata
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor, and `storage`
+
+
+def _steps_alike(stride: tuple[int, ...], spec: Spec) -> bool:
+    """Whether strides differ from those of ``spec`` at most where they do not matter."""
+    steps = zip(stride, spec.stride, spec.shape, strict=True)
+    return spec.numel == 0 or all(a == b or size == 1 for a, b, size in steps)
+
+
+def _overlaps(spec: Spec) -> bool:
+    """Whether elements share memory, so far as can be said without search."""
+    reach = 0
+    for step, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return True
+            reach += step * (size - 1)
+    return False
+
+
+if module is not None:
+    module.configure_geometry(Spec)

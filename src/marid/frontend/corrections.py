@@ -1,0 +1,68 @@
+"""Rules that were wrong, made right by what was computed.
+
+When the executor finds a result that is not what was recorded (``execute/geometry.py``), what is known of calls with
+that key is corrected, so that the next one is recorded exactly, and what had predicted it is trusted less: the pattern
+of calls is no longer derived, and large calls of the operator are tried as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marid.execute.geometry import Misprediction
+from marid.frontend import handles, infer
+from marid.frontend.calls import NOT_RECORDED, taken_from
+from marid.frontend.record import recorder_of
+from marid.graph.node import Node, Spec
+from marid.graph.program import ListOf, Param, Slot
+
+__all__ = ["correct"]
+
+
+def correct(misprediction: Misprediction) -> None:
+    """Let calls like the one of ``misprediction`` be recorded as it was computed."""
+    instruction = misprediction.instruction
+    if instruction.op.func.namespace == "marid":  # a compiled part stands for other operators
+        return
+    recorder = recorder_of(instruction.op.func)
+    args = tuple([_given(arg, misprediction) for arg in instruction.args])
+    kwargs = {name: _given(arg, misprediction) for name, arg in instruction.kwargs if name not in NOT_RECORDED}
+    key, values, named, _ = taken_from(_StandIn, args, kwargs, recorder.exact_floats, recorder.exact_lists)
+    infer.try_large_calls(recorder.func)
+    if recorder.deriver is not None:
+        recorder.deriver.distrust(len(values), key)
+    known = recorder.known.get(key)
+    if known is None:
+        return
+    rule = known.rule
+    for out in rule.outs:
+        if out.path == misprediction.path and out.spec is not None:
+            out.spec = _interned(misprediction.seen, out.spec.device)
+    if misprediction.shares:
+        rule.eager = "whose memory its result lies in is not what its schema says"
+    recorder.learn(key, rule, values, named, known.tape.device)
+
+
+class _StandIn:
+    """A tensor of a call that has run: all that is left of it is its spec."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, of: Spec | None) -> None:
+        assert of is not None
+        self._value = Node(0, None, None, None, _interned(of, of.device), None, None, None)
+
+
+def _interned(of: Spec, device: int) -> Spec:
+    return handles.spec(of.shape, of.stride, of.offset, of.dtype, device, of.conj, of.neg)
+
+
+def _given(arg: Any, misprediction: Misprediction) -> Any:
+    """An argument as the operator was called with it."""
+    if isinstance(arg, Slot):
+        return _StandIn(misprediction.specs[arg.index])
+    if isinstance(arg, Param):
+        return misprediction.params[arg.index]
+    if isinstance(arg, ListOf):
+        return [_given(item, misprediction) for item in arg.items]
+    return arg.value

@@ -1,0 +1,142 @@
+"""What ``graph/operators.py`` says operators do to memory, compared with what their kernels do."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from marid.graph import operators
+from marid.graph.operators import operation_of, shared_arguments, written_arguments
+
+from . import opinfo
+
+OPERATORS = sorted(opinfo.operators(), key=opinfo.name_of)
+QUICK = 1  # sample of each operator in the ordinary run
+
+
+class _Watch(TorchDispatchMode):
+    """Compares each call of an ATen operator with the record: as operators come to the recorder, below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formals = func._schema.arguments
+        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(formals)]
+        before = [[_content(tensor) for tensor in _tensors(arg)] for arg in given]
+        memory = [[_memory(tensor) for tensor in _tensors(arg)] for arg in given]
+        returned = func(*args, **kwargs)
+        if func.namespace == "aten":
+            self._check_writes(func, given, before)
+            self._check_results(func, memory, returned)
+        return returned
+
+    def _check_writes(self, func: Any, given: list[Any], before: list[list[Any]]) -> None:
+        for formal, arg, content, writes in zip(
+            func._schema.arguments, given, before, written_arguments(func), strict=True
+        ):
+            changed = any(_content(t) != old for t, old in zip(_tensors(arg), content, strict=True))
+            shares_written = any(
+                _memory(a) == _memory(b)
+                for other, written in zip(given, written_arguments(func), strict=True)
+                if written
+                for a in _tensors(other)
+                for b in _tensors(arg)
+            )
+            if changed and not writes and not shares_written:
+                self.wrong.add(f"{func} writes {formal.name}")
+
+    def _check_results(self, func: Any, memory: list[list[Any]], returned: Any) -> None:
+        shared = shared_arguments(func)
+        results = [returned] if len(shared) == 1 else list(returned or ())
+        for which, (position, result) in enumerate(zip(shared, results, strict=True)):
+            for tensor in _tensors(result):
+                mine = _memory(tensor)
+                if mine is None:  # nothing lies in it
+                    continue
+                found = {index for index, blocks in enumerate(memory) if mine in blocks}
+                if position is None and found:
+                    self.wrong.add(f"{func}: result {which} lies in the memory of argument {min(found)}")
+                elif position is not None and position not in found:
+                    self.wrong.add(f"{func}: result {which} does not lie in the memory of argument {position}")
+        if operation_of(func).view and any(written_arguments(func)):
+            self.wrong.add(f"{func} is a view and a write")
+
+
+def _tensors(arg: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Which block a tensor lies in; None where it has none."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return None
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else None
+
+
+def _content(tensor: torch.Tensor) -> Any:
+    """The bytes of the elements of a tensor."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    plain = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return tensor.shape, plain.numpy().tobytes()
+
+
+def _run(op: opinfo.OpInfo, dtype: torch.dtype, count: int | None) -> set[str]:
+    watch = _Watch()
+    variants = [op, op.inplace_variant] if op.inplace_variant is not None else [op]
+    for sample in itertools.islice(opinfo.samples_of(op, dtype, False), count):
+        for variant in variants:
+            outcomes = []
+            for mode in (contextlib.nullcontext(), watch):
+
+                def call(variant: Any = variant, sample: Any = sample, mode: Any = mode) -> Any:
+                    copied = opinfo.cloned(sample)
+                    with mode, torch.no_grad():
+                        return opinfo.call(variant, copied)
+
+                try:
+                    outcomes.append(opinfo.outcome_of(call)[0])
+                except opinfo.SparseSample:
+                    break
+            if outcomes == ["value", "error"]:
+                watch.wrong.add(f"{op.name} raises while it is watched")
+    return watch.wrong
+
+
+def _check(op: opinfo.OpInfo, count: int | None) -> None:
+    supported = op.supported_dtypes("cpu")
+    dtypes = [dtype for dtype in (torch.float32, torch.int64) if dtype in supported][: 1 if count else 2]
+    wrong = {line for dtype in dtypes for line in _run(op, dtype, count)}
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=opinfo.name_of)
+def test_the_record_agrees_with_the_kernels(op: opinfo.OpInfo) -> None:
+    """On the first samples: whose memory results lie in, and which arguments are written."""
+    _check(op, QUICK)
+
+
+def test_the_comparison_finds_what_is_not_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_UNMARKED_VIEWS", {})
+    monkeypatch.setattr(operators, "_UNMARKED_WRITES", {})
+    monkeypatch.setattr(operators, "shared_arguments", operators.shared_arguments.__wrapped__)
+    monkeypatch.setitem(globals(), "shared_arguments", operators.shared_arguments)
+    by_name = {opinfo.name_of(op): op for op in OPERATORS}
+    found = {name: _run(by_name[name], torch.float32, None) for name in ("matmul", "unsafe_chunk", "native_batch_norm")}
+    assert all(found.values()), found
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("op", OPERATORS, ids=opinfo.name_of)
+def test_the_record_agrees_with_the_kernels_on_every_sample(op: opinfo.OpInfo) -> None:
+    _check(op, None)
