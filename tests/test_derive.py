@@ -38,6 +38,15 @@ def _norm(n: int, device: str, dtype: torch.dtype = torch.float32) -> Any:
     return out, torch.autograd.grad(out.square().sum(), (x, w, b))
 
 
+def _batch_norm(n: int, device: str) -> Any:
+    x, w, b, mean = (torch.randn(*s, device=device) for s in ((4, n, 3, 2), (n,), (n,), (n,)))
+    variance = torch.rand(n, device=device) + 1
+    shapes = x, x.flatten(2), x.sum((2, 3))
+    trained = [F.batch_norm(t, mean.clone(), variance.clone(), w, b, True) for t in shapes]
+    evaluated = [F.batch_norm(t, mean, variance, w, None) for t in shapes]
+    return trained, evaluated, F.batch_norm(x, None, None, None, b, True)
+
+
 def _embedding(n: int, device: str) -> Any:
     table = torch.randn(7, 4, device=device, requires_grad=True)
     out = F.embedding(torch.arange(n * 2, device=device).view(n, 2) % 7, table)
@@ -78,7 +87,7 @@ def _in_place(n: int, device: str) -> Any:
     return x, y, x.masked_fill(x > 1, 0.0), torch.cat([x, x[:1]]), x.clone(), x.double()
 
 
-PROGRAMS = [_attention, _norm, _embedding, _pointwise, _views, _reductions, _products, _in_place]
+PROGRAMS = [_attention, _norm, _batch_norm, _embedding, _pointwise, _views, _reductions, _products, _in_place]
 
 
 @needs_module

@@ -13,7 +13,7 @@ ROOT = Path(marid.__file__).parent
 
 # From the bottom up; the longest matching prefix places a module.
 LAYERS = [
-    {"errors", "settings"},
+    {"errors", "settings", "uninterrupted"},
     {"native"},
     {"graph"},
     {"semantics"},

@@ -335,3 +335,66 @@ def test_optimizers_calculate_as_on_the_cpu(name: str, options: dict[str, Any]) 
 
     for mine, plain in zip(run(DEVICE), run("cpu"), strict=True):
         assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", [(3,), (2, 1), (4, 3, 2), (3, 2, 1, 2), (2, 3, 0, 1, True)])
+def test_max_pool1d_takes_the_kernels_of_the_cpu(options: tuple[Any, ...], mode: Any) -> None:
+    """One lays out its result anew, the other, for gradients, as the input: whoever requires them."""
+
+    def run(device: str) -> list[Any]:
+        found = []
+        for shape, trained in itertools.product([(2, 3, 8), (5, 8), (1, 8, 1), (2, 0, 8)], (False, True)):
+            x = torch.randn(shape).to(device).mT.requires_grad_(trained)
+            with mode():
+                try:
+                    y = F.max_pool1d(x, *options)
+                    found.append((y.stride(), y.tolist()))
+                except RuntimeError as error:
+                    found.append(str(error))
+        return found
+
+    results = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        results.append(run(device))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_linear_counts_strides_of_single_elements(bias: bool, trained: bool) -> None:
+    """Which of two kernels the CPU takes is decided by them, and by what would require gradients."""
+    tensors, found = [torch.randn(1, 7, 8), torch.randn(24, 8), torch.randn(24)], []
+    for device in ("cpu", DEVICE):
+        x, w, b = (t.to(device) for t in tensors)
+        w.requires_grad_(trained)
+        with torch.no_grad():
+            found.append(F.linear(x.transpose(0, 1), w, b if bias else None))
+    assert found[1].stride() == found[0].stride()
+    assert torch.equal(found[1].cpu(), found[0])
+
+
+def test_attention_without_gradients() -> None:
+    """A batch of one, of which the CPU multiplies every row alone or all at once."""
+    attention = torch.nn.MultiheadAttention(8, 2, bias=False, batch_first=True)
+    there, x = copy.deepcopy(attention).to(DEVICE), torch.randn(1, 7, 8)
+    with torch.no_grad():
+        expected, found = (m(*[t] * 3, need_weights=False)[0] for m, t in ((attention, x), (there, x.to(DEVICE))))
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_one_operator_is_recorded(masked: bool) -> None:
+    """Whether it returns weights depends on the kernel that the CPU takes; it does not run eagerly for that."""
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    there, x = copy.deepcopy(attention).to(DEVICE), torch.randn(2, 7, 8)
+    mask = torch.ones(7, 7, dtype=torch.bool).triu(1) if masked else None
+    marid.reset_stats()
+    with torch.no_grad():
+        expected, _ = attention(x, x, x, need_weights=False, attn_mask=mask)
+        on = x.to(DEVICE)
+        found, weights = there(on, on, on, need_weights=False, attn_mask=None if mask is None else mask.to(DEVICE))
+    assert weights is None
+    assert not marid.stats().fallbacks
+    assert torch.equal(found.cpu(), expected)

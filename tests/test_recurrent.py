@@ -172,6 +172,19 @@ def test_large(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODULES)
+def test_few_features_of_large_inputs(kind: str) -> None:
+    """With small sizes in place of the large ones such tensors do not fit together, and kernels do not notice."""
+
+    def run(device: str) -> Any:
+        torch.manual_seed(2)
+        module = MODULES[kind](160, 4).to(device)
+        x = leaf(torch.randn(17, 8, 160), device)
+        return outcome(module, [x], module(x))
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("kind", MODULES)
 def test_float16(kind: str) -> None:
     check(kind, torch.float16, bidirectional=True)
 

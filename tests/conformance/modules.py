@@ -128,7 +128,7 @@ def _train(info: OptimizerInfo, device: str, dtype: torch.dtype, kwargs: dict[st
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = sum(((p - g) ** 2).sum() for p, g in zip(leaves, goals, strict=True))
+        loss = sum(((p - g).abs() ** 2).sum() for p, g in zip(leaves, goals, strict=True))
         assert isinstance(loss, torch.Tensor)
         loss.backward()
         if sparse:
@@ -144,4 +144,5 @@ def _train(info: OptimizerInfo, device: str, dtype: torch.dtype, kwargs: dict[st
             losses.append(closure())
             optimizer.step()
     state = [dict(optimizer.state[p]) for p in leaves]
-    return _read([[p.detach() for p in leaves], [loss.detach() for loss in losses], state])
+    gradients = [p.grad for p in leaves]  # an optimizer that writes to them does so on both devices
+    return _read([[p.detach() for p in leaves], gradients, [loss.detach() for loss in losses], state])

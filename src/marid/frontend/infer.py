@@ -2,17 +2,19 @@
 
 For every new combination of operator, input specs and constants the operator runs twice: on meta tensors, and (where it
 is cheap) on small or shrunk CPU tensors of the same geometry filled with ones. The meta run predicts; the *probe* keeps
-it honest: it corrects strides where a meta kernel differs from the CPU kernel, and it raises what eager PyTorch raises.
-The answer is a ``Rule``, cached by the caller.
+it honest: it corrects strides and dtypes where a meta kernel differs from the CPU kernel, and it raises what eager
+PyTorch raises. Large calls are tried with small sizes, and as they are where those mean nothing or the two disagree on
+them. The answer is a ``Rule``, cached by the caller.
 
-When the two disagree on anything but strides, or nothing can be predicted, the rule says ``eager``: the operation then
-runs on its real inputs. So a wrong meta kernel costs time and never a wrong answer.
+When the two disagree on shapes, which can depend on the made-up values, or nothing can be predicted, the rule says
+``eager``: the operation then runs on its real inputs. So a wrong meta kernel costs time and never a wrong answer.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,21 +22,49 @@ import torch._meta_registrations  # Python meta kernels
 
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
-from marid.frontend.smaller import SMALL, dense_like
+from marid.frontend.smaller import Smaller, sizes_of
 from marid.graph.node import Node, Output, Spec, Value, root_of
 
-__all__ = ["OutSpec", "Request", "Rule", "infer", "probe"]
+__all__ = ["OutSpec", "Request", "Rule", "infer", "probe", "smaller", "try_large_calls"]
 
 _PROBE_ELEMENTS = 1 << 14
 _WHOLE_ELEMENTS = 1 << 24
-# Operators that give results other strides than their meta kernels say: large calls are tried as they are.
-_LAID_OUT_OTHERWISE = {
-    *(torch.ops.aten._fft_r2c.default, torch.ops.aten._fft_c2r.default, torch.ops.aten._fft_c2c.default),
-    *(torch.ops.aten.linalg_eig.default, torch.ops.aten.max_unpool2d.default, torch.ops.aten.nonzero_static.default),
+# Operators whose meta kernels are missing, or written for CUDA. The shapes of their results do not depend on data, so a
+# trial run tells them.
+_SHAPED_BY_SIZES = {
+    *(torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor),
+    *(torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default),
+    *(torch.ops.aten._grouped_mm.default, torch.ops.aten.geqrf.default),
+    *(torch.ops.aten.fractional_max_pool3d_backward.default, torch.ops.aten.multi_margin_loss_backward.default),
+    *(torch.ops.aten.histogram.bin_ct, torch.ops.aten.histogram.bins_tensor),
+    torch.ops.aten._native_multi_head_attention.default,  # which gives weights or not, by the kernel that it takes
+    *(torch.ops.aten._histogramdd_bin_edges.default, torch.ops.aten._histogramdd_from_bin_cts.default),
+    *(torch.ops.aten._histogramdd_from_bin_tensors.default, torch.ops.aten.multilabel_margin_loss_backward.default),
 }
+# Operators that return less where they do not train than their meta kernels say.
+_SAVE_NOTHING = {torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default}
+# Operators whose small calls were laid out otherwise than large ones.
+_TRIED_AS_THEY_ARE: set[Any] = set()
 # Operators whose kernels refuse large sizes that their meta kernels accept.
-_WRONGLY_REFUSED = {torch.ops.aten._grouped_mm.default}  # by meta kernels written for CUDA; shapes are static
 _LIMITED_IN_SIZE = {torch.ops.aten.multinomial.default, torch.ops.aten.multinomial.out}
+
+
+def _arange(*bounds: Any, dtype: torch.dtype | None = None, device: torch.device, **options: Any) -> torch.Tensor:
+    start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    whole, real = (all(isinstance(bound, kinds) for bound in (start, end, step)) for kinds in (int, (int, float)))
+    if not real or not (whole or dtype is None or dtype.is_floating_point):  # its kernel rounds first
+        return torch.ops.aten.arange.start_step(start, end, step, dtype=dtype, device=device, **options)
+    count = -((start - end) // step) if whole else math.ceil((end - start) / step)
+    default = torch.int64 if whole else torch.get_default_dtype()
+    return torch.empty(count, dtype=dtype or default, device=device)
+
+
+# Operators whose meta kernels are written in Python and import sympy, though they are among the first that a program
+# calls; and what returns the same without them.
+_PREDICTED_BY = {
+    torch.ops.aten.randn.generator: torch.ops.aten.rand.generator,
+    **dict.fromkeys([getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")], _arange),
+}
 
 
 @dataclass(slots=True)
@@ -85,18 +115,30 @@ class Request:
     mutates: bool
 
 
+def try_large_calls(func: Any) -> None:
+    """From now on try large calls of an operator as they are: the same with small sizes was laid out otherwise."""
+    _TRIED_AS_THEY_ARE.add(func)
+
+
 def infer(request: Request) -> Rule:
     """The rule of a request. Raises what eager PyTorch raises for it."""
     try:
-        predicted, meta_args = _run(request, "meta", None)
-    except NotImplementedError:
-        return Rule(eager="it has no meta kernel")
+        predicted, meta_args = _predicted(request)
+    except NotImplementedError as error:
+        return _disputed(request, error) if request.func in _SHAPED_BY_SIZES else Rule(eager="it has no meta kernel")
     except Exception as error:  # Whatever it is, eager PyTorch decides: the probe raises its own error or disproves it.
         return _disputed(request, error)
     rule = _corrected(_rule_of(request, predicted, meta_args), request)
     if rule.eager is None and request.probes:
         _verify(request, rule)
     return rule
+
+
+def _predicted(request: Request) -> tuple[Any, list[torch.Tensor]]:
+    """What the meta kernel returns, and its arguments. An operator that returns nothing needs none."""
+    if not request.func._schema.returns:
+        return None, _StandIns(request, "meta", None).all()
+    return _run(request, "meta", None, _PREDICTED_BY.get(request.func))
 
 
 def _disputed(request: Request, error: Exception) -> Rule:
@@ -108,14 +150,14 @@ def _disputed(request: Request, error: Exception) -> Rule:
             probed, cpu_args = _run(request, "cpu", 1)
     except Exception as eager_error:
         raise eager_error.with_traceback(None) from None
-    if request.func in _WRONGLY_REFUSED:
+    if request.func in _SHAPED_BY_SIZES:
         return _rule_of(request, probed, cpu_args)
     return Rule(eager="its meta kernel refuses what the CPU kernel accepts")
 
 
 def _corrected(rule: Rule, request: Request) -> Rule:
     """Shapes that the meta kernel gets wrong for the CPU."""
-    if request.func is torch.ops.aten.native_batch_norm.default and not request.args[5]:
+    if request.func in _SAVE_NOTHING and not request.args[5]:
         for out in rule.outs[1:]:  # nothing is saved outside of training
             assert out.spec is not None
             out.spec = handles.spec((0,), (1,), 0, out.spec.dtype, request.device)
@@ -123,17 +165,42 @@ def _corrected(rule: Rule, request: Request) -> Rule:
 
 
 def _verify(request: Request, rule: Rule) -> None:
-    """Correct the strides of ``rule`` by a probe, or mark it eager when a probe contradicts it."""
-    ran, seen = probe(request, rule)
-    if ran and seen is None and request.func in _LAID_OUT_OTHERWISE:
-        if _elements(request, rule) > _WHOLE_ELEMENTS:
-            rule.eager = "its meta kernel and its CPU kernel disagree"
+    """Correct strides and dtypes of ``rule`` by a probe, or mark it eager when a probe contradicts it."""
+    if not _is_cheap(request, rule):
+        agree = request.func not in _TRIED_AS_THEY_ARE and (request.view or _agree_when_small(request))
+        if agree:
             return
-        ran, seen = probe(request, rule, whole=True)
+        if _elements(request, rule) > _WHOLE_ELEMENTS:
+            if agree is False:
+                rule.eager = "its meta kernel and its CPU kernel disagree"
+            return
+    ran, seen = _tried(request)
     if not ran:
         rule.eager = "a trial run of it failed"
     elif seen is not None:
-        _adopt(rule, seen)
+        _adopt(rule, seen, request.func in _SHAPED_BY_SIZES)
+
+
+def _agree_when_small(request: Request) -> bool | None:
+    """Whether the same call with small sizes returns what its meta kernel says; None where it means nothing then."""
+    small = smaller(request)
+    try:
+        predicted, meta_args = _predicted(small)
+    except Exception:  # Sizes among its arguments do not fit the others any more.
+        return None
+    ran, seen = _tried(small)
+    return ran and (seen is None or seen == _corrected(_rule_of(small, predicted, meta_args), small))
+
+
+def smaller(request: Request) -> Request:
+    """The same call with small sizes."""
+    call = Smaller(sizes_of(request.func)).call(request.args, tuple(request.kwargs.items()), tuple(request.tensors))
+    args, kwargs, values = call
+    return replace(request, args=args, kwargs=dict(kwargs), tensors=list(values))
+
+
+def _is_cheap(request: Request, rule: Rule) -> bool:
+    return request.func in _LIMITED_IN_SIZE or _elements(request, rule) <= _PROBE_ELEMENTS
 
 
 def _elements(request: Request, rule: Rule) -> int:
@@ -141,57 +208,47 @@ def _elements(request: Request, rule: Rule) -> int:
     return elements + sum(out.spec.numel for out in rule.outs if out.spec is not None)
 
 
-def probe(request: Request, rule: Rule, whole: bool = False) -> tuple[bool, Rule | None]:
-    """Whether a trial run on the CPU does not fail, and the rule that it gives; None where it cannot tell. Large calls
-    are only tried with small sizes, unless they are to be tried as they are (``whole``)."""
-    large = not whole and _elements(request, rule) > _PROBE_ELEMENTS
-    shrink = large and request.func not in _LIMITED_IN_SIZE
-    if shrink and (request.view or not _shrinkable(request)):
-        return True, None
+def probe(request: Request, rule: Rule) -> tuple[bool, Rule | None]:
+    """Whether a trial run on the CPU does not fail, and the rule that it gives; None where it cannot tell, as for calls
+    that are too large to be tried."""
+    return _tried(request) if _is_cheap(request, rule) else (True, None)
+
+
+def _tried(request: Request) -> tuple[bool, Rule | None]:
     for fill in (1, 0):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                probed, cpu_args = _run(request, "cpu", fill, shrink)
+                probed, cpu_args = _run(request, "cpu", fill)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             return True, None  # about the values, which are made up
         except Exception:  # Made-up values can be at fault; only the real ones tell.
             continue
-        return True, None if shrink else _rule_of(request, probed, cpu_args)
+        return True, _rule_of(request, probed, cpu_args)
     return False, None
 
 
-def _adopt(rule: Rule, seen: Rule) -> None:
-    mine = [out.spec for out in rule.outs] + [spec for _, spec in rule.resized]
-    theirs = [out.spec for out in seen.outs] + [spec for _, spec in seen.resized]
-    same = len(mine) == len(theirs) and all(
-        a is b or (a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype)
-        for a, b in zip(mine, theirs, strict=True)
-    )
-    if not same:
+def _adopt(rule: Rule, seen: Rule, shapes: bool) -> None:
+    """Correct a rule by what was seen; its shapes too, where these may be believed. Which results there are does not
+    depend on values."""
+    mine = {out.path: out.spec for out in rule.outs}
+    pairs = [(mine.get(out.path), out.spec) for out in seen.outs]
+    resized = dict(rule.resized)
+    pairs += [(resized.get(index), spec) for index, spec in seen.resized]
+    same = all(a is None or b is None or a.shape == b.shape for a, b in pairs)
+    if not shapes and not (same and resized.keys() == dict(seen.resized).keys()):
         rule.eager = "its meta kernel and its CPU kernel disagree"
         return
     rule.returns, rule.outs, rule.resized, rule.nbytes = seen.returns, seen.outs, seen.resized, seen.nbytes
 
 
-def _shrinkable(request: Request) -> bool:
-    """Whether the operation means the same on smaller tensors: it has no size among its arguments."""
-
-    def free(arg: Any) -> bool:
-        if type(arg) is tuple or type(arg) is list:
-            return all(type(item) is Node or type(item) is Output or item is None for item in arg)
-        return True
-
-    return all(free(arg) for arg in request.args) and all(free(arg) for arg in request.kwargs.values())
-
-
 # --- running on stand-ins ------------------------------------------------------------------------------------------
 
 
-def _run(request: Request, device: str, fill: int | None, shrink: bool = False) -> tuple[Any, list[torch.Tensor]]:
-    """Run on stand-ins; the return value and the stand-ins of ``request.tensors``."""
+def _run(request: Request, device: str, fill: int | None, func: Any = None) -> tuple[Any, list[torch.Tensor]]:
+    """Run the operator, or ``func``, on stand-ins; the return value and the stand-ins of ``request.tensors``."""
     with concretely():
-        stand_ins = _StandIns(request, device, fill, shrink)
+        stand_ins = _StandIns(request, device, fill)
         args = [stand_ins.place(arg) for arg in request.args]
         kwargs = {name: stand_ins.place(arg) for name, arg in request.kwargs.items()}
         names = {argument.name for argument in request.func._schema.arguments}
@@ -199,26 +256,25 @@ def _run(request: Request, device: str, fill: int | None, shrink: bool = False) 
             kwargs["device"] = torch.device(device)
         if "generator" in names:
             kwargs["generator"] = torch.Generator() if device == "cpu" else None  # the user's must not move
-        returned = request.func(*args, **kwargs)
+        returned = (func or request.func)(*args, **kwargs)
     return returned, stand_ins.made
 
 
 class _StandIns:
     """Tensors of the asked geometry; values that share memory get stand-ins that share it too."""
 
-    def __init__(self, request: Request, device: str, fill: int | None, shrink: bool) -> None:
+    def __init__(self, request: Request, device: str, fill: int | None) -> None:
         self.made: list[torch.Tensor] = []
+        self._values = request.tensors
         self.same = request.same
         self.device = device
         self.fill = fill
-        self.shrink = shrink
-        self.sizes: dict[int, int] = {}
         self.blocks: dict[int, torch.Tensor] = {}  # by identity of the value whose memory it stands for
         spans: dict[int, int] = {}  # in bytes
         widest: dict[int, int] = {}
         for value in request.tensors:
             assert value.spec is not None
-            shape, stride, offset = self._geometry(value)
+            shape, stride, offset = value.spec.shape, value.spec.stride, value.spec.offset
             span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
             root = id(root_of(value))
             width = value.spec.dtype.itemsize
@@ -231,6 +287,12 @@ class _StandIns:
                 # Whole elements of the widest dtype, so that the block can be seen as any of them.
                 nbytes = -(-spans[root] // widest[root]) * widest[root]
                 self.blocks[root] = self._block(nbytes // value.spec.dtype.itemsize, value.spec.dtype)
+
+    def all(self) -> list[torch.Tensor]:
+        """The stand-ins of all values."""
+        for value in self._values:
+            self.place(value)
+        return self.made
 
     def place(self, arg: Any) -> Any:
         """The argument with stand-ins in place of values; values are met in the order of ``request.tensors``."""
@@ -245,20 +307,14 @@ class _StandIns:
         spec = value.spec
         assert spec is not None
         block = self.blocks[id(root_of(value))]
-        tensor = (block if block.dtype is spec.dtype else block.view(spec.dtype)).as_strided(*self._geometry(value))
+        tensor = (block if block.dtype is spec.dtype else block.view(spec.dtype)).as_strided(
+            spec.shape, spec.stride, spec.offset
+        )
         if spec.conj:
             torch._C._set_conj(tensor, True)
         if spec.neg:
             torch._C._set_neg(tensor, True)
         return tensor
-
-    def _geometry(self, value: Value) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        spec = value.spec
-        assert spec is not None
-        if not self.shrink:
-            return spec.shape, spec.stride, spec.offset
-        shape = tuple(self._small(size) for size in spec.shape)
-        return shape, dense_like(shape, spec.stride), 0
 
     def _block(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         block = torch.empty(size, dtype=dtype, device=self.device)
@@ -267,12 +323,6 @@ class _StandIns:
             integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
             block.fill_(1 - self.fill if integral else self.fill)
         return block
-
-    def _small(self, size: int) -> int:
-        if size <= SMALL:
-            return size
-        # Equal sizes stay equal and different ones different.
-        return self.sizes.setdefault(size, SMALL + 1 + len(self.sizes))
 
 
 # --- from results to rules -----------------------------------------------------------------------------------------

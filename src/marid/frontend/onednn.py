@@ -22,7 +22,7 @@ LSTM = 2  # oneDNN's number for it
 
 Tensor = torch.Tensor
 
-# The hidden size is a list because that keeps ``infer`` from trying the operator on smaller tensors.
+# The kernels read as much memory as the hidden size says, whatever there is: see ``_checked``.
 _TENSORS = "Tensor input, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor hx, Tensor cx"
 _GRADS = "Tensor output, Tensor hy, Tensor cy, Tensor? grad_output, Tensor? grad_hy, Tensor? grad_cy, Tensor workspace"
 _FLAGS = "bool reverse, int[] hidden_size, bool has_biases"
@@ -44,8 +44,18 @@ def _layer_on_cpu(*args: Any) -> Any:
     return output, hy, cy, aten.slice.Tensor(workspace, 0, 0, 1) if keep else None
 
 
+def _checked(input: Tensor, w_ih: Tensor, w_hh: Tensor, hx: Tensor, cx: Tensor, hidden_size: int) -> None:
+    """Raise for tensors that do not fit together, as those of a call with smaller sizes (``frontend/smaller.py``)
+    mostly do not: meta kernels are all that keeps such a call from being tried."""
+    gates, state = 4 * hidden_size, (input.shape[1], hidden_size)
+    fits = w_ih.shape == (gates, input.shape[2]) and w_hh.shape == (gates, hidden_size)
+    if not fits or hx.shape[-2:] != state or cx.shape[-2:] != state:
+        raise RuntimeError(f"tensors that are not those of an LSTM layer with {hidden_size} hidden features")
+
+
 def _layer_on_meta(*args: Any) -> Any:
-    (input, *_, hx, cx), (_, hidden_size, _, keep) = args[:7], args[7:]
+    (input, w_ih, w_hh, _, _, hx, cx), (_, hidden_size, _, keep) = args[:7], args[7:]
+    _checked(input, w_ih, w_hh, hx, cx, hidden_size[0])
     output = aten.new_empty.default(input, [input.shape[0], input.shape[1], hidden_size[0]])
     workspace = aten.new_empty.default(input, [1], dtype=torch.uint8) if keep else None
     return output, aten.new_empty.default(hx, hx.shape), aten.new_empty.default(cx, cx.shape), workspace
@@ -62,6 +72,7 @@ def _backward_on_cpu(*args: Any) -> Any:
 
 def _backward_on_meta(*args: Any) -> Any:
     input, w_ih, w_hh, _, _, hx, cx = args[:7]
+    _checked(input, w_ih, w_hh, hx, cx, args[15][0])
     bias = aten.new_empty.default(w_ih, w_ih.shape[:1], dtype=torch.float32)
     found = [aten.new_empty.default(t, t.shape, dtype=torch.float32) for t in (input, w_ih, w_hh, hx, cx)]
     return (*found[:3], bias, torch.empty_like(bias), *found[3:])

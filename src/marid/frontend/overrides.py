@@ -16,10 +16,10 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from marid.engine.inprocess import concretely
-from marid.frontend import handles
+from marid.frontend import autocast, handles
 from marid.frontend.cells import dropout
 from marid.frontend.record import Recorder, special
-from marid.frontend.rules import attends
+from marid.frontend.rules import attends, has_plain_rows
 from marid.native import module
 
 aten = torch.ops.aten
@@ -74,16 +74,24 @@ def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
 
 
 # Recorded whole where it gives the bits of its steps whatever requires gradients: that decides how the CPU folds inputs
-# that are not contiguous. Above autograd ``native/kernels.cpp`` has the same rule for what nobody differentiates.
+# whose rows do not lie behind each other. Above autograd ``native/kernels.cpp`` has the same rule for what nobody
+# differentiates.
 
 
 @special(aten.linear.default, by_key=True)
 def _linear(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     input, *others = (t for t in (*args, *kwargs.values()) if t is not None)
-    is_simple = input.dim() == 2 or input.is_contiguous()
+    required = any(t.requires_grad for t in (input, *others))
+    is_simple = input.dim() == 2 or has_plain_rows(input.shape, input.stride())
+    is_simple = is_simple or (not required and input.is_contiguous())
     if is_simple and all(handles.is_lazy(t) and t.device == input.device for t in (input, *others)):
         return recorder.record(args, kwargs)
     return aten.linear.default.decompose(*args, **kwargs)
+
+
+# Recorded whole too: where nobody differentiates it the CPU has a kernel for it. It arrives so from
+# ``native/kernels.cpp`` and in inference mode.
+special(aten.max_pool1d.default, by_key=True)(Recorder.record)
 
 
 # Subclasses never broadcast a single matrix against a batch: another kernel multiplies them.
@@ -103,7 +111,8 @@ def _matmul_to_write(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     # Where the result is given, what has a gradient is folded no other way than what has none.
     if self.dim() == other.dim() == 3 and other.shape[0] == 1 != self.shape[0] and other.requires_grad:
         other = other.squeeze(0)
-    return _matmul(self.detach(), other.detach())
+    with autocast.without():  # the CPU calls operators that are given their result, and those are on no list
+        return _matmul(self.detach(), other.detach())
 
 
 # Subclasses are not written to, or are written through C++ storages, which handles do not have.
@@ -234,20 +243,44 @@ def _average_weights_as_on_the_cpu() -> None:
     module._get_foreach_kernels_supported_devices = lambda: [n for n in supported() if n != handles.DEVICE_TYPE]
 
 
+# Where nobody chooses, optimizers take one parameter after the other on the CPU, and foreach operators on the device.
+# Those give the same bits for parameters of these types, but three optimizers calculate in another order with them.
+_EQUAL_WITH_FOREACH = (torch.float32, torch.float64)
+_ANOTHER_ORDER = ("asgd", "nadam", "radam")
+
+
 def _optimize_as_on_the_cpu() -> None:
-    # With foreach operators these calculate in another order; all others do not.
-    for name in ("asgd", "nadam", "radam"):
+    for name in "adadelta adagrad adam adamax asgd nadam radam rmsprop rprop sgd".split():
         module: Any = importlib.import_module(f"torch.optim.{name}")
-        module._default_to_fused_or_foreach = _one_by_one(module._default_to_fused_or_foreach)
+        choose = module._default_to_fused_or_foreach
+        module._default_to_fused_or_foreach = _chosen_as_on_the_cpu(choose, name in _ANOTHER_ORDER)
+    _keep_gradients()
 
 
-def _one_by_one(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+def _chosen_as_on_the_cpu(choose: Callable[..., tuple[bool, bool]], never: bool) -> Callable[..., tuple[bool, bool]]:
     @functools.wraps(choose)
     def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[bool, bool]:
-        lazy = any(p is not None and p.device.type == handles.DEVICE_TYPE for p in params)
-        return (False, False) if lazy else choose(params, *args, **kwargs)
+        lazy = [p for p in params if p is not None and p.device.type == handles.DEVICE_TYPE]
+        if lazy and (never or any(p.dtype not in _EQUAL_WITH_FOREACH for p in lazy)):
+            return False, False
+        return choose(params, *args, **kwargs)
 
     return wrapper
+
+
+def _keep_gradients() -> None:
+    # With foreach operators, Nesterov's momentum is added to the gradients themselves.
+    module: Any = importlib.import_module("torch.optim.sgd")
+    sgd = module.sgd
+
+    @functools.wraps(sgd)
+    def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        chosen = len(args) > 3 or kwargs.get("foreach") is not None or kwargs.get("fused") is not None
+        if not chosen and kwargs.get("nesterov") and any(p.device.type == handles.DEVICE_TYPE for p in params):
+            kwargs["foreach"] = False
+        sgd(params, *args, **kwargs)
+
+    module.sgd = wrapper
 
 
 @functools.lru_cache(maxsize=4096)

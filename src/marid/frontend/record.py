@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch._C import _current_graph_task_id as current_graph_task
 
-from marid.frontend import handles, infer, random
+from marid.frontend import autocast, handles, infer, late, random
 from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
 from marid.frontend.handles import new_handle, storage_of
@@ -33,7 +33,7 @@ from marid.semantics import scopes
 from marid.semantics.scopes import INTERNAL, capture_site, current_site, sites, state
 from marid.settings import settings
 
-__all__ = ["Recorder", "dispatch", "follow_default_dtype", "recorder_of", "special"]
+__all__ = ["Recorder", "dispatch", "follow_switches", "recorder_of", "special"]
 
 logger = logging.getLogger("marid")
 
@@ -76,10 +76,12 @@ class Recorder:
     ``known`` has what is known of its calls, by key. A ``plain`` operator needs nothing but the key to be recorded, one
     that returns the ``same_value`` not even that.
     ``exact_floats`` makes floating-point numbers part of the key, ``exact_lists`` those in lists. ``deriver`` gives
-    what is known of a new call without inferring it, where that can be.
+    what is known of a new call without inferring it, where that can be. One that ``asks_autocast`` may be composed of
+    operators that autocast changes.
     """
 
     __slots__ = (
+        "asks_autocast",
         "bumps",
         "deriver",
         "dynamic",
@@ -105,8 +107,9 @@ class Recorder:
         self.position = {a.name: index for index, a in enumerate(schema.arguments)}
         self.op = operation_of(func)
         mutates = self.op.mutates
-        if module is not None:
-            module.adopt(func.name() if func._overloadname != "default" else f"{name}.default", id(func))
+        self.handler = _handlers.get(func)
+        self.asks_autocast = self.handler is None and autocast.may_call_listed(func)
+        self._adopt()
         self.takes_generator = "generator" in self.position
         draws = torch.Tag.nondeterministic_seeded in func.tags and name not in _NEVER_RANDOM
         self.random = draws or self.takes_generator
@@ -118,7 +121,6 @@ class Recorder:
         # Operators on lists leave it to their kernels to note that tensors changed.
         self.bumps = mutates and name.startswith("aten::_foreach_")
         self.known: dict[Any, Known] = {}
-        self.handler = _handlers.get(func)
         self.same_value = func in _SAME_VALUE
         if self.handler is None and _is_composite(func):
             self.handler = _decompose
@@ -126,9 +128,24 @@ class Recorder:
         self.exact_floats = self.random or from_numbers  # which then may decide the shape
         # Numbers in lists may be factors of sizes, but not where there is one for each tensor.
         self.exact_lists = self.exact_floats or not name.startswith("aten::_foreach_")
-        self.deriver = None if self.random else deriver_of(self)
+        self.deriver = None if self.random and not self.takes_generator else deriver_of(self)
         by_key = self.handler is None or func in _handled_by_key
         self.plain = not self.random and not self.dynamic and name not in _MASK_WRITTEN and by_key
+
+    def _adopt(self) -> None:
+        if module is not None:
+            overload = "" if self.func._overloadname != "default" else ".default"
+            module.adopt(self.func.name() + overload, id(self.func), self.asks_autocast)
+
+    def is_changed_by_autocast(self, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether autocast is on and changes what this operator is composed of."""
+        if not autocast.is_on():
+            return False
+        changed = autocast.calls_listed(self.func, args, kwargs or {})
+        if not autocast.may_call_listed(self.func):
+            self.asks_autocast = False
+            self._adopt()
+        return changed
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, whatever its form; the return value for the user."""
@@ -401,13 +418,23 @@ def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:
 
 # By identity, because hashing an OpOverload runs Python; a recorder keeps its operator alive.
 _recorders: dict[int, Recorder] = {}
-_tables = {torch.get_default_dtype(): _recorders}  # the dtype of a result may be the default
 
 
-def follow_default_dtype() -> None:
-    """Record by the rules of the default dtype that is set now."""
+def _switches() -> tuple[Any, ...]:
+    """What results depend on, beside the arguments of a call: their dtype may be the default, and the kernel that is
+    taken decides how they lie in memory."""
+    private: Any = torch._C
+    kernels = private._get_mkldnn_enabled(), private._get_nnpack_enabled(), torch.get_num_threads()
+    return torch.get_default_dtype(), *kernels
+
+
+_tables = {_switches(): _recorders}
+
+
+def follow_switches() -> None:
+    """Record by the rules for the switches as they are now."""
     global _recorders
-    _recorders = _tables.setdefault(torch.get_default_dtype(), {})
+    _recorders = _tables.setdefault(_switches(), {})
     if module is not None:
         module.use(_recorders)
 
@@ -426,6 +453,7 @@ def recorder_of(func: Any) -> Recorder:
     """The recorder of an operator overload."""
     found = _recorders.get(id(func))
     if found is None:
+        late.spare_dynamo()
         found = _recorders[id(func)] = Recorder(func)
     return found
 
@@ -433,6 +461,8 @@ def recorder_of(func: Any) -> Recorder:
 def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """``__torch_dispatch__``: record one operation."""
     recorder = recorder_of(func)
+    if recorder.asks_autocast and recorder.is_changed_by_autocast(args, kwargs):
+        return autocast.taken_apart(func, args, kwargs or {})
     if recorder.plain:
         taken = take(cls, args, kwargs, recorder.exact_floats, recorder.exact_lists)
         if taken is not None:

@@ -15,7 +15,7 @@ import torch
 from marid.graph.node import Spec, Value
 from marid.native import module
 
-__all__ = ["attends", "rules", "same_as"]
+__all__ = ["attends", "has_plain_rows", "rule", "rules", "same_as"]
 
 aten = torch.ops.aten
 
@@ -34,7 +34,9 @@ def _named(**arguments: Any) -> tuple[tuple[str, Any], ...] | None:
     return tuple((name, value) for name, value in arguments.items() if value is not None) or None
 
 
-def _rule(func: Any) -> Callable[[Rule], Rule]:
+def rule(func: Any) -> Callable[[Rule], Rule]:
+    """Decorator: what an operator returns."""
+
     def register(function: Rule) -> Rule:
         rules[func] = function
         return function
@@ -73,7 +75,14 @@ def _statistics(of: Spec, normalized: int) -> tuple[int, ...]:
     return of.shape[: len(of.shape) - normalized] + (1,) * normalized
 
 
-@_rule(aten.linear.default)
+def has_plain_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the rows of a tensor lie behind each other by their strides alone. Those of dimensions of one element
+    count, as they do where PyTorch decides."""
+    steps = zip(stride, (*stride[1:], 1), (*shape[1:], 1), strict=True)
+    return all(step == inner * size for step, inner, size in steps)
+
+
+@rule(aten.linear.default)
 def _linear(x: Value, weight: Value, bias: Value | None = None) -> Any:
     of, rows = _spec(x), _spec(weight)
     given = [value for value in (x, weight, bias) if value is not None]
@@ -86,7 +95,51 @@ def _linear(x: Value, weight: Value, bias: Value | None = None) -> Any:
     return _dense((*of.shape[:-1], rows.shape[0]), of.dtype)
 
 
-@_rule(aten.native_layer_norm.default)
+@rule(aten.max_pool1d.default)
+def _max_pool1d(
+    x: Value,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...] = (),
+    padding: tuple[int, ...] = (0,),
+    dilation: tuple[int, ...] = (1,),
+    ceil: bool = False,
+) -> Any:
+    of, settings = _spec(x), (kernel, stride or kernel, padding, dilation)
+    if not _plain(x) or len(of.shape) not in (2, 3) or any(len(setting) != 1 for setting in settings):
+        return NotImplemented
+    size, step, pad, gap = (setting[0] for setting in settings)
+    if min(size, step, gap) < 1 or not 0 <= 2 * pad <= size:
+        return NotImplemented
+    places = of.shape[-1] + 2 * pad - gap * (size - 1) - 1
+    count = places // step + 1
+    if ceil and places % step and count * step < of.shape[-1] + pad:
+        count += 1
+    return _dense((*of.shape[:-1], count), of.dtype) if places >= 0 else NotImplemented
+
+
+@rule(aten.native_batch_norm.default)
+def _batch_norm(
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    mean: Value | None,
+    variance: Value | None,
+    training: bool,
+    *_: Any,
+) -> Any:
+    of = _spec(x)
+    given = [value for value in (weight, bias, mean, variance) if value is not None]
+    if not _plain(x, *given) or len(of.shape) < 2 or not (training or (mean and variance)):
+        return NotImplemented
+    if of.dtype not in (torch.float32, torch.float64) or not has_plain_rows(of.shape, of.stride):
+        return NotImplemented
+    if any(_spec(value).shape != of.shape[1:2] or not _spec(value).is_contiguous for value in given):
+        return NotImplemented
+    saved = _dense(of.shape[1:2] if training else (0,), of.dtype)
+    return [_dense(of.shape, of.dtype), saved, saved]
+
+
+@rule(aten.native_layer_norm.default)
 def _layer_norm(x: Value, normalized: tuple[int, ...], weight: Value | None, bias: Value | None, *_: Any) -> Any:
     of = _spec(x)
     given = [value for value in (weight, bias) if value is not None]
@@ -98,7 +151,7 @@ def _layer_norm(x: Value, normalized: tuple[int, ...], weight: Value | None, bia
     return [_dense(of.shape, of.dtype), statistics, statistics]
 
 
-@_rule(aten.native_layer_norm_backward.default)
+@rule(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(
     grad: Value,
     x: Value,
@@ -124,7 +177,7 @@ def _layer_norm_backward(
     return [_dense(shape, of.dtype) if want else None for shape, want in zip(shapes, wanted, strict=True)]
 
 
-@_rule(aten.embedding.default)
+@rule(aten.embedding.default)
 def _embedding(weight: Value, indices: Value, *_: Any) -> Any:
     rows, of = _spec(weight), _spec(indices)
     if len(rows.shape) != 2 or not rows.numel or not of.numel or of.dtype not in (torch.int64, torch.int32):
@@ -132,7 +185,7 @@ def _embedding(weight: Value, indices: Value, *_: Any) -> Any:
     return _dense((*of.shape, rows.shape[1]), rows.dtype)
 
 
-@_rule(aten.embedding_dense_backward.default)
+@rule(aten.embedding_dense_backward.default)
 def _embedding_backward(grad: Value, indices: Value, count: int, *_: Any) -> Any:
     of, at = _spec(grad), _spec(indices)
     if not _plain(grad) or at.dtype is not torch.int64 or of.shape[:-1] != at.shape or count < 1:
@@ -161,7 +214,7 @@ def _statistics_dtype(of: Spec) -> torch.dtype:
 _BY_POSITION = (0, 2, 1, 3)
 
 
-@_rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def _attention(
     query: Value,
     key: Value,
@@ -178,7 +231,7 @@ def _attention(
     return out if out is NotImplemented else [out, _dense(of.shape[:3], _statistics_dtype(of), _BY_POSITION[:3])]
 
 
-@_rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention_backward(
     grad: Value,
     query: Value,

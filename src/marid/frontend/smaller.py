@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from marid.frontend import handles
-from marid.graph.node import Node, Output, Value
+from marid.graph.node import Node, Output, Value, root_of
 
-__all__ = ["SMALL", "Smaller", "dense_like", "sizes_of"]
+__all__ = ["Smaller", "sizes_of"]
 
-SMALL = 5
+_SMALL = 5
 
 
 class Smaller:
@@ -23,6 +23,7 @@ class Smaller:
         self._sizes = sizes
         self._smaller: dict[int, int] = {}
         self._values: dict[Value, Value] = {}
+        self._roots: dict[Value, Node] = {}
 
     def call(
         self, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
@@ -39,11 +40,14 @@ class Smaller:
         of = value.spec
         assert of is not None
         for size in of.shape:
-            if size > SMALL:
-                self._smaller.setdefault(size, SMALL + 1 + len(self._smaller))
+            if size > _SMALL:
+                self._smaller.setdefault(size, _SMALL + 1 + len(self._smaller))
         shape = tuple([self._smaller.get(size, size) for size in of.shape])
-        spec = handles.spec(shape, dense_like(shape, of.stride), 0, of.dtype, of.device, of.conj, of.neg)
-        return Node(0, None, None, None, spec, None, None, None)
+        spec = handles.spec(shape, _dense_like(shape, of.stride), 0, of.dtype, of.device, of.conj, of.neg)
+        root = self._roots.get(root_of(value))
+        node = Node(0, None, None, None, spec, root, None, None)
+        self._roots.setdefault(root_of(value), node)
+        return node
 
     def _place(self, arg: Any, is_size: bool) -> Any:
         kind = type(arg)
@@ -68,7 +72,7 @@ def _is_size(argument: Any) -> bool:
     return type_.kind() == "SymIntType"
 
 
-def dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+def _dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Dense strides in the memory order of ``stride``; dimensions of stride 0 stay expanded."""
     result, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):

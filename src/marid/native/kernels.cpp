@@ -9,8 +9,9 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/matmul_native.h>
+#include <ATen/ops/max_pool1d.h>
+#include <ATen/ops/max_pool1d_native.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/PyInterpreterHooks.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
@@ -26,53 +27,13 @@ namespace {
 using marid::Formal;
 using marid::Operator;
 
-// Whether Python knows of a tensor.
-template <typename Slot>
-bool has_object(const Slot* slot) {
-  if constexpr (requires { slot->pyobj_interpreter(); }) {
-    return slot->pyobj_interpreter() != nullptr;  // before PyTorch 2.13
-  } else {
-    return slot->load_pyobj() != nullptr;
-  }
-}
-
-// What PyTorch does with an operator that has no kernel of its own for tensors implemented in Python.
-// See pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
-void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, size_t arguments) {
-  constexpr c10::DispatchKeySet below = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
-      (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
-       c10::DispatchKeySet(c10::DispatchKey::Python));
-  c10::impl::ExcludeDispatchKeyGuard guard(below);
-  bool in_python = c10::impl::TorchDispatchModeTLS::stack_len() > 0, known_to_python = in_python;
-  auto look_at = [&](c10::TensorImpl* impl) {
-    in_python = in_python || impl->key_set().has(c10::DispatchKey::Python);
-    known_to_python = known_to_python || has_object(impl->pyobj_slot());
-  };
-  for (const c10::IValue& value : torch::jit::last(*stack, arguments)) {
-    if (value.isTensor()) {
-      look_at(value.unsafeToTensorImpl());
-    } else if (value.isTensorList() || value.isOptionalTensorList()) {
-      for (const c10::IValue& item : value.toListRef()) {
-        if (!item.isNone()) look_at(item.unsafeToTensorImpl());
-      }
-    }
-  }
-  TORCH_INTERNAL_ASSERT(known_to_python, "Hit Python dispatch key but no arguments had PyInterpreter (no tensor args?)");
-  if (in_python) {
-    (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
-    return;
-  }
-  c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  c10::impl::ForceDispatchKeyGuard without(local.included_.remove(c10::DispatchKey::Python), local.excluded_);
-  op.redispatchBoxed(keys.remove(c10::DispatchKey::Python), stack);
-}
-
 // The kernel of one operator for tensors implemented in Python, ours and others.
 struct Kernel final : c10::OperatorKernel {
   explicit Kernel(std::shared_ptr<Operator> of) : of(std::move(of)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (of->identity != nullptr && c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
+    bool asks = of->asks_autocast && marid::is_autocasting();
+    if (of->identity != nullptr && !asks && c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
       marid::InterpreterLock lock;
       if (marid::recorded(*of, stack)) return;
       if (PyErr_Occurred()) {  // from the handler of a signal, say: it is raised at the user's line
@@ -81,7 +42,7 @@ struct Kernel final : c10::OperatorKernel {
         throw error;
       }
     }
-    call_python(op, keys, stack, of->formals.size());
+    marid::call_python(op, keys, stack);
   }
 
   std::shared_ptr<Operator> of;
@@ -94,17 +55,41 @@ bool is_plain(const at::Tensor& tensor) {
       !(c10::GradMode::is_enabled() && tensor.requires_grad());
 }
 
+// Whether the rows of a tensor lie behind each other by their strides alone. Those of dimensions of one element count, as
+// they do where PyTorch decides.
+bool has_plain_rows(const at::Tensor& tensor) {
+  int64_t step = 1;
+  for (int64_t dim = tensor.dim() - 1; dim >= 0; dim--) {
+    if (tensor.stride(dim) != step) return false;
+    step *= tensor.size(dim);
+  }
+  return true;
+}
+
 // Recorded whole where nobody differentiates it: that is one node in place of three or four, and the CPU takes it apart
-// when it runs. Whether it folds an input that is not contiguous depends on what requires gradients, which is no longer
-// known then. (frontend/overrides.py has the same rule for what arrives whole in inference mode.)
+// when it runs. Whether it folds other rows than plain ones depends on what requires gradients (parameters do, also where
+// none are recorded), which is no longer known then. (frontend/overrides.py has the same rule for what arrives whole in
+// inference mode.)
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   bool has_bias = bias.has_value() && bias->defined();
+  bool required = input.requires_grad() || weight.requires_grad() || (has_bias && bias->requires_grad());
+  bool simple = input.dim() == 2 || has_plain_rows(input) || (!required && input.is_contiguous());
   bool whole = is_plain(input) && is_plain(weight) && (!has_bias || is_plain(*bias)) &&
-      (input.dim() == 2 || input.is_contiguous()) && input.device() == weight.device() &&
+      simple && input.device() == weight.device() &&
       (!has_bias || bias->device() == input.device()) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
   if (!whole) return at::native::linear(input, weight, bias);
   at::AutoDispatchBelowADInplaceOrView below;
   return at::linear(input, weight, bias);
+}
+
+// Where nobody differentiates it the CPU has a kernel of its own, to which there is no other way.
+at::Tensor max_pool1d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
+                      at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
+  if (!is_plain(input) || c10::impl::TorchDispatchModeTLS::stack_len() != 0) {
+    return at::native::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
 }
 
 // PyTorch never broadcasts a single matrix against a batch for subclasses: another kernel multiplies them than on the
@@ -154,12 +139,16 @@ std::shared_ptr<Operator> described(const c10::FunctionSchema& schema, PyObject*
   return made;
 }
 
-// adopt(name, identity): the operator (`aten::add.Tensor`) is recorded by the recorder that is found by this number.
+// adopt(name, identity, asks_autocast): the operator (`aten::add.Tensor`) is recorded by the recorder that is found by
+// this number; under autocast not without asking Python, if that is said.
 PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char* name = PyUnicode_AsUTF8(given[0]);
   if (name == nullptr) return nullptr;
   auto found = operators.find(name);
-  if (found != operators.end()) Py_XSETREF(found->second->identity, Py_NewRef(given[1]));
+  if (found != operators.end()) {
+    Py_XSETREF(found->second->identity, Py_NewRef(given[1]));
+    found->second->asks_autocast = given[2] == Py_True;
+  }
   Py_RETURN_NONE;
 }
 
@@ -175,6 +164,7 @@ void register_kernels(PyObject* not_recorded) {
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
   above->impl("linear", TORCH_FN(linear));
   above->impl("matmul", TORCH_FN(matmul));
+  above->impl("max_pool1d", TORCH_FN(max_pool1d));
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;

@@ -1,0 +1,101 @@
+"""Strides of results are those of eager PyTorch before anything has run, whatever the sizes; so are the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import marid
+from tests.helpers import on_both, seeded
+
+
+def _looks_like_channels_last(device: str, *shape: int) -> torch.Tensor:
+    """Laid out like that, and never declared so."""
+    batch, channels, *sizes = shape
+    count = torch.Size(sizes).numel()
+    return torch.randn(batch, count, channels).to(device).transpose(1, 2).reshape(shape)
+
+
+def _differentiated(module: nn.Module, *inputs: torch.Tensor) -> Any:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = module(*leaves)
+    grads = torch.autograd.grad(out.square().sum(), [*leaves, *module.parameters()])
+    return out, grads
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+@pytest.mark.parametrize("norm", [nn.GroupNorm(8, 32), nn.InstanceNorm2d(32, affine=True), nn.BatchNorm2d(32)])
+def test_norms_behind_convolutions_of_undeclared_channels_last(norm: nn.Module, batch: int) -> None:
+    def run(device: str) -> Any:
+        block = seeded(nn.Sequential(nn.Conv2d(32, 32, 1), norm, nn.Conv2d(32, 32, 3)), device)
+        return _differentiated(block, _looks_like_channels_last(device, batch, 32, 8, 8))
+
+    on_both(run)
+
+
+_UNINTERRUPTED: list[Callable[[str], Any]] = [
+    lambda device: F.channel_shuffle(torch.randn(2, 4, 3, 3, device=device), 2),
+    lambda device: F.channel_shuffle(torch.randn(2, 64, 30, 30, device=device), 4),
+    lambda device: _differentiated(seeded(nn.GroupNorm(2, 4), device), torch.randn(2, 4, 3, device=device)),
+    lambda device: _differentiated(seeded(nn.GroupNorm(8, 64), device), torch.randn(4, 64, 30, 30, device=device)),
+    lambda device: _differentiated(
+        seeded(nn.GroupNorm(8, 64), device), _looks_like_channels_last(device, 4, 64, 30, 30)
+    ),
+]
+
+
+@pytest.mark.parametrize("call", _UNINTERRUPTED, ids=range(len(_UNINTERRUPTED)))
+def test_common_operators_are_recorded(call: Callable[[str], Any]) -> None:
+    marid.reset_stats()
+    on_both(call)
+    assert not marid.stats().fallbacks
+
+
+def test_group_norms_are_differentiated_twice() -> None:
+    def run(device: str) -> Any:
+        x = _looks_like_channels_last(device, 2, 8, 4, 4).requires_grad_()
+        w = torch.randn(8).to(device).requires_grad_()
+        y = F.group_norm(x, 2, w)
+        first = torch.autograd.grad(y.square().sum(), (x, w), create_graph=True)
+        return torch.autograd.grad(first[0].square().sum() + first[1].sum(), (x, w))
+
+    on_both(run)
+
+
+def test_a_bias_is_trained_alone() -> None:
+    """oneDNN then returns the gradient of the weight as well."""
+
+    def run(device: str) -> Any:
+        conv = seeded(nn.Conv2d(4, 8, 3), device)
+        out = conv(torch.randn(2, 4, 9, 9).to(device).requires_grad_())
+        return torch.autograd.grad(out.square().sum(), conv.bias)
+
+    marid.reset_stats()
+    on_both(run)
+    assert not marid.stats().fallbacks
+
+
+def test_switches_of_backends_are_followed() -> None:
+    """Also by calls that have been recorded before, and by what is pending."""
+
+    def run(device: str) -> Any:
+        conv = nn.Conv1d(3, 8, 3)
+        seeded(conv, device)
+        x = torch.randn(2, 3, 9).to(device)
+        outs = [conv(x)]
+        threads = torch.get_num_threads()
+        with torch.backends.mkldnn.flags(enabled=False):
+            outs.append(_differentiated(conv, x))
+        torch.set_num_threads(1)
+        try:
+            outs += [conv(x), F.conv1d(x[:, :, :1], conv.weight[:, :, :1])]
+        finally:
+            torch.set_num_threads(threads)
+        return outs, _differentiated(conv, x)
+
+    on_both(run)
