@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marid
+from marid import native
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 
@@ -261,6 +262,104 @@ def test_writing_what_backward_needs_is_an_error(spoil: Callable[[torch.Tensor],
         spoil(y) if y.grad_fn is None else torch.no_grad()(spoil)(y)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+def _write_below_a_leaf(base: torch.Tensor) -> list[torch.Tensor]:
+    leaf = base[:4].requires_grad_()
+    view = leaf[1:3]
+    base.mul_(2)
+    return [leaf, view]
+
+
+def _write_below_a_leaf_with_gradient(base: torch.Tensor) -> list[torch.Tensor]:
+    leaf = base[:4].requires_grad_()
+    view = leaf.view(2, 2).t()[0]
+    base.mul_(torch.full_like(base, 2.0).requires_grad_())
+    return [leaf, view]
+
+
+def _write_a_view_of_a_leaf(base: torch.Tensor) -> list[torch.Tensor]:
+    leaf = base[:4].requires_grad_()
+    leaf[1:3].mul_(2)
+    return [leaf]
+
+
+def _set_a_view(base: torch.Tensor) -> list[torch.Tensor]:
+    other = base[1:5].view(2, 2)
+    base.requires_grad_()
+    root = base * 1
+    view = root[2:]
+    view.set_(other.detach())
+    root.mul_(3)
+    return [root, view]
+
+
+def _set_a_base(base: torch.Tensor) -> list[torch.Tensor]:
+    root = base.requires_grad_() * 1
+    view = root[2:]
+    with torch.no_grad():
+        root.set_(torch.ones(2, 2, device=base.device))
+    view.mul_(3)
+    return [root, view]
+
+
+def _transpose_a_base(base: torch.Tensor) -> list[torch.Tensor]:
+    root = base.requires_grad_().view(2, 3) * 1
+    view = root[0]
+    root.t_()
+    root.mul_(3)
+    return [root, view]
+
+
+def _detach_a_base(base: torch.Tensor) -> list[torch.Tensor]:
+    root = base.requires_grad_() * 1
+    view = root[:4]
+    root.detach_()
+    root.mul_(3)
+    return [root, view]
+
+
+def _empty_views(base: torch.Tensor) -> list[torch.Tensor]:
+    root = base.requires_grad_() * 1
+    view = root[:0]
+    root.mul_(3)
+    view.mul_(2)
+    return [root, view]
+
+
+_VIEWS = [
+    *(_write_below_a_leaf, _write_below_a_leaf_with_gradient, _write_a_view_of_a_leaf, _set_a_view, _set_a_base),
+    *(_transpose_a_base, _detach_a_base, _empty_views),
+]
+
+
+def _outcome(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.skipif(native.library is None, reason="without the C++ half autograd replays views")
+@pytest.mark.parametrize("program", _VIEWS, ids=lambda program: program.__name__)
+def test_views_whose_base_changes(program: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+    """Their history, gradients and errors are those of strided tensors on the CPU."""
+
+    def run(device: str) -> list[Any]:
+        base = torch.arange(6.0, device=device)
+        tensors = _outcome(lambda: program(base))
+        if isinstance(tensors, str):
+            return [tensors, base]
+        seen: list[Any] = []
+        for tensor in (base, *tensors):
+            seen += [_outcome(lambda t=tensor: type(t.grad_fn).__name__), tensor.detach(), tensor._version]
+            seen.append(_outcome(lambda t=tensor: t.sum().backward(retain_graph=True)))
+            seen.append(_outcome(lambda t=tensor: (t * t).sum().backward(retain_graph=True, create_graph=True)))
+        for tensor in (base, *tensors):
+            seen.append(_outcome(lambda t=tensor: t.grad if t.is_leaf else None))
+        return seen
+
+    on_both(run)
 
 
 def test_writing_data_is_no_error() -> None:

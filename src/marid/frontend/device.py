@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -14,11 +15,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import backend_registration
 
+from marid.execute.geometry import when_mispredicted
 from marid.frontend import (
     autocast,
+    convolutions,
+    corrections,
     dynamo,
     factories,
+    group_norm,
     handles,
+    late,
     nested,
     overrides,
     random,
@@ -30,7 +36,7 @@ from marid.frontend import (
 )
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.materialize import bytes_of, optimizer_stepped, run_everything, wait_anyway
-from marid.frontend.record import follow_default_dtype
+from marid.frontend.record import follow_switches
 from marid.frontend.tensor import LazyTensor
 from marid.graph.node import tell
 from marid.report.stats import counters
@@ -55,7 +61,7 @@ class _PythonGuard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
-_keep_alive: list[Any] = [recurrent, special]  # importing them is what registers their handlers
+_keep_alive: list[Any] = [convolutions, group_norm, recurrent, special]  # importing them registers handlers and rules
 
 
 def register() -> None:
@@ -84,6 +90,7 @@ def register() -> None:
     factories.register()
     overrides.register()
     autocast.register()
+    when_mispredicted(corrections.correct)
     serialize.install()
     tuples.install()
     scopes.install_hooks()
@@ -94,6 +101,7 @@ def register() -> None:
     uninitialized.install()
     nested.install()
     dynamo.install()
+    late.install()
     _keep_parameters()
 
 
@@ -118,6 +126,8 @@ _SWITCHES = (
     "_set_deterministic_fill_uninitialized_memory",
     "_set_float32_matmul_precision",
     "_set_mkldnn_enabled",
+    "_set_nnpack_enabled",
+    "set_num_threads",
 )
 
 
@@ -125,13 +135,17 @@ def _run_before_switches() -> None:
     private: Any = torch._C
     for name in _SWITCHES:
         setattr(private, name, _running_everything_before(getattr(private, name)))
+    torch.set_num_threads = private.set_num_threads
 
 
 def _running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]:
+    owner = os.getpid()
+
     @functools.wraps(switch)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         tapes = [handles.tape(index) for index in range(handles.device_count)]
-        if args != (torch.get_default_dtype(),):
+        changes = args != (torch.get_default_dtype(),) and args != (torch.get_num_threads(),)
+        if changes and os.getpid() == owner:  # what is pending in a fork is its parent's business
             started = time.perf_counter()
             pending = [tape for tape in tapes if tape.pending()]
             for tape in pending:
@@ -140,7 +154,7 @@ def _running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]
                 reason = f"{switch.__name__.removeprefix('_')}()"
                 counters.count_sync(scopes.current_site(), reason, time.perf_counter() - started)
         result = switch(*args, **kwargs)
-        follow_default_dtype()
+        follow_switches()
         return result
 
     return wrapper

@@ -33,7 +33,9 @@ __all__ = [
     "capture_site",
     "current_site",
     "install_hooks",
+    "is_of_the_standard_library",
     "phase",
+    "site_table",
     "sites",
     "state",
     "use",
@@ -190,10 +192,20 @@ def current_site() -> Site | None:
     return _quicker() if _quicker is not None else capture_site(sys._getframe(1))
 
 
+def is_of_the_standard_library(file: str) -> bool:
+    """Whether a source file is Python's own."""
+    return file.startswith("<frozen ") or (file.startswith(_STDLIB) and "site-packages" not in file)
+
+
+def site_table(code: CodeType) -> Any:
+    """``INTERNAL`` for code of PyTorch, Marid and the standard library; else the sites in it."""
+    table = sites.get(id(code))
+    return _classify(code) if table is None else table
+
+
 def _classify(code: CodeType) -> Any:
     name = code.co_filename
-    internal = name.startswith(_INTERNAL_FOLDERS) or name.startswith("<frozen ")
-    internal = internal or (name.startswith(_STDLIB) and "site-packages" not in name)
+    internal = name.startswith(_INTERNAL_FOLDERS) or is_of_the_standard_library(name)
     internal = internal and not name.startswith(_CONTESTANTS)
     table: Any = INTERNAL if internal else {}
     _codes.append(code)
