@@ -1,4 +1,4 @@
-"""``torch.autocast`` and ``GradScaler`` on the device, against the CPU's."""
+"""``torch.autocast`` and ``GradScaler`` on the device, against the CPU's, one by one."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "norm": lambda x, w: (x @ w).norm(),
     "cat": lambda x, w: torch.cat([x @ w, x]),
     "stack": lambda x, w: torch.stack([x @ w, x]),
+    "cat of three types": lambda x, w: torch.cat([x @ w, x, x.half(), x.double()]),
+    "cat of another type": lambda x, w: torch.cat([(x @ w).to(torch.float16), (x @ w).bfloat16()]),
+    "index_copy": lambda x, w: torch.index_copy(x, 0, torch.tensor([1], device=x.device), (x @ w)[:1]),
+    "addmm_activation": lambda x, w: torch.ops.aten._addmm_activation(x, x, w),
     "add": lambda x, w: (x @ w) + x,
     "pow": lambda x, w: (x @ w) ** 2,
     "exp": lambda x, w: (x @ w).exp(),
@@ -154,3 +158,13 @@ def _scaled_training(device: str, poison: int | None) -> list[Any]:
 def test_grad_scaler(poison: int | None) -> None:
     """Scaling, unscaling, skipping a step with infinities, and growing again: as on the CPU."""
     on_both(lambda device: _scaled_training(device, poison))
+
+
+def test_the_lists_are_those_of_the_cpu() -> None:
+    """Every operator that PyTorch registers for autocast on the CPU, and no other, is registered for the device."""
+
+    def registered(key: str) -> set[str]:
+        names = torch._C._dispatch_get_all_op_names()
+        return {name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
+
+    assert registered("AutocastPrivateUse1") - {"marid::linear_activation"} == registered("AutocastCPU")

@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from marid.frontend import handles
+from marid.native import module
 
-__all__ = ["register", "use_cuda_lists"]
+__all__ = ["calls_listed", "is_on", "may_call_listed", "register", "taken_apart", "use_cuda_lists", "without"]
 
 _CPU_LOWER = """
     conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm addmm addbmm linear
-    _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer conv_transpose1d conv_transpose2d.input
+    _addmm_activation _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input prelu scaled_dot_product_attention _native_multi_head_attention
 """.split()
 _CPU_FULL = """
@@ -65,6 +68,7 @@ _CUDA_PROMOTE = """
 
 _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _libraries: list[torch.library.Library] = []
+_listed: set[str] = set()
 
 
 def register() -> None:
@@ -87,18 +91,117 @@ def use_cuda_lists() -> None:
     )
 
 
+def without() -> Any:
+    """Context manager: inside, autocast is off for the device, whatever the user says."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEY)
+
+
 def _register(lists: Mapping[str, Sequence[str]]) -> None:
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    _libraries.append(fallthrough)
+    existing = {policy: [name for name in names if _operator(name) is not None] for policy, names in lists.items()}
+    _listed.clear()
+    _listed.update(f"aten::{name}" for names in existing.values() for name in names)
+    _known.clear()
+    if module is not None:
+        module.autocasts(existing)
+        return
     library = torch.library.Library("aten", "IMPL")
-    for policy, names in lists.items():
+    for policy, names in existing.items():
         for name in names:
-            base, _, overload = name.partition(".")
-            packet = getattr(torch.ops.aten, base, None)
-            if packet is not None and (overload or "default") in packet.overloads():
-                func = getattr(packet, overload or "default")
-                library.impl(name, _kernel(func, policy), "AutocastPrivateUse1")
-    _libraries.extend([library, fallthrough])
+            library.impl(name, _kernel(_operator(name), policy), "AutocastPrivateUse1")
+    _libraries.append(library)
+
+
+def _operator(name: str) -> Any:
+    """The operator overload, or None where this PyTorch has none of that name."""
+    base, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    return getattr(packet, overload or "default", None)
+
+
+# --- what is composed of operators on the lists ----------------------------------------------------------------------
+
+_COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+# Operators whose CPU kernels do nothing but call other operators.
+_COMPOSED_BY_THE_CPU = {torch.ops.aten._transformer_encoder_layer_fwd.default}
+_known: dict[Any, bool] = {}
+
+
+def is_on() -> bool:
+    """Whether autocast is on where this is called: below the kernels of listed operators it is not."""
+    return torch.is_autocast_enabled(handles.DEVICE_TYPE)
+
+
+def may_call_listed(func: Any) -> bool:
+    """Whether the CPU composes this operator of others below autograd, and perhaps of some on the lists."""
+    return _composite_key(func) is not None and _known.get(func, True)
+
+
+def calls_listed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what the operator is composed of is on the lists, so that autocast changes it.
+
+    Tried once for each operator, with tensors that are not empty: for those most do nothing.
+    """
+    found = _known.get(func)
+    if found is None:
+        found = _try(func, args, kwargs)
+        if found or all(item.numel() for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)):
+            _known[func] = found
+    return found
+
+
+def taken_apart(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the operator returns, by the operators that it is composed of."""
+    return func._op_dk(_composite_key(func), *args, **kwargs)
+
+
+def _composite_key(func: Any) -> torch._C.DispatchKey | None:
+    """Where the CPU finds the kernel that composes the operator of others; None where it calculates by itself."""
+    if func in _COMPOSED_BY_THE_CPU:
+        return torch._C.DispatchKey.CPU
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    if has_kernel(name, "CPU"):
+        return None
+    return next((getattr(torch._C.DispatchKey, key) for key in _COMPOSITES if has_kernel(name, key)), None)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether operators on the lists are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.listed = self.listed or func.name() in _listed
+        if self.listed or _composite_key(func) is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return taken_apart(func, args, kwargs or {})
+
+
+def _try(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def stand_in(thing: Any) -> Any:
+        if isinstance(thing, torch.device):
+            return torch.device("meta")
+        return torch.empty_strided(thing.shape, thing.stride(), dtype=thing.dtype, device="meta")
+
+    args, kwargs = tree_map_only((torch.Tensor, torch.device), stand_in, (args, dict(kwargs)))
+    watch = _Watch()
+    try:
+        with watch:
+            taken_apart(func, args, kwargs)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        pass  # wrong arguments, or values are needed: what was called until then tells
+    return watch.listed
+
+
+# --- without the C++ half --------------------------------------------------------------------------------------------
+
+# What ``native/autocast.cpp`` does, for where that cannot be built. PyTorch's cache of casts can be asked in C++ alone:
+# here the gradients of what is cast twice add up in full precision.
 
 
 def _kernel(func: Any, policy: str) -> Any:
@@ -109,7 +212,7 @@ def _kernel(func: Any, policy: str) -> Any:
         return func(*_cast(args, dtype), **_cast(kwargs, dtype))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+        with without():
             if policy == "lower":
                 return lower_or_full(torch.get_autocast_dtype(handles.DEVICE_TYPE), args, kwargs)
             if policy == "full unless dtype":
@@ -148,9 +251,11 @@ def _first_is_low(args: Any) -> bool:
 
 
 def _widest(args: Any) -> torch.dtype:
-    found = torch.get_autocast_dtype(handles.DEVICE_TYPE)
+    lower = found = torch.get_autocast_dtype(handles.DEVICE_TYPE)
     for arg in args:
         for item in arg if isinstance(arg, (list, tuple)) else [arg]:
-            if _eligible(item) and item.dtype == torch.float32:
+            if _eligible(item) and torch.float32 in (found, item.dtype):
                 found = torch.float32
+            elif _eligible(item) and item.dtype != lower:
+                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
     return found
