@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -603,8 +604,8 @@ def test_reads_inside(read: Callable[[torch.Tensor], Any]) -> None:
 
 def test_fullgraph_refuses_what_changes() -> None:
     """Also without a read, once it is clear that there will be no replay."""
-    numbers = iter(range(100))
-    compiled = marid.compile(lambda x: x + next(numbers), fullgraph=True)
+    numbers = array("d", range(100))
+    compiled = marid.compile(lambda x: x + numbers.pop(), fullgraph=True)
     for _ in range(marid.settings.compile_recordings - 1):
         compiled(torch.ones(1, device=DEVICE))
     with pytest.raises(UnsupportedOperationError, match="a number changed"):
@@ -875,23 +876,6 @@ def test_gradients_to_what_nobody_knows() -> None:
         leaf = torch.ones(3, device=DEVICE, requires_grad=True)
         frozen(leaf * 1).sum().backward()
         assert _grad(leaf).tolist() == [2.0] * 3
-
-
-def test_verification_finds_what_is_not_watched() -> None:
-    """A number behind a builtin: every third replay is compared with the Python."""
-    hidden = [1.0]
-    compiled = marid.compile(lambda x, read=hidden.__getitem__: x * read(0))
-    x = torch.ones(1, device=DEVICE)
-    marid.settings.compile_verify = 3
-    try:
-        assert [compiled(x).item() for _ in range(8)] == [1.0] * 8
-        assert compiled.stats().recordings == 3
-        hidden[0] = 2.0
-        found = [compiled(x).item() for _ in range(5)]
-    finally:
-        marid.settings.compile_verify = 0
-    assert found[-2:] == [2.0, 2.0]
-    assert any("not watched" in reason for reason in compiled.stats().fallbacks)
 
 
 def test_dynamic_dimensions() -> None:

@@ -68,8 +68,9 @@ class Settings:
     two did the same."""
     compile_kinds: int = 64
     """How many kinds of arguments (shapes, numbers, modes) a function under ``marid.compile`` may have."""
-    compile_verify: int = 0
-    """Every so many replays, a function under ``marid.compile`` runs its Python to be compared with; 0 for never."""
+    compile_verify: int = 1
+    """A function under ``marid.compile`` may spend so many percent of the time of its replays on running its Python in
+    place of one, to be compared with; 0 for never."""
     pool_bytes: int = 128 << 20
     """How many bytes of freed results are kept to be used again, in place of fresh memory."""
     capture_after: int = 3

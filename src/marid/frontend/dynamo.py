@@ -11,7 +11,6 @@ been imported: that takes half a second, for which a program without ``torch.com
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import pkgutil
 import sys
@@ -26,12 +25,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from marid.frontend import handles
+from marid.frontend import handles, late
 from marid.frontend.tensor import LazyTensor
 
 __all__ = ["install"]
 
-_DYNAMO = "torch._dynamo"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The models of ``marid bench`` are compiled as a user's are; the hooks in ``semantics`` are traced, to nothing.
 _TRACED = ("bench", "semantics")
@@ -48,7 +46,7 @@ _converting = threading.local()  # ``frame``: whether Dynamo is at work on a fra
 def install() -> None:
     """Have Dynamo leave Marid, and what uses its tensors, alone; now or when it is imported."""
     warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks on modules")
-    if _DYNAMO in sys.modules:
+    if late.DYNAMO in sys.modules:
         _change()
     else:
         sys.meta_path.insert(0, _Finder())
@@ -128,24 +126,23 @@ def _refusing_devices(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing but Dynamo, and that once, to change it when it has been loaded."""
+    """Finds nothing but Dynamo, to change it when it has been loaded."""
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002
-        target: ModuleType | None = None,  # noqa: ARG002
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _DYNAMO:
+        if fullname != late.DYNAMO:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        spec = late.other_spec(self, fullname, path, target)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_change(module: ModuleType) -> None:
+                late.require_dynamo()
                 load(module)
-                _change()
+                if self in sys.meta_path:
+                    _change()
+                    sys.meta_path.remove(self)
 
             spec.loader.exec_module = load_and_change
         return spec

@@ -203,6 +203,7 @@ class _Connection:
     ) -> None:
         self.make = make
         self._backwards = {derivative.given: (derivative, prepared) for derivative, prepared in backwards}
+        self._wanted = len(backwards[0][0].wanted)
         needed = {ref for derivative, _ in backwards for ref in _needed(derivative)}
         self._needed = sorted(needed)
         self._places = places
@@ -229,6 +230,8 @@ class _Connection:
     def backward(self, saved: tuple[Any, ...], grads: tuple[Any, ...]) -> list[Any]:
         """The gradients of the inputs."""
         given = tuple([index for index, grad in enumerate(grads) if grad is not None])
+        if not given:  # autograd calls a function also where no gradient comes, as from one that returns None
+            return [None] * self._wanted
         derivative, prepared = self._backwards[given]
         present = [_restrided(grads[index], spec) for index, spec in zip(given, derivative.given_specs, strict=True)]
         tensors: dict[Ref, Any] = dict(zip(self._needed, saved, strict=True))

@@ -92,14 +92,16 @@ class CounterLog:
         return True
 
     def is_like(self, other: CounterLog) -> bool:
-        """Whether the same was done to the same counters, and each that was read had changed in between."""
+        """Whether the same was done to the same counters."""
         if len(self.events) != len(other.events) or len(self.tensors) != len(other.tensors):
             return False
         if any(a is not b for a, b in zip(self.tensors, other.tensors, strict=True)):
             return False
-        if any(a == b for a, b in zip(self.read, other.read, strict=False)):
-            return False
         return all(_same_event(a, b) for a, b in zip(self.events, other.events, strict=True))
+
+    def has_moved(self, other: CounterLog) -> bool:
+        """Whether each counter that was read had changed in between: what was computed from it can be told."""
+        return all(a != b for a, b in zip(self.read, other.read, strict=False))
 
     def explains(self, number: Any, other: CounterLog, its: Any) -> Expression | None:
         """How both numbers, one of either run, were computed, if that was in the same way."""

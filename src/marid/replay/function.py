@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from marid.errors import UnsupportedOperationError
 from marid.frontend.observe import observer
 from marid.replay.arguments import Call, Unreadable
+from marid.replay.checks import Checks
 from marid.replay.dynamic import mark_arguments
 from marid.replay.places import Refused
 from marid.replay.reachable import Wrapper
 from marid.replay.recording import Recording
 from marid.replay.run import Run
-from marid.replay.template import MISS, Template
+from marid.replay.template import Fit, Template
 from marid.report.stats import FunctionStats, functions
 from marid.settings import settings
 
@@ -36,8 +38,7 @@ class _Kind:
         self.templates: list[Template] = []
         self.recordings: list[Recording] = []
         self.attempts = 0
-        self.unverified = 0  # replays since the Python ran
-        self.verifying = False
+        self.checks = Checks()
         self.given_up = False
 
 
@@ -70,9 +71,12 @@ class Compiled(Wrapper):
                     self._stats.count_fallback("inside of a transform, a mode or hooks on saved tensors")
                 else:
                     kind = self._kind_of(call)
-                    result = self._replayed(kind, call)
-                    if result is not MISS:
-                        return result
+                    template, fit = self._fitting(kind, call)
+                    if template is not None and fit is not None and not kind.checks.is_due():
+                        return self._replayed(kind, template, call, fit)
+                    del fit  # it holds values, and what is held counts as a result
+                    if template is not None:
+                        return self._checked(kind, template, call, args, kwargs)
                     if not kind.given_up:
                         return self._recorded(kind, call, args, kwargs)
             self._stats.plain += 1
@@ -107,34 +111,56 @@ class Compiled(Wrapper):
                     self._kinds.pop(next(iter(self._kinds)))
         return kind
 
-    def _replayed(self, kind: _Kind, call: Call) -> Any:
-        every = settings.compile_verify
-        if every and kind.unverified >= every:
-            kind.unverified = 0
-            kind.verifying = any(template.holds(call) for template in kind.templates)
-            return MISS
+    def _fitting(self, kind: _Kind, call: Call) -> tuple[Template | None, Fit | None]:
+        """The template that serves a call, put first."""
         for index, template in enumerate(kind.templates):
-            result = template.run(call)
-            if result is not MISS:
-                self._stats.replays += 1
-                kind.attempts = 0
-                kind.unverified += 1
+            fit = template.fit(call)
+            if fit is not None:
                 if index:
                     kind.templates.insert(0, kind.templates.pop(index))
-                return result
-        return MISS
+                return template, fit
+        return None, None
 
-    def _recorded(self, kind: _Kind, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replayed(self, kind: _Kind, template: Template, call: Call, fit: Fit) -> Any:
+        start = time.perf_counter()
+        result = template.run(call, fit)
+        kind.checks.replayed(time.perf_counter() - start)
+        kind.attempts = 0
+        self._stats.replays += 1
+        return result
+
+    def _checked(
+        self, kind: _Kind, template: Template, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of the Python, which runs in place of a replay to be compared with it."""
+        start = time.perf_counter()
+        run, result = self._run(call, args, kwargs)
+        if run.recording is None:  # it did what no replay can: no difference in what could be watched
+            kind.templates.remove(template)
+            assert run.refusal is not None
+            self._fall_back(kind, run.refusal)
+            return result
+        why = template.departure(run.recording)
+        if why is not None:
+            kind.templates.clear()
+            self._fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
+        kind.checks.checked(time.perf_counter() - start)
+        return result
+
+    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, Any]:
         run = Run(self._function, call)
         result = run.call(args, kwargs, self._fullgraph)
         self._stats.recordings += 1
+        return run, result
+
+    def _recorded(self, kind: _Kind, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run, result = self._run(call, args, kwargs)
         kind.attempts += 1
         recording = run.recording
         if recording is None:
             assert run.refusal is not None
             self._fall_back(kind, run.refusal)
             return result
-        verifying, kind.verifying = kind.verifying, False
         known = [template.recording for template in kind.templates]
         why = None
         for earlier in (*kind.recordings, *known):
@@ -145,11 +171,6 @@ class Compiled(Wrapper):
                 kind.templates.insert(0, Template(recording, earlier, run.prepare(), len(call.lazy)))
                 del kind.templates[_TEMPLATES:]
                 return result
-        if verifying:
-            # It was run only to be compared: nothing that is watched had changed, and yet it did something else.
-            kind.templates.clear()
-            self._fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
-            return result
         kind.recordings.append(recording)
         del kind.recordings[:-_RECORDINGS]
         if why is not None:

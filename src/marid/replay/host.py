@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from marid.frontend import handles
+from marid.graph.operators import written_arguments
 from marid.replay.counters import CounterLog, is_of_an_optimizer
 from marid.semantics.scopes import current_site
 
@@ -97,12 +98,11 @@ class HostWatch(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default or not isinstance(returned, (torch.Tensor, list, tuple)):
             self.refuse("the value of a tensor of the CPU is read")
         if func._schema.is_mutable:
-            written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-            for formal, arg in zip(func._schema.arguments, args, strict=False):
-                if formal.name in written:
+            formals = [formal.name for formal in func._schema.arguments]
+            written = {name for name, writes in zip(formals, written_arguments(func), strict=True) if writes}
+            for name, arg in (*zip(formals, args, strict=False), *kwargs.items()):
+                if name in written:
                     self._note_written(arg)
-            for name in written & kwargs.keys():
-                self._note_written(kwargs[name])
         for tensor in _host_tensors((returned,)):
             if not self.is_known(tensor):
                 self._derived[id(tensor)] = tensor

@@ -11,8 +11,10 @@ import contextlib
 import dis
 import enum
 import functools
+import io
 import logging
 import os
+import random
 import sys
 import threading
 import types
@@ -40,9 +42,11 @@ _PLAIN = (
 # Objects that hold nothing that a tensor program could depend on.
 _OPAQUE = (
     *(logging.Logger, logging.Handler, threading.Thread, type(threading.Lock()), type(threading.RLock())),
-    *(weakref.ref, types.BuiltinFunctionType, types.CodeType, types.FrameType, torch._ops.OpOverload),
-    *(torch._ops.OpOverloadPacket, torch.UntypedStorage, torch.Stream, torch.Event),
+    *(weakref.ref, types.CodeType, types.FrameType, torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+    *(torch.UntypedStorage, torch.Stream, torch.Event, np.random.BitGenerator),
 )
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
+_DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 _FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
     for folder in (
@@ -58,7 +62,8 @@ class Reached:
 
     ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
     variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``
-    those of PyTorch. ``too_much`` says what makes this function none to replay.
+    those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator functions that have begun.
+    ``too_much`` says what makes this function none to replay.
     """
 
     def __init__(self) -> None:
@@ -70,6 +75,9 @@ class Reached:
         self.lazy: list[Any] = []
         self.host: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.drawing: list[Any] = []
+        self.paused: list[types.GeneratorType[Any, Any, Any]] = []
+        self.modules: set[tuple[int, tuple[str, ...]]] = set()
         self.seen: dict[int, Any] = {}
         self.too_much: str | None = None
 
@@ -112,6 +120,15 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
             found.too_much = f"a numpy array of {thing.nbytes} bytes ({path})"
     elif isinstance(thing, torch.Generator):
         found.generators.append(thing)
+    elif isinstance(thing, types.GeneratorType):
+        found.paused.append(thing)
+    elif isinstance(thing, _DRAWING):
+        found.drawing.append(thing)
+    elif isinstance(thing, _BOUND):
+        if thing.__self__ is not None:
+            yield path, thing.__self__
+    elif _is_iterator_in_c(thing):
+        found.too_much = f"an iterator, whose place cannot be watched ({path})"
     elif isinstance(thing, dict):
         found.dicts.append((path, thing))
         if len(thing) <= LONG:
@@ -142,6 +159,16 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         yield from _class(path, thing, found)
     elif not isinstance(thing, (types.ModuleType, *_OPAQUE)) and not _is_ours(thing):
         yield from _object(path, thing, found)
+
+
+def _is_iterator_in_c(thing: Any) -> bool:
+    """Whether ``thing`` is an iterator of Python's own types, such as ``enumerate``. (Files say what they read.)"""
+    kind = type(thing)
+    return (
+        hasattr(kind, "__next__")
+        and not isinstance(kind.__next__, types.FunctionType)
+        and not issubclass(kind, io.IOBase)
+    )
 
 
 def _is_ours(thing: Any) -> bool:
@@ -182,15 +209,22 @@ def _function(path: str, function: types.FunctionType, found: Reached) -> Iterat
 def _module(
     path: str, module: types.ModuleType, attributes: tuple[str, ...], found: Reached
 ) -> Iterator[tuple[str, Any]]:
-    file = getattr(module, "__file__", None)
-    if file is None or not _is_users(file):
+    """What code that names these attributes may take of a module. Of an installed one, functions and objects are as
+    they are; what names stand for, and what is in containers (``sys.argv``), counts there too."""
+    if (id(module), attributes) in found.modules:
         return
+    found.modules.add((id(module), attributes))
+    file = getattr(module, "__file__", None)
+    users = file is not None and _is_users(file)
     scope = vars(module)
     names = tuple([name for name in attributes if name in scope])
     found.names.append((path, scope, names))
     for name in names:
-        if not isinstance(scope[name], types.ModuleType):
-            yield f"{path}.{name}", scope[name]
+        value = scope[name]
+        if isinstance(value, types.ModuleType):
+            yield from _module(f"{path}.{name}", value, attributes, found)
+        elif users or isinstance(value, (list, dict, set)):
+            yield f"{path}.{name}", value
 
 
 def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:

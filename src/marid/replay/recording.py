@@ -12,7 +12,7 @@ import torch
 
 from marid.frontend.observe import Drawn
 from marid.graph.node import Spec
-from marid.replay.counters import CounterLog
+from marid.replay.counters import CounterLog, evaluate
 from marid.replay.reachable import Reached, is_plain
 from marid.replay.snapshot import Snapshot, same_number
 
@@ -118,6 +118,7 @@ class Recording:
     """What a run did.
 
     ``numbers`` are the program's parameters, those of ``draws`` given by position; ``sites`` the line of each.
+    ``lines`` are the names of the program's operations, and the line of each.
     ``outputs`` are specs and roots of the program's outputs. ``grads`` says which gradients change to what, ``bumps``
     which versions grow by how much. ``grads_before`` are the specs of the gradients that were there, ``used`` the
     tensors that must share memory as they did: ``shared``.
@@ -126,6 +127,7 @@ class Recording:
     key: tuple[Any, ...]
     numbers: list[Any]
     sites: list[Any]
+    lines: list[tuple[str, Any]]
     inputs: list[Ref]
     outputs: list[tuple[Spec, Ref | None]]
     made: list[Made]
@@ -145,14 +147,38 @@ class Recording:
     counters: CounterLog
 
     def difference(self, other: Recording) -> str | None:
-        """How a later run differs from this one, in words; None if it did the same."""
+        """How a later run differs from this one, in words; None if it did the same, and numbers that are others were
+        computed alike from counters that are others."""
+        if not self.counters.has_moved(other.counters):
+            return "the counters of an optimizer are what they were, or read in another way"
+        return self._difference(other, self._unexplained(other))
+
+    def departure(self, other: Recording, computed: list[tuple[int, Any]]) -> str | None:
+        """How a later run differs from what this one would have given then, with the numbers that are ``computed``."""
+        numbers = self.numbers_for(computed, other.counters.read)
+        return self._difference(other, _first_other(numbers, other.numbers))
+
+    def numbers_for(self, computed: list[tuple[int, Any]], read: list[float]) -> list[Any]:
+        """The numbers of the program where counters are ``read`` so."""
+        numbers = list(self.numbers)
+        for place, how in computed:
+            each = type(how) is Each
+            numbers[place] = tuple([evaluate(part, read) for part in how]) if each else evaluate(how, read)
+        return numbers
+
+    def _unexplained(self, other: Recording) -> tuple[int, Any, Any] | None:
+        pairs = enumerate(zip(self.numbers, other.numbers, strict=False))
+        others = ((index, a, b) for index, (a, b) in pairs if not same_number(a, b))
+        return next((one for one in others if self._computed(one[1], other, one[2]) is None), None)
+
+    def _difference(self, other: Recording, number: tuple[int, Any, Any] | None) -> str | None:
         if self.key != other.key:
             return f"other operations are recorded ({_first_difference(self, other)})"
         if not self.counters.is_like(other.counters):
             return "the counters of an optimizer are changed or read in another way"
-        for index, (a, b) in enumerate(zip(self.numbers, other.numbers, strict=True)):
-            if not same_number(a, b) and self._computed(a, other, b) is None:
-                return f"a number changed: {a} -> {b}, {other.sites[index]}"
+        if number is not None:
+            index, a, b = number
+            return f"a number changed: {a} -> {b}, {other.sites[index]}"
         mine = (self.inputs, self.outputs, self.made, self.grads, self.bumps, self.device, self.used, self.shared)
         its = (
             other.inputs,
@@ -211,7 +237,19 @@ def _same_result(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
 
 
 def _first_difference(one: Recording, other: Recording) -> str:
+    for (name, site), (other_name, other_site) in zip(one.lines, other.lines, strict=False):
+        if name != other_name or site is not other_site:
+            return f"{name} at {site} -> {other_name} at {other_site}"
+    if len(one.lines) != len(other.lines):
+        longer = max(one.lines, other.lines, key=len)
+        name, site = longer[min(len(one.lines), len(other.lines))]
+        return f"{len(one.lines)} -> {len(other.lines)} operations, from {name} at {site} on"
     for index, (a, b) in enumerate(zip(one.key, other.key, strict=False)):
         if a is not b and a != b:
             return f"{a} -> {b}, element {index} of the program"
     return f"{len(one.key)} -> {len(other.key)} elements of the program"
+
+
+def _first_other(numbers: list[Any], others: list[Any]) -> tuple[int, Any, Any] | None:
+    pairs = enumerate(zip(numbers, others, strict=False))
+    return next(((index, a, b) for index, (a, b) in pairs if not same_number(a, b)), None)

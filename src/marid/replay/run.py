@@ -19,6 +19,7 @@ from marid.replay.arguments import Call
 from marid.replay.backward import record_backwards
 from marid.replay.gradients import LIVE, graph_of
 from marid.replay.host import HostWatch
+from marid.replay.impure import ImpureWatch
 from marid.replay.pending import run_pending_work
 from marid.replay.places import Places, Refused, numbers_of
 from marid.replay.reachable import reach
@@ -50,7 +51,7 @@ class Run:
         self._snapshot = Snapshot(self._reached)
         self._tensors = [*call.lazy, *self._reached.lazy]
         self._host = [*call.host, *self._reached.host]
-        self._streams = Streams(self._reached.generators)
+        self._streams = Streams(self._reached.generators, self._reached.drawing)
         self._values = [tensor._value for tensor in self._tensors]
         self._specs: list[Spec] = [value.spec for value in self._values]
         self._histories = [tensor.grad_fn for tensor in self._tensors]
@@ -63,13 +64,17 @@ class Run:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
         """Run the Python; its result. What it raises leaves as it is."""
         try:
-            with observing(refuse_reads) as seen, HostWatch(self._host, self._reached.host) as host:
+            with (
+                observing(refuse_reads) as seen,
+                HostWatch(self._host, self._reached.host) as host,
+                ImpureWatch(self._reached.paused) as impure,
+            ):
                 result = self._function(*args, **kwargs)
         finally:
             for index in range(handles.device_count):
                 handles.tape(index).room = 0  # not cut while the function ran: measured again at the next operation
         try:
-            self._check(seen, host)
+            self._check(seen, host, impure)
             if not self._describe(result, seen, host):
                 gc.collect()  # results in reference cycles that nobody holds
                 self._describe(result, seen, host)
@@ -84,12 +89,12 @@ class Run:
 
     # --- what cannot be replayed ---
 
-    def _check(self, seen: Observer, host: HostWatch) -> None:
+    def _check(self, seen: Observer, host: HostWatch, impure: ImpureWatch) -> None:
         if seen.reads:
             raise Refused(seen.reads[0], for_good=True)
         if self._reached.too_much is not None:
             raise Refused(f"it reaches {self._reached.too_much}", for_good=True)
-        refusal = host.refusal or self._streams.refusal(seen.draws)
+        refusal = host.refusal or self._streams.refusal(seen.draws) or impure.refusal
         if refusal is not None:
             raise Refused(refusal)
         changed = self._snapshot.change()
@@ -140,6 +145,7 @@ class Run:
             key=task.key,
             numbers=numbers,
             sites=sites,
+            lines=[(node.op.name if node.op is not None else "a tensor", node.site) for node in task.nodes],
             inputs=places.inputs,
             outputs=places.outputs,
             made=places.made,

@@ -6,6 +6,7 @@ which the recorder takes it, so that they are the numbers that the Python would 
 
 from __future__ import annotations
 
+import pickle
 import random as python_random
 from typing import Any
 
@@ -24,10 +25,11 @@ _Position = tuple[int, int, int]
 class Streams:
     """Where all generators that a function could use are, before it runs."""
 
-    def __init__(self, generators: list[torch.Generator]) -> None:
+    def __init__(self, generators: list[torch.Generator], drawing: list[Any]) -> None:
         self._own = [g for g in generators if g.device.type == handles.DEVICE_TYPE]
         self._before = self._positions()
         self._others = [g for g in generators if g.device.type != handles.DEVICE_TYPE]
+        self._drawing = drawing
         self._hosts = self._host_states()
 
     def _positions(self) -> dict[Any, _Position]:
@@ -44,7 +46,10 @@ class Streams:
         default = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
         legacy: Any = np.random.get_state()
         states = [bytes(g.get_state().numpy()) for g in (default, *self._others)]
-        return [states, python_random.getstate(), legacy[0], legacy[1].tobytes(), legacy[2:]]
+        return [
+            *(states, python_random.getstate(), legacy[0], legacy[1].tobytes(), legacy[2:]),
+            *[_state_of(one) for one in self._drawing],
+        ]
 
     def refusal(self, draws: list[Drawn]) -> str | None:
         """Why what happened to the generators is not just ``draws``; None when it is."""
@@ -62,6 +67,13 @@ class Streams:
         if self._hosts != self._host_states():
             return "random numbers are drawn on the host"
         return None
+
+
+def _state_of(drawing: Any) -> bytes | None:
+    """What decides the numbers that a generator of Python or numpy gives next; None for one that has no state."""
+    if isinstance(drawing, python_random.SystemRandom):
+        return None
+    return pickle.dumps(drawing.getstate() if isinstance(drawing, python_random.Random) else drawing)
 
 
 def take_again(draws: list[Drawn]) -> list[Draw]:

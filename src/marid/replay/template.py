@@ -16,7 +16,6 @@ from marid.graph.node import Node, Storage, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.replay.arguments import Call
 from marid.replay.backward import connect
-from marid.replay.counters import evaluate
 from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
 from marid.replay.pending import run_pending_work
 from marid.replay.recording import (
@@ -28,7 +27,6 @@ from marid.replay.recording import (
     TENSOR,
     UPLOAD,
     Derivative,
-    Each,
     Made,
     Recording,
     Ref,
@@ -37,9 +35,10 @@ from marid.replay.streams import take_again
 from marid.semantics.scopes import current_site, state
 from marid.settings import settings
 
-__all__ = ["MISS", "Template"]
+__all__ = ["Fit", "Template"]
 
-MISS: Any = object()
+# The tensors of a call, gradients by tensor, values by where they are known from.
+Fit = tuple[list[Any], dict[int, Any], dict[Ref, Value]]
 
 
 class Template:
@@ -66,45 +65,42 @@ class Template:
         self._rounds = [[ref for ref, count in recording.bumps if count > done] for done in range(most)]
         self._simple = recording.structure.is_leaf()
 
-    def holds(self, call: Call) -> bool:
-        """Whether the state is the one in which the recording was made, as far as it is watched."""
-        if self.recording.snapshot.change() is not None or not self._is_state_alike():
-            return False
-        if not self.recording.counters.has_equal_counters():
-            return False
-        return self._grads_of([*call.lazy, *self.recording.reached.lazy]) is not None
+    def departure(self, recording: Recording) -> str | None:
+        """How what the Python did just now differs from what a replay would have done, in words."""
+        return self.recording.departure(recording, self._computed)
 
-    def run(self, call: Call) -> Any:
-        """The result for ``call``, or ``MISS`` (and nothing has happened) where the Python has to run.
-
-        Raises ``MaterializationError`` when an operation fails.
-        """
+    def fit(self, call: Call) -> Fit | None:
+        """What a replay of ``call`` works on, or None (and nothing has happened) where the Python has to run."""
         recording = self.recording
         if recording.snapshot.change() is not None or not self._is_state_alike() or not run_pending_work():
-            return MISS
+            return None
         tensors = [*call.lazy, *recording.reached.lazy]
         grads = self._grads_of(tensors)
         if grads is None:
-            return MISS
+            return None
         values: dict[Ref, Value] = {}
         for ref in recording.used:
             kind, index = ref
             value = (tensors if kind == TENSOR else grads)[index]._value
             if value.concrete is None:
-                return MISS
+                return None
             values[ref] = value
         if not self._shares_as_recorded(values) or not self._has_room():
-            return MISS
+            return None
         counters = recording.counters
         if not self._upload(call, values) or (counters.events and not counters.has_equal_counters()):
-            return MISS
+            return None
+        return tensors, grads, values
+
+    def run(self, call: Call, fit: Fit) -> Any:
+        """The result for ``call``. Raises ``MaterializationError`` when an operation fails."""
+        tensors, grads, values = fit
+        recording = self.recording
+        counters = recording.counters
         numbers = recording.numbers
         before = counters.copies()
         if counters.events:
-            read = counters.again()
-            numbers = list(numbers)
-            for place, how in self._computed:
-                numbers[place] = _number(how, read)
+            numbers = recording.numbers_for(self._computed, counters.again())
         if recording.draws:
             taken = take_again(recording.draws)
             numbers = list(numbers)
@@ -154,10 +150,6 @@ class Template:
                 return False
             values[UPLOAD, index] = handles.source(engine_of(device).adopt(made), spec)
         return True
-
-
-def _number(how: Any, read: list[float]) -> Any:
-    return tuple([evaluate(part, read) for part in how]) if type(how) is Each else evaluate(how, read)
 
 
 def _flags(tensor: Any) -> tuple[bool, bool]:
