@@ -4,7 +4,9 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 WORKERS ?= 2
 PROGRAMS ?= 50000
+NETWORKS ?= 20000
 WORKER_PROGRAMS ?= 2000
+WORKER_NETWORKS ?= 1000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +22,7 @@ help:
 	@echo "make check        ruff and pyright only"
 	@echo "make conformance  the long tests"
 	@echo "make conformance-worker  the suite with the device on a worker process, the long tests too"
-	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs against eager PyTorch"
+	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs and NETWORKS=$(NETWORKS) networks against eager PyTorch"
 	@echo "make bench        what recording an operation costs, and a quick run of marid bench"
 	@echo "make clean        remove what was built, the virtual environment too"
 
@@ -54,12 +56,13 @@ conformance: $(READY)
 # A file at a time: each has its own workers, and a program of one is not another's.
 conformance-worker: $(READY)
 	@failed=0; for file in $$(ls tests/test_*.py tests/*/test_*.py | grep -v tests/test_remote_); do \
-		echo "== $$file"; MARID_FUZZ_PROGRAMS=$(WORKER_PROGRAMS) \
+		echo "== $$file"; MARID_FUZZ_PROGRAMS=$(WORKER_PROGRAMS) MARID_FUZZ_NETWORKS=$(WORKER_NETWORKS) \
 		$(BIN)/python -m pytest -q --worker -m "conformance or not conformance" $$file || [ $$? -eq 5 ] || failed=1; \
 	done; exit $$failed
 
 fuzz: $(READY)
-	MARID_FUZZ_PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -n $(WORKERS) -m conformance tests/fuzz
+	MARID_FUZZ_PROGRAMS=$(PROGRAMS) MARID_FUZZ_NETWORKS=$(NETWORKS) \
+		$(BIN)/python -m pytest -n $(WORKERS) -m conformance tests/fuzz
 
 bench: $(READY)
 	$(BIN)/python benchmarks/capture.py
