@@ -138,6 +138,8 @@ def _asked(values: Sequence[Value | None], *options: Any) -> _Convolution | None
     assert weight is not None
     if not input.dtype.is_floating_point or any(of is None or of.dtype is not input.dtype for of in (weight, *others)):
         return None
+    if not 3 <= len(input.shape) == len(weight.shape) <= 5:
+        return None
     try:
         asked = _Convolution(input, weight, *options)
     except RuntimeError:  # eager PyTorch raises it, or more: the call is inferred
