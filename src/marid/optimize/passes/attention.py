@@ -56,6 +56,9 @@ def fuse(rewriter: Rewriter) -> int:
         sizes = query.meta["spec"].shape, keys.meta["spec"].shape, value.meta["spec"].shape
         if any(0 in size for size in sizes) or sizes[2][2] != sizes[0][2] or any(g.meta["spec"].conj for g in given):
             continue
+        rows = query.meta["spec"].stride[2], keys.meta["spec"].stride[1], value.meta["spec"].stride[2]
+        if rows != (1, 1, 1):  # the kernel reads rows of neighbouring elements, whatever the strides
+            continue
         if not only_read_by(storages, parts, node) or not unwritten(storages, [*given], found.product, node):
             continue
         _emit(rewriter, node, (query, keys, value), found)
@@ -141,19 +144,24 @@ def _emit(rewriter: Rewriter, node: fx.Node, tensors: tuple[fx.Node, fx.Node, fx
         mask["attn_mask"] = _shown(rewriter, node, found.mask, wanted, strides)
     out = node.meta["spec"]
     _, rows, columns = out.shape
-    sizes, strides = (groups, heads, rows, columns), (rows * heads * columns, columns, heads * columns, 1)
-    made = Spec(sizes, strides, 0, out.dtype, out.device)
+    made = _like(q.meta["spec"])
     call = rewriter.insert(node, _FLASH.copy().pop(), (q, k, v, 0.0, False), made, **mask, scale=found.scale)
     slot = call.meta.pop("slot")
     del call.meta["spec"]
     with rewriter.graph.inserting_before(node):
-        first = rewriter.graph.call_function(operator.getitem, (call, 0))
-    first.meta.update(slot=slot, spec=made, index=node.meta["index"])
-    # The kernel leaves the heads beside each other; the product has them one below the other.
-    step = rows * columns
-    dense = Spec(sizes, (heads * step, step, columns, 1), 0, out.dtype, out.device)
-    copy = rewriter.insert(node, aten.clone.default, (first,), dense, memory_format=torch.contiguous_format)
-    rewriter.rewrite(node, aten.view.default, (copy, out.shape))
+        product = rewriter.graph.call_function(operator.getitem, (call, 0))
+    product.meta.update(slot=slot, spec=made, index=node.meta["index"])
+    if not made.is_contiguous:  # the product that was written out is
+        sizes, step = made.shape, rows * columns
+        dense = Spec(sizes, (heads * step, step, columns, 1), 0, out.dtype, out.device)
+        product = rewriter.insert(node, aten.clone.default, (product,), dense, memory_format=torch.contiguous_format)
+    rewriter.rewrite(node, aten.view.default, (product, out.shape))
+
+
+def _like(query: Spec) -> Spec:
+    """What the kernel returns: laid out as ``empty_like`` of the query."""
+    asked = torch.empty_strided(query.shape, query.stride, dtype=query.dtype, device="meta")
+    return Spec(query.shape, torch.empty_like(asked).stride(), 0, query.dtype, query.device)
 
 
 def _shown(rewriter: Rewriter, node: fx.Node, x: fx.Node, sizes: tuple[int, ...], strides: tuple[int, ...]) -> fx.Node:
