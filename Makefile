@@ -48,7 +48,7 @@ check: $(READY)
 	$(BIN)/pyright
 
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not conformance"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not conformance"
 
 conformance: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m conformance
