@@ -41,7 +41,7 @@ logger = logging.getLogger("marid")
 _MODULE = "marid_native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
 _HAS_MODULE = (_PYTHON / "Python.h").exists()
-_OF_MODULE = "autocast call concretely cut derive dispatch geometry kernels record runs".split()
+_OF_MODULE = "accumulate autocast call concretely cut derive dispatch geometry kernels record runs".split()
 _SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.stem not in _OF_MODULE]
 _OPTIONS = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
 

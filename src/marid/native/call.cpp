@@ -21,7 +21,7 @@ namespace marid {
 
 Slots node, output;
 PyTypeObject* handle_type;
-PyObject* value_name;
+PyObject *value_name, *storage_name;
 
 namespace {
 

@@ -13,7 +13,7 @@ enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, 
 enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
 
 extern PyTypeObject* handle_type;  // what own tensors are
-extern PyObject* value_name;  // of the attribute with their value
+extern PyObject *value_name, *storage_name;  // of the attributes with their value and with what it lies in
 
 inline bool is_value(PyObject* object) { return Py_TYPE(object) == node.type || Py_TYPE(object) == output.type; }
 inline PyObject* spec_of(PyObject* value) {

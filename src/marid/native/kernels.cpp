@@ -1,5 +1,6 @@
 // The kernels by which PyTorch's operators are recorded, below all that it would do to call Python; and how two composite
 // operators are taken apart above autograd, or are not.
+#include "accumulate.h"
 #include "record.h"
 
 #include <ATen/Tensor.h>
@@ -46,6 +47,20 @@ struct Kernel final : c10::OperatorKernel {
   }
 
   std::shared_ptr<Operator> of;
+};
+
+// The kernel of `a + b`, by which autograd adds gradients up.
+struct Sum final : c10::OperatorKernel {
+  explicit Sum(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (!marid::adds_up_gradients(*stack)) return usual(op, keys, stack);
+    at::Tensor first = torch::jit::peek(*stack, 0, 3).toTensor(), second = torch::jit::peek(*stack, 1, 3).toTensor();
+    usual(op, keys, stack);
+    marid::add_up(first, second, stack);
+  }
+
+  Kernel usual;
 };
 
 // --- composites ------------------------------------------------------------------------------------------------------
@@ -172,7 +187,9 @@ void register_kernels(PyObject* not_recorded) {
     if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::Python) || !takes_tensors(op->schema())) continue;
     std::shared_ptr<Operator> own = described(op->schema(), not_recorded);
     std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own)));
+    auto kernel = full == "aten::add.Tensor" ? torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Sum>(own))
+                                             : torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
+    library->impl(full.c_str(), std::move(kernel));
     operators.emplace(name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name), std::move(own));
   }
 }

@@ -42,7 +42,7 @@ PyObject *sites, *internal, *capture_site, *thread_state;  // see semantics/scop
 PyObject* storage_of;  // see frontend/handles.py
 PyObject* last_write_of;  // see graph/node.py
 PyObject* recorders;  // by identity of the operator
-PyObject *storage_name, *scope_name, *backward_name, *pattern_name, *address_name;  // attributes
+PyObject *scope_name, *backward_name, *pattern_name, *address_name;  // attributes
 
 // --- where it was written ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,97 @@
+"""Where gradients meet, autograd adds into the first of them, and the sum lies in memory as that one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.helpers import DEVICE
+
+Tensors = list[torch.Tensor]
+
+
+def _gradients(work: Callable[[str], Tensors], device: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    torch.manual_seed(0)
+    found = work(device)
+    return [(gradient.cpu(), gradient.stride()) for leaf in found if (gradient := leaf.grad) is not None]
+
+
+def _compare(work: Callable[[str], Tensors]) -> None:
+    expected, found = _gradients(work, "cpu"), _gradients(work, DEVICE)
+    assert expected
+    assert [stride for _, stride in found] == [stride for _, stride in expected]
+    for (a, _), (b, _) in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def _leaf(shape: tuple[int, ...], stride: tuple[int, ...], device: str) -> torch.Tensor:
+    return torch.empty_strided(shape, stride).copy_(torch.randn(shape)).to(device).requires_grad_()
+
+
+def _one_weight_for_two_convolutions(device: str) -> Tensors:
+    weight = _leaf((4, 3, 1, 1), (3, 1, 3, 3), device)
+    inputs = [torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last).to(device) for _ in range(3)]
+    sum(F.conv2d(x, weight).sin().sum() for x in inputs).backward()  # pyright: ignore
+    return [weight]
+
+
+def _spectral_norm(device: str) -> Tensors:
+    conv = nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last)
+    normed = torch.nn.utils.parametrizations.spectral_norm(conv).to(device, memory_format=torch.channels_last)
+    normed(torch.randn(2, 3, 6, 6).to(device)).sin().sum().backward()
+    return list(normed.parameters())
+
+
+def _read_by_a_hook(device: str) -> Tensors:
+    kept: Tensors = []
+    x = _leaf((3, 1, 4), (4, 9, 1), device)
+    middle = x.tanh()
+    middle.register_hook(lambda gradient: kept.append(gradient + gradient))
+    ((middle * 2).sum() + (middle * middle).sum()).backward()
+    x.grad = None if x.grad is None else x.grad + kept[0]
+    return [x]
+
+
+@pytest.mark.parametrize("work", [_one_weight_for_two_convolutions, _spectral_norm, _read_by_a_hook])
+def test_strides_of_sums(work: Callable[[str], Tensors]) -> None:
+    """As those of the term that came first, in dimensions of one element too."""
+    _compare(work)
+
+
+STEPS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    *(torch.tanh, lambda x: x * 2, lambda x: x * x, lambda x: x.transpose(0, 1).sin().transpose(0, 1)),
+    *(lambda x: x.reshape(-1).cos().view(x.shape), lambda x: x.flip(0), lambda x: x + 1, lambda x: x + x),
+    *(lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0), lambda x: x.sum(1, keepdim=True) + x),
+    *(lambda x: x.expand(2, *x.shape).sum(0), lambda x: torch.stack([x, x], -1).amax(-1), lambda x: x.clone()),
+]
+
+
+def _random_graph(seed: int) -> Callable[[str], Tensors]:
+    def work(device: str) -> Tensors:
+        choice = random.Random(seed)
+        shape = [choice.choice((1, 1, 2, 3)) for _ in range(3)]
+        order, step, stride = choice.sample(range(3), 3), 1, [0] * 3
+        for dim in order:
+            stride[dim] = step if shape[dim] > 1 else choice.choice((1, step, 7))
+            step *= shape[dim]
+        leaves = [_leaf((*shape,), (*stride,), device) for _ in range(2)]
+        values = [*leaves]
+        for _ in range(choice.randint(3, 9)):
+            value = choice.choice(STEPS)(choice.choice(values))
+            values.append(value * choice.choice(values) if choice.random() < 0.4 else value)
+        sum(value.sum() * number for number, value in enumerate(values[2:], 1)).backward()  # pyright: ignore
+        return leaves
+
+    return work
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_graphs(part: int) -> None:
+    """Leaves with dimensions of one element and odd strides there, used several times."""
+    for seed in range(part * 60, (part + 1) * 60):
+        _compare(_random_graph(seed))
