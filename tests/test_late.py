@@ -16,7 +16,8 @@ NEEDS_MODULE = pytest.mark.skipif(native.module is None, reason="needs the C++ h
 
 def _run(script: str, *args: object) -> list[str]:
     """The lines that a script prints in a process of its own."""
-    source = f"import sys, torch, marid\nDEVICE = {DEVICE!r}\n" + textwrap.dedent(script)
+    source = "import sys, torch, marid\ntorch.remote_accelerator.init()  # what the first use loads is there\n"
+    source += f"DEVICE = {DEVICE!r}\n" + textwrap.dedent(script)
     done = subprocess.run(
         [sys.executable, "-c", source, *map(str, args)], capture_output=True, text=True, timeout=300, check=False
     )

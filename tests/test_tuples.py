@@ -31,10 +31,6 @@ MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "cummax": lambda x: x.cummax(0),
     "aminmax": lambda x: x.aminmax(),
     "frexp": lambda x: x.frexp(),
-    "torch.chunk": lambda x: torch.chunk(x, 2),
-    "torch.unbind": lambda x: torch.unbind(x, 1),
-    "torch.topk": lambda x: torch.topk(x, 1),
-    "torch.sort": lambda x: torch.sort(x, 0),
 }
 
 
@@ -50,6 +46,25 @@ def test_several_results_are_a_lazy_tuple(name: str) -> None:
     assert isinstance(made, tuple)
     assert marid.stats().ops_executed == 0
     assert_same(tuple(made), tuple(MAKERS[name](_matrix("cpu"))))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.chunk(x, 2),
+        lambda x: torch.unbind(x, 1),
+        lambda x: torch.topk(x, 1),
+        lambda x: torch.sort(x, 0),
+        lambda x: torch.max(x, dim=0),
+    ],
+)
+def test_functions_return_what_pytorch_returns(make: Callable[[torch.Tensor], Any]) -> None:
+    """Plain tuples and ``torch.return_types``, whose elements are lazy."""
+    made, expected = make(_matrix(DEVICE)), make(_matrix("cpu"))
+    assert type(made) is type(expected)
+    assert all(isinstance(item, marid.LazyTensor) for item in made)
+    assert marid.stats().ops_executed == 0
+    assert_same(tuple(made), tuple(expected))
 
 
 def test_a_lazy_tuple_is_one_node() -> None:

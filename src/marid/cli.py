@@ -12,6 +12,7 @@ from marid import runner
 from marid.bench.workloads import WORKLOADS
 from marid.execute.compiled.disk import DiskCache
 from marid.execute.compiled.tier import folder
+from marid.registration import first_use
 from marid.report.units import bytes_text
 
 __all__ = ["main"]
@@ -153,6 +154,7 @@ def worker(
     Clients connect with marid.connect("tcp://HOST:PORT"). An address that other machines reach needs --keys.
     """
     if context.invoked_subcommand is None:
+        first_use()  # what clients record may be of any operator that is defined for the device
         from marid.remote.command import serve
         from marid.remote.worker import Limits
 

@@ -8,7 +8,6 @@ import io
 import os
 import sys
 import types
-import warnings
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from marid.api import explain, stats
 from marid.frontend import handles
+from marid.registration import first_use
 
 __all__ = ["Job"]
 
@@ -59,9 +59,9 @@ class Job:
             raise
 
     def _prepare_device(self) -> None:
+        first_use()
         # Marid compiles what it records; a second compiler in front of it would only see opaque tensors.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         if self.as_cuda:
             from marid import as_cuda  # changes PyTorch's modules: only on request
 

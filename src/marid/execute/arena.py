@@ -8,6 +8,7 @@ left alone when that keeps happening.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,7 @@ from marid.optimize.memory import MemoryPlan, Trace, plan
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["MUCH", "Arena", "Placement"]
+__all__ = ["MUCH", "Arena", "Placement", "install"]
 
 _ATTEMPTS = 3
 MUCH = 32 << 20
@@ -48,6 +49,8 @@ class Placement:
         """Begin a run on this thread, watched or by the plan; False where there is no memory for it."""
         if library is None:
             return False
+        if not _installed and not _withdrawn:  # in a worker's process, where nobody uses the device
+            install()
         if self.plan is None:
             library.marid_memory_watch(self.forecast)
             return True
@@ -88,7 +91,6 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        _install()
         self._next: Placement | None = None
         self._active: list[Placement | None] = []
 
@@ -124,12 +126,32 @@ class Arena:
             library.marid_memory_trim()
 
 
-def _install() -> None:
+_installed = False
+_withdrawn = False
+
+
+def install() -> Callable[[], None]:
+    """Let CPU tensors come from an allocator that can watch and plan runs, and outside of them is the one that was
+    there. Returns what undoes it."""
+    global _installed, _withdrawn
+    _installed, _withdrawn = True, False
+    _settings_changed()
+    return _uninstall
+
+
+def _uninstall() -> None:
+    global _installed, _withdrawn
+    _installed, _withdrawn = False, True
     if library is not None:
+        library.marid_memory_uninstall()
+
+
+def _settings_changed() -> None:
+    if _installed and library is not None:
         library.marid_memory_install(settings.pool_bytes)
 
 
-settings.when_changed(_install)
+settings.when_changed(_settings_changed)
 
 
 def _read(run: int) -> Trace:

@@ -6,7 +6,7 @@ Sources: ``aten/src/ATen/autocast_mode.cpp`` (the CPU lists) and ``autocast_mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,9 +71,10 @@ _libraries: list[torch.library.Library] = []
 _listed: set[str] = set()
 
 
-def register() -> None:
-    """Register CPU autocast's lists for the device."""
+def register() -> Callable[[], None]:
+    """Register CPU autocast's lists for the device. Returns what takes them away."""
     _register({"lower": _CPU_LOWER, "full": _CPU_FULL, "promote": _CPU_PROMOTE})
+    return _unregister
 
 
 def use_cuda_lists() -> None:
@@ -96,7 +97,15 @@ def without() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_KEY)
 
 
+def _unregister() -> None:
+    if module is not None:
+        module.autocasts({})
+    while _libraries:
+        _libraries.pop()._destroy()
+
+
 def _register(lists: Mapping[str, Sequence[str]]) -> None:
+    _unregister()
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.append(fallthrough)

@@ -1,10 +1,12 @@
-"""The device: registering ``remote_accelerator`` with PyTorch, and its module ``torch.remote_accelerator``."""
+"""The device: what ``torch.remote_accelerator`` has, and how modules, switches and loaders get along with it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -12,48 +14,29 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import backend_registration
 
 from marid.execute.geometry import when_mispredicted
-from marid.frontend import (
-    autocast,
-    convolutions,
-    corrections,
-    dynamo,
-    factories,
-    group_norm,
-    handles,
-    late,
-    nested,
-    overrides,
-    random,
-    recurrent,
-    serialize,
-    special,
-    tuples,
-    uninitialized,
-)
+from marid.frontend import corrections, handles, random, uninitialized
 from marid.frontend.engines import all_engines, engine_of
-from marid.frontend.materialize import bytes_of, optimizer_stepped, run_everything, wait_anyway
+from marid.frontend.materialize import bytes_of, run_everything, wait_anyway
 from marid.frontend.record import follow_switches
 from marid.frontend.tensor import LazyTensor
 from marid.graph.node import tell
 from marid.report.stats import counters
 from marid.semantics import scopes
 
-__all__ = ["memory_allocated", "peak_memory", "register"]
-
-
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    def is_available(self) -> bool:
-        return True
-
-    def has_primary_context(self, dev_id: int) -> bool:  # noqa: ARG002
-        return True
-
-    def is_built(self) -> bool:
-        return True
+__all__ = [
+    "SWITCHES",
+    "give_figures",
+    "keeping",
+    "memory_allocated",
+    "names",
+    "peak_memory",
+    "require_first_use",
+    "running_everything_before",
+    "stacked",
+    "swapping",
+]
 
 
 class _PythonGuard(torch._C._acc.DeviceGuard):
@@ -61,65 +44,18 @@ class _PythonGuard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
-_keep_alive: list[Any] = [convolutions, group_norm, recurrent, special]  # importing them registers handlers and rules
-
-
-def register() -> None:
-    """Make the device known to PyTorch; once per process.
-
-    Raises ``RuntimeError`` when another package has already taken PyTorch's one place for a foreign device.
-    """
-    taken = torch._C._get_privateuse1_backend_name()
-    if taken not in ("privateuseone", handles.DEVICE_TYPE):
-        raise RuntimeError(
-            f"PyTorch has room for one foreign device, and {taken!r} is registered already; "
-            "import marid in a process without that backend"
-        )
-    torch.utils.rename_privateuse1_backend(handles.DEVICE_TYPE)  # pyright: ignore[reportPrivateImportUsage]
-    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    torch._register_device_module(handles.DEVICE_TYPE, _module())
-    hooks = _Hooks()
-    _keep_alive.append(hooks)
-    torch._C._acc.register_python_privateuseone_hook(hooks)
-    if handles.library is None:
-        guard = _PythonGuard()
-        _keep_alive.append(guard)
-        torch._C._acc.register_python_privateuseone_device_guard(guard)
-    else:
-        handles.library.marid_set_device_count(handles.device_count)
-    factories.register()
-    overrides.register()
-    autocast.register()
-    when_mispredicted(corrections.correct)
-    serialize.install()
-    tuples.install()
-    scopes.install_hooks()
-    register_optimizer_step_post_hook(optimizer_stepped)
-    _allow_exact_type()
-    _collate()
-    _run_before_switches()
-    uninitialized.install()
-    nested.install()
-    dynamo.install()
-    late.install()
-    _keep_parameters()
-
-
-def _allow_exact_type() -> None:
-    # Optimizers group parameters into foreach operators, and make_fx traces tensors, by exact type.
-    from torch.fx.experimental import proxy_tensor
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, LazyTensor)
-    modules: list[Any] = [optimizer, _foreach_utils]
-    for module in modules:
-        if LazyTensor not in module._foreach_supported_types:
-            module._foreach_supported_types.append(LazyTensor)
+_keep_alive: list[Any] = []
+when_mispredicted(corrections.correct)
+if handles.library is None:
+    _keep_alive.append(_PythonGuard())
+    torch._C._acc.register_python_privateuseone_device_guard(_keep_alive[0])
+else:
+    handles.library.marid_register_hooks()
+    handles.library.marid_set_device_count(handles.device_count)
 
 
 # What kernels ask for when they run, and set with these functions of ``torch._C``.
-_SWITCHES = (
+SWITCHES = (
     "_set_default_dtype",
     "_set_default_tensor_type",
     "_set_deterministic_algorithms",
@@ -131,14 +67,8 @@ _SWITCHES = (
 )
 
 
-def _run_before_switches() -> None:
-    private: Any = torch._C
-    for name in _SWITCHES:
-        setattr(private, name, _running_everything_before(getattr(private, name)))
-    torch.set_num_threads = private.set_num_threads
-
-
-def _running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]:
+def running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]:
+    """``switch``, which is one of these."""
     owner = os.getpid()
 
     @functools.wraps(switch)
@@ -160,21 +90,17 @@ def _running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]
     return wrapper
 
 
-def _collate() -> None:
-    # Workers of a DataLoader would stack into a storage in shared memory, which the device has not.
-    from torch.utils.data._utils.collate import default_collate_fn_map
-
-    default_collate_fn_map[LazyTensor] = _stacked
-
-
-def _stacked(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:  # noqa: ARG001
+def stacked(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:  # noqa: ARG001
+    """What a ``DataLoader`` makes of tensors of the device."""
     return torch.stack(batch)
 
 
-def _keep_parameters() -> None:
-    # PyTorch moves a parameter between devices in place only where tensors of both have the same C++ type. Without
-    # that, each module gets a new parameter: tied weights come apart, and optimizers keep the old ones.
-    move = torch.nn.Module._apply
+# PyTorch moves a parameter between devices in place only where tensors of both have the same C++ type. Without that,
+# each module gets a new parameter: tied weights come apart, and optimizers keep the old ones.
+
+
+def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """``Module._apply``, for which parameters stay the same objects."""
 
     @functools.wraps(move)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
@@ -194,7 +120,21 @@ def _keep_parameters() -> None:
 
         return move(self, apply_once, recurse)
 
-    torch.nn.Module._apply = apply
+    return apply
+
+
+def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """What PyTorch's ``Module._apply`` asks before it swaps a parameter in place. One that was running at the first use
+    is to do so; ours has done it."""
+
+    @functools.wraps(is_wrapper)
+    def wrapper(tensor: Any) -> bool:
+        if type(tensor) is not LazyTensor:
+            return is_wrapper(tensor)
+        caller = sys._getframe(1).f_back
+        return caller is not None and caller.f_code.co_filename != __file__
+
+    return wrapper
 
 
 def _moved_in_place(parameter: Any, applied: torch.Tensor, fn: Any) -> torch.Tensor:
@@ -222,6 +162,29 @@ def peak_memory() -> int:
     """The largest ``memory_allocated`` of all devices together seen at a run so far, in bytes."""
     counters.peak_memory = max(counters.peak_memory, bytes_of(range(handles.device_count)))
     return counters.peak_memory
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+def _figures(device: int, reset: int, found: Any) -> None:
+    if reset:
+        counters.peak_memory = 0
+    found[0] = bytes_of([device])
+    found[1] = peak_memory()
+
+
+def give_figures() -> Callable[[], None]:
+    """Let ``torch.accelerator`` know how much memory is in use. Returns what ends that."""
+    library = handles.library
+    if library is None:
+        return lambda: None
+    library.marid_set_figures(_figures)
+    return lambda: library.marid_set_figures(None)
+
+
+def require_first_use() -> None:
+    """Have PyTorch ask for the first use again."""
+    if handles.library is not None:
+        handles.library.marid_require_init()
 
 
 def _index(device: Any) -> int:
@@ -253,8 +216,9 @@ def synchronize(device: Any = None) -> None:
         del error  # which has this frame in its traceback
 
 
-def _module() -> types.ModuleType:
-    module = types.ModuleType(f"torch.{handles.DEVICE_TYPE}", "The lazy device of marid.")
+@functools.cache
+def names() -> dict[str, Any]:
+    """What ``torch.remote_accelerator`` has, apart from what it has before this file is loaded."""
 
     def set_device(device: Any) -> None:
         """Make a device current for this thread."""
@@ -303,17 +267,11 @@ def _module() -> types.ModuleType:
         """The current stream of a device; every stream of a device runs in program order."""
         return torch.accelerator.current_stream(torch.device(handles.DEVICE_TYPE, _index(device)))
 
-    names = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_initialized": True,  # checkpointing keeps the generator's state only of initialised devices
-        "init": lambda: None,
-        "device_count": lambda: handles.device_count,
+    return {
         "current_device": handles.current_device,
         "set_device": set_device,
         "device": device,
         "synchronize": synchronize,
-        "_is_in_bad_fork": lambda: False,
         "manual_seed": manual_seed,
         "manual_seed_all": random.seed_all,
         "seed": lambda: manual_seed(torch.Generator().seed()),
@@ -342,9 +300,6 @@ def _module() -> types.ModuleType:
         "default_stream": current_stream,
         "stream": contextlib.nullcontext,
     }
-    for name, value in names.items():
-        setattr(module, name, value)
-    return module
 
 
 def _on_device(kind: Any) -> Any:

@@ -15,7 +15,6 @@ import os
 import pkgutil
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -28,11 +27,10 @@ import torch
 from marid.frontend import handles, late
 from marid.frontend.tensor import LazyTensor
 
-__all__ = ["install"]
+__all__ = ["leave_alone", "refusing", "refusing_devices", "skipping", "when_imported"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# The models of ``marid bench`` are compiled as a user's are; the hooks in ``semantics`` are traced, to nothing.
-_TRACED = ("bench", "semantics")
+_TRACED = ("bench",)  # its models are compiled as a user's are
 _TRIES = 8  # times that a function is traced in vain before it is left to Python for good
 
 
@@ -43,32 +41,33 @@ class _Met(BaseException):
 _converting = threading.local()  # ``frame``: whether Dynamo is at work on a frame, and not on an export
 
 
-def install() -> None:
-    """Have Dynamo leave Marid, and what uses its tensors, alone; now or when it is imported."""
-    warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks on modules")
+def when_imported(change: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Change Dynamo now or, where it is not there yet, when it has been imported. Returns what undoes it."""
     if late.DYNAMO in sys.modules:
-        _change()
-    else:
-        sys.meta_path.insert(0, _Finder())
+        return change()
+    finder = _Finder(change)
+    sys.meta_path.insert(0, finder)
+    return finder.undo
 
 
-def _change() -> None:
+def leave_alone() -> Callable[[], None]:
+    """Have Dynamo trace no code of Marid's. Returns what undoes it."""
     from torch._dynamo import trace_rules
-    from torch._dynamo.convert_frame import CatchErrorsWrapper
-    from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.tensor import TensorVariable
 
+    before = list(trace_rules.SKIP_DIRS)
     for module in pkgutil.iter_modules([_PACKAGE]):
         if module.name not in _TRACED:
             trace_rules.add(f"marid.{module.name}")
-    classes: tuple[Any, ...] = CatchErrorsWrapper, VariableBuilder, TensorVariable
-    frames, builder, tensor = classes
-    frames.__call__ = _skipping(frames.__call__)
-    builder._wrap = _refusing(builder._wrap)
-    tensor.__init__ = _refusing_devices(tensor.__init__)
+    added = [path for path in trace_rules.SKIP_DIRS if path not in before]
+
+    def undo() -> None:
+        trace_rules.SKIP_DIRS[:] = [path for path in trace_rules.SKIP_DIRS if path not in added]
+        trace_rules._recompile_re()
+
+    return undo
 
 
-def _skipping(convert: Callable[..., Any]) -> Callable[..., Any]:
+def skipping(convert: Callable[..., Any]) -> Callable[..., Any]:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
     from torch._dynamo.types import ConvertFrameReturn
 
@@ -105,7 +104,7 @@ def _is_for_the_device(values: Iterable[Any]) -> bool:
     return False
 
 
-def _refusing(wrap: Callable[..., Any]) -> Callable[..., Any]:
+def refusing(wrap: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wrap)
     def wrapper(self: Any, value: Any) -> Any:
         if isinstance(value, LazyTensor) and getattr(_converting, "frame", False):
@@ -115,7 +114,7 @@ def _refusing(wrap: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _refusing_devices(init: Callable[..., None]) -> Callable[..., None]:
+def refusing_devices(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -127,6 +126,17 @@ def _refusing_devices(init: Callable[..., None]) -> Callable[..., None]:
 
 class _Finder(MetaPathFinder):
     """Finds nothing but Dynamo, to change it when it has been loaded."""
+
+    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
+        self._change = change
+        self._undo: Callable[[], None] | None = None
+
+    def undo(self) -> None:
+        """Undo the change, or look no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if self._undo is not None:
+            self._undo()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -141,7 +151,7 @@ class _Finder(MetaPathFinder):
                 late.require_dynamo()
                 load(module)
                 if self in sys.meta_path:
-                    _change()
+                    self._undo = self._change()
                     sys.meta_path.remove(self)
 
             spec.loader.exec_module = load_and_change

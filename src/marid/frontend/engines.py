@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from marid.engine.inprocess import InProcessEngine
 from marid.engine.protocol import Engine
+from marid.errors import LazyTensorError
 from marid.frontend import handles
+from marid.graph.node import Value
 
 __all__ = ["all_engines", "assign", "engine_of", "local_engine"]
 
@@ -14,6 +18,50 @@ local_engine = InProcessEngine()
 """The engine of this process, which all devices have unless they are given another one."""
 
 _engines: list[Engine] = [local_engine] * handles.device_count
+
+
+class _LeftBehind:
+    """What a forked child has in place of its parent's connections."""
+
+    name = "connection of the parent process"
+    pieces = False
+    elsewhere = True
+
+    def wait(self, values: Sequence[Value] | None = None, need: str = "run") -> bool:  # noqa: ARG002
+        """Nothing runs here."""
+        return False if values is None else self._refuse()
+
+    def memory(self, buffer: Any) -> tuple[int, int]:  # noqa: ARG002
+        """None of this process's."""
+        return 0, 0
+
+    def nothing(self, *_: Any) -> None:
+        """For what is no use of the device."""
+
+    settle = trim = mark = worker_stats = nothing
+
+    def compiling(self) -> int:
+        """Nor is anything compiled."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._refuse
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise LazyTensorError(
+            f"this process is a fork of one that was connected to workers, and {handles.DEVICE_TYPE} tensors of theirs "
+            "belong to that one: start processes with spawn, connect in each, or use a device that is not connected"
+        )
+
+
+def _in_child() -> None:
+    left: Any = _LeftBehind()
+    _engines[:] = [engine if engine is local_engine else left for engine in _engines]
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def engine_of(device: int) -> Engine:

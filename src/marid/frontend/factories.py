@@ -5,6 +5,7 @@ A blanket fallback for the device would be shorter, but it breaks ``torch.tensor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,26 +30,24 @@ _FACTORIES = """
     bartlett_window.periodic kaiser_window kaiser_window.periodic kaiser_window.beta
 """.split()
 
-_library: torch.library.Library | None = None
 
-
-def register() -> None:
-    """Give every factory its device kernel."""
-    global _library
-    _library = torch.library.Library("aten", "IMPL")
+def register() -> Callable[[], None]:
+    """Give every factory its device kernel. Returns what takes it away."""
+    library = torch.library.Library("aten", "IMPL")
     for name in _FACTORIES:
         base, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, base, None)
         if packet is not None and (overload or "default") in packet.overloads():
-            _library.impl(name, _kernel(_operator(name)), "PrivateUse1")
+            library.impl(name, _kernel(_operator(name)), "PrivateUse1")
     for name in ("empty.memory_format", "zeros", "empty_strided"):
         for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
-            _library.impl(name, _kernel(_operator(name)), key)
+            library.impl(name, _kernel(_operator(name)), key)
     for name in _partly_composite():
-        _library.impl(name, _recording(_operator(name)), "PrivateUse1")
+        library.impl(name, _recording(_operator(name)), "PrivateUse1")
     # torch.tensor(data, device=...) calls these with tensor subclasses switched off.
     for name in ("copy_", "_copy_from", "_to_copy", "_local_scalar_dense"):
-        _library.impl(name, _recording(getattr(torch.ops.aten, name).default), "PrivateUse1")
+        library.impl(name, _recording(getattr(torch.ops.aten, name).default), "PrivateUse1")
+    return library._destroy
 
 
 def _kernel(func: Any) -> Any:

@@ -17,7 +17,8 @@ import torch
 from marid.graph.node import Node, Spec, Storage, Value
 from marid.graph.tape import Tape
 from marid.native import library, module
-from marid.semantics.scopes import current_site, state
+from marid.registration import DEVICE_TYPE, device_module, first_use
+from marid.semantics.scopes import current_scope, current_site
 from marid.settings import settings
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ __all__ = [
     "user_attributes",
     "wrap",
 ]
-
-DEVICE_TYPE = "remote_accelerator"
 
 device_count = settings.devices if library is not None else 1
 _tapes = [Tape(index) for index in range(device_count)]
@@ -183,8 +182,10 @@ def wrap(value: Value, of: Spec, storage: Storage | None = None) -> LazyTensor:
 
 def source(buffer: torch.Tensor, of: Spec, root: Value | None = None) -> Node:
     """A value that already is concrete."""
+    if not device_module._initialized:
+        first_use()
     on = _tapes[of.device]
-    node = Node(next(on.sequence), None, None, None, of, root, current_site(), state.scope)
+    node = Node(next(on.sequence), None, None, None, of, root, current_site(), current_scope())
     node.concrete = buffer
     on.note_resident([node])
     return node

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from threading import get_ident, main_thread
@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 
 from marid.uninterrupted import Uninterrupted
 
-__all__ = ["DYNAMO", "install", "other_spec", "require_dynamo", "spare_dynamo"]
+__all__ = ["DYNAMO", "find_whole", "other_spec", "require_dynamo", "spare_dynamo"]
 
 DYNAMO = "torch._dynamo"
 _WHOLE = {
@@ -28,9 +28,11 @@ _WHOLE = {
 }
 
 
-def install() -> None:
-    """Have some packages imported as a whole, or not at all, whoever imports them from now on."""
-    sys.meta_path.insert(0, _Finder())
+def find_whole() -> Callable[[], None]:
+    """Have some packages imported as a whole, or not at all, whoever imports them. Returns what ends that."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    return lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None
 
 
 class _Finder(MetaPathFinder):
@@ -108,11 +110,11 @@ def spare_dynamo() -> None:
                 setattr(kept, _KEPT, kept)
 
 
-def require_dynamo() -> None:
-    """Dynamo is about to be imported, and can be told what not to trace."""
+def require_dynamo(for_good: bool = True) -> None:
+    """Dynamo is about to be imported (``for_good``), or may be, and can be told what not to trace."""
     global _spared
     with Uninterrupted():
-        spared, _spared = _spared or [], []
+        spared, _spared = _spared or [], [] if for_good else None
         for kept in spared:
             delattr(kept, _KEPT)
 

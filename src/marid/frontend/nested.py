@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from marid.frontend import handles
 from marid.frontend.record import special
 
-__all__ = ["install"]
+__all__ = ["padding"]
 
 
 @special(torch.ops.aten._nested_tensor_from_mask_left_aligned.default)
@@ -25,12 +25,9 @@ def _left_aligned(*_: Any) -> bool:
     return False
 
 
-def install() -> None:
-    """Wrap the encoder's ``forward``."""
-    nn.TransformerEncoder.forward = _padding(nn.TransformerEncoder.forward)
+def padding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The encoder's ``forward``, for tensors of the device too."""
 
-
-def _padding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(forward)
     def wrapper(
         self: nn.TransformerEncoder,
@@ -42,9 +39,9 @@ def _padding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         output = forward(self, src, mask, src_key_padding_mask, is_causal)
         if src_key_padding_mask is None or not handles.is_lazy(src) or mask is not None or not _nests(self, src):
             return output
-        padding = F._canonical_mask(src_key_padding_mask, "src_key_padding_mask", None, "mask", src.dtype)
-        assert padding is not None
-        kept = padding.logical_not()
+        mask = F._canonical_mask(src_key_padding_mask, "src_key_padding_mask", None, "mask", src.dtype)
+        assert mask is not None
+        kept = mask.logical_not()
         aligned = (kept[:, 1:] <= kept[:, :-1]).all()
         blank = torch.zeros_like(output)
         if self.norm is not None:

@@ -7,7 +7,6 @@ taken apart when they arrive whole (in inference mode, when autograd is off).
 from __future__ import annotations
 
 import functools
-import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +26,6 @@ aten = torch.ops.aten
 # Not ``.decompose``, which prefers PyTorch's decomposition in Python.
 _whole_matmul = functools.partial(aten.matmul.default._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 _replacements: dict[Any, Callable[..., Any]] = {}
-_library: torch.library.Library | None = None
-
 _IN_CPP = {aten.matmul.default}
 """Replaced above autograd by ``native/kernels.cpp``, where that can be built."""
 
@@ -43,19 +40,16 @@ def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-def register() -> None:
-    """Install the replacements above autograd."""
-    global _library
-    _library = torch.library.Library("aten", "IMPL")
+def register() -> Callable[[], None]:
+    """Install the replacements above autograd. Returns what takes them away."""
+    library = torch.library.Library("aten", "IMPL")
     for func, replacement in _replacements.items():
         if module is None or func not in _IN_CPP:
-            _library.impl(func, replacement, "AutogradPrivateUse1")
+            library.impl(func, replacement, "AutogradPrivateUse1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
-        _library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
-    _choose_linear_cross_entropy_as_on_the_cpu()
-    _average_weights_as_on_the_cpu()
-    _optimize_as_on_the_cpu()
+        library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
+    return library._destroy
 
 
 # Subclasses always compute the vectors too, by another LAPACK routine, in case somebody differentiates.
@@ -220,12 +214,11 @@ def _attention_in_vmap(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.
         return aten.scaled_dot_product_attention.default(query, *args, **kwargs)
 
 
-def _choose_linear_cross_entropy_as_on_the_cpu() -> None:
-    # Chunk sizes and accumulation dtypes are looked up in Python, by the name of the device type.
-    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is None or not hasattr(options, "_adjust"):
-        return
-    adjust = options._adjust
+# Chunk sizes and accumulation dtypes are looked up in Python, by the name of the device type.
+
+
+def adjusting_as_on_the_cpu(adjust: Callable[..., Any]) -> Callable[..., Any]:
+    """``LinearCrossEntropyOptions._adjust``, for which the device is the CPU."""
 
     @functools.wraps(adjust)
     def wrapper(self: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
@@ -233,14 +226,15 @@ def _choose_linear_cross_entropy_as_on_the_cpu() -> None:
             device = torch.device("cpu")
         return adjust(self, *args, device=device, **kwargs)
 
-    options._adjust = wrapper
+    return wrapper
 
 
-def _average_weights_as_on_the_cpu() -> None:
-    # Averaged models take another formula where the device has foreach kernels.
-    module: Any = torch.optim.swa_utils
-    supported = module._get_foreach_kernels_supported_devices
-    module._get_foreach_kernels_supported_devices = lambda: [n for n in supported() if n != handles.DEVICE_TYPE]
+# Averaged models take another formula where the device has foreach kernels.
+
+
+def without_the_device(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """The device types that have foreach kernels, for them."""
+    return lambda: [name for name in supported() if name != handles.DEVICE_TYPE]
 
 
 # Where nobody chooses, optimizers take one parameter after the other on the CPU, and foreach operators on the device.
@@ -249,29 +243,31 @@ _EQUAL_WITH_FOREACH = (torch.float32, torch.float64)
 _ANOTHER_ORDER = ("asgd", "nadam", "radam")
 
 
-def _optimize_as_on_the_cpu() -> None:
-    for name in "adadelta adagrad adam adamax asgd nadam radam rmsprop rprop sgd".split():
-        module: Any = importlib.import_module(f"torch.optim.{name}")
-        choose = module._default_to_fused_or_foreach
-        module._default_to_fused_or_foreach = _chosen_as_on_the_cpu(choose, name in _ANOTHER_ORDER)
-    _keep_gradients()
+OPTIMIZERS = "adadelta adagrad adam adamax asgd nadam radam rmsprop rprop sgd".split()
 
 
-def _chosen_as_on_the_cpu(choose: Callable[..., tuple[bool, bool]], never: bool) -> Callable[..., tuple[bool, bool]]:
-    @functools.wraps(choose)
-    def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[bool, bool]:
-        lazy = [p for p in params if p is not None and p.device.type == handles.DEVICE_TYPE]
-        if lazy and (never or any(p.dtype not in _EQUAL_WITH_FOREACH for p in lazy)):
-            return False, False
-        return choose(params, *args, **kwargs)
+def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[..., tuple[bool, bool]]]:
+    """For ``_default_to_fused_or_foreach``, as the optimizer ``name`` calls it."""
+    never = name in _ANOTHER_ORDER
 
-    return wrapper
+    def replacement(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+        @functools.wraps(choose)
+        def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[bool, bool]:
+            lazy = [p for p in params if p is not None and p.device.type == handles.DEVICE_TYPE]
+            if lazy and (never or any(p.dtype not in _EQUAL_WITH_FOREACH for p in lazy)):
+                return False, False
+            return choose(params, *args, **kwargs)
+
+        return wrapper
+
+    return replacement
 
 
-def _keep_gradients() -> None:
-    # With foreach operators, Nesterov's momentum is added to the gradients themselves.
-    module: Any = importlib.import_module("torch.optim.sgd")
-    sgd = module.sgd
+# With foreach operators, Nesterov's momentum is added to the gradients themselves.
+
+
+def keeping_grads(sgd: Callable[..., None]) -> Callable[..., None]:
+    """``torch.optim.sgd.sgd``, which leaves gradients as they are."""
 
     @functools.wraps(sgd)
     def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
@@ -280,7 +276,7 @@ def _keep_gradients() -> None:
             kwargs["foreach"] = False
         sgd(params, *args, **kwargs)
 
-    module.sgd = wrapper
+    return wrapper
 
 
 @functools.lru_cache(maxsize=4096)

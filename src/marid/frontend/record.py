@@ -18,19 +18,20 @@ from weakref import ref
 
 import torch
 from torch._C import _current_graph_task_id as current_graph_task
+from torch.utils._pytree import tree_map_only
 
 from marid.frontend import autocast, handles, infer, late, random
 from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
 from marid.frontend.handles import new_handle, storage_of
-from marid.frontend.materialize import cost_of, overflow
+from marid.frontend.materialize import cost_of, download, overflow
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
 from marid.graph.operators import operation_of, written_arguments
 from marid.graph.tape import Tape
 from marid.native import module
 from marid.semantics import scopes
-from marid.semantics.scopes import INTERNAL, capture_site, current_site, sites, state
+from marid.semantics.scopes import capture_site, current_scope, current_site
 from marid.settings import settings
 
 __all__ = ["Recorder", "dispatch", "follow_switches", "recorder_of", "special"]
@@ -108,8 +109,10 @@ class Recorder:
         self.op = operation_of(func)
         mutates = self.op.mutates
         self.handler = _handlers.get(func)
+        if self.handler is None and any(result.type.kind() == "ClassType" for result in schema.returns):
+            self.handler = _on_the_host
         self.asks_autocast = self.handler is None and autocast.may_call_listed(func)
-        self._adopt()
+        self.adopt()
         self.takes_generator = "generator" in self.position
         draws = torch.Tag.nondeterministic_seeded in func.tags and name not in _NEVER_RANDOM
         self.random = draws or self.takes_generator
@@ -132,7 +135,8 @@ class Recorder:
         by_key = self.handler is None or func in _handled_by_key
         self.plain = not self.random and not self.dynamic and name not in _MASK_WRITTEN and by_key
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
+        """Have the C++ half record calls of the operator, where it can."""
         if module is not None:
             overload = "" if self.func._overloadname != "default" else ".default"
             module.adopt(self.func.name() + overload, id(self.func), self.asks_autocast)
@@ -144,7 +148,7 @@ class Recorder:
         changed = autocast.calls_listed(self.func, args, kwargs or {})
         if not autocast.may_call_listed(self.func):
             self.asks_autocast = False
-            self._adopt()
+            self.adopt()
         return changed
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +237,7 @@ class Recorder:
         frame: FrameType | None,
     ) -> Any:
         """Add a node for a call to the tape, with the user's line at or outside ``frame``; handles for its results."""
-        tape = known.tape
+        tape, scope = known.tape, current_scope()
         node = Node(
             next(tape.sequence),
             self.op,
@@ -242,7 +246,7 @@ class Recorder:
             known.spec,
             None,
             capture_site(frame),
-            state.scope if current_graph_task() < 0 else state.scope.backward,
+            scope if current_graph_task() < 0 else scope.backward,
         )
         _order(node, tensors, known.writes)
         if known.spec is None:
@@ -481,6 +485,13 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> 
     return recorder.record(args, kwargs or {})
 
 
+def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that makes an object of tensors, as those of quantised modules do: it is an object of the host."""
+    own = handles._handle_class
+    args, kwargs = tree_map_only(own, lambda tensor: download(tensor, recorder.op.name), (args, kwargs))
+    return recorder.func(*args, **kwargs)
+
+
 def _eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> Any:
     from marid.frontend.eager import run_eagerly
 
@@ -498,12 +509,19 @@ if module is not None:
         Known=Known,
         not_recorded=NOT_RECORDED,
         bucket=bucket,
-        sites=sites,
-        internal=INTERNAL,
-        capture_site=capture_site,
-        state=state,
         storage_of=storage_of,
         last_write=last_write,
     )
     module.use(_recorders)
-    scopes.use(module.here)
+    scopes.use(module)
+
+
+def record_in_cpp() -> Callable[[], None]:
+    """Have the C++ half record what it can, where it is there. Returns what ends that."""
+    cpp = module
+    if cpp is None:
+        return lambda: None
+    cpp.record_calls(True)
+    for found in _recorders.values():
+        found.adopt()
+    return lambda: cpp.record_calls(False)

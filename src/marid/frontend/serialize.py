@@ -16,9 +16,9 @@ from marid.frontend import handles, memory
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import read
 
-__all__ = ["install", "reduce"]
+__all__ = ["reduce", "restore"]
 
-_LOCATION = "_marid_location"
+_LOCATION = "_marid_location"  # see registration.py
 
 
 def reduce(tensor: Any) -> Any:
@@ -72,13 +72,8 @@ def _storage_at(storage: torch.TypedStorage, location: str) -> torch.TypedStorag
     return torch.TypedStorage(wrap_storage=restored, dtype=storage.dtype, _internal=True)
 
 
-def _location_of(storage: Any) -> str | None:
-    return getattr(storage, _LOCATION, None)
-
-
-def _restore(storage: Any, location: str) -> Any:
-    if not location.startswith(handles.DEVICE_TYPE):
-        return None
+def restore(storage: Any, location: str) -> Any:
+    """What ``torch.load`` makes of a storage for the device."""
     if getattr(storage, "_torch_load_uninitialized", False):
         raise UnsupportedOperationError(
             "a file in PyTorch's legacy format cannot be loaded onto remote_accelerator directly; "
@@ -102,8 +97,3 @@ def _placed(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorag
     base = handles.wrap(handles.source(buffer, spec), spec)
     made = memory.untyped_storage(base)
     return memory.keep_with(made, base)
-
-
-def install() -> None:
-    """Teach ``torch.save`` and ``torch.load`` the location ``remote_accelerator``."""
-    torch.serialization.register_package(5, _location_of, _restore)

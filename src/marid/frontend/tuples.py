@@ -1,4 +1,4 @@
-"""``LazyTuple``: what operations with several results return, a real tuple that can be materialised."""
+"""``LazyTuple``: what methods of lazy tensors with several results return, a real tuple that can be materialised."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from marid.frontend.materialize import materialize
 from marid.frontend.tensor import LazyTensor
 
-__all__ = ["LazyTuple", "install"]
+__all__ = ["LazyTuple", "register"]
 
 
 class LazyTuple(tuple):
@@ -46,8 +46,6 @@ _METHODS = (
     "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind topk sort msort kthvalue mode median "
     "nanmedian max min aminmax cummax cummin frexp unsafe_split unsafe_chunk"
 ).split()
-# Only functions that return several results whatever their arguments: the others stay PyTorch's own objects.
-_FUNCTIONS = ("chunk", "tensor_split", "unbind", "topk", "sort", "kthvalue")
 
 
 def _tupled(result: Any) -> Any:
@@ -72,28 +70,17 @@ def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def install() -> None:
-    """Let methods of lazy tensors and the functions of the same names return ``LazyTuple``."""
-    for name in _METHODS:
-        method = getattr(torch.Tensor, name, None)
-        if method is not None:
-            setattr(LazyTensor, name, _wrap(method))
-    for name in _FUNCTIONS:
-        function = getattr(torch, name, None)
-        if function is not None:
-            setattr(torch, name, _lazy_aware(function))
+for _name in _METHODS:
+    if hasattr(torch.Tensor, _name):
+        setattr(LazyTensor, _name, _wrap(getattr(torch.Tensor, _name)))
+
+
+def register() -> Callable[[], None]:
+    """Let PyTorch's pytrees look into a ``LazyTuple``. Returns what undoes it."""
     _pytree.register_pytree_node(
         LazyTuple,
         lambda t: (list(t), t._names),
         LazyTuple,
         serialized_type_name="marid.LazyTuple",
     )
-
-
-def _lazy_aware(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        return _tupled(result) if args and type(args[0]) is LazyTensor else result
-
-    return wrapper
+    return lambda: _pytree._deregister_pytree_node(LazyTuple)

@@ -8,26 +8,20 @@ when it is given a shape.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from marid.errors import LazyTensorError
 from marid.frontend import handles
 
-__all__ = ["install", "moved"]
+__all__ = ["copying", "device_of", "made_during", "making", "materializing", "moved"]
 
 _DEVICE = "_device"  # the attribute that holds the device, unless that is the tensor's own
-
-
-def install() -> None:
-    """Teach PyTorch's uninitialised parameters and buffers the device."""
-    for kind in (UninitializedParameter, UninitializedBuffer):
-        kind.__new__ = _making(kind.__new__)
-        kind.__deepcopy__ = _copying(kind.__deepcopy__)
-    UninitializedTensorMixin.device = property(_device_of)
-    UninitializedTensorMixin.materialize = _materializing(UninitializedTensorMixin.materialize)
 
 
 def moved(tensor: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -41,12 +35,50 @@ def moved(tensor: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tens
         return fn(tensor)
 
 
-def _device_of(tensor: Any) -> torch.device:
+def made_during(make: Callable[[], None]) -> None:
+    """Call ``make``, which changes the constructors of these tensors and ``Module._apply``. Where one of those is
+    running, as it is when such a tensor is the first of a process, it finishes as a changed one would, or raises."""
+    constructors = {UninitializedParameter.__new__.__code__, UninitializedBuffer.__new__.__code__}
+    move: Any = torch.nn.Module._apply
+    running, moving = _frame_of(constructors), _frame_of({move.__code__})
+    make()
+    first: Any = None if moving is None else moving.f_locals.get("param", moving.f_locals.get("buf"))
+    if first is not None and is_lazy(first):
+        raise LazyTensorError(
+            f"a module without shapes yet cannot be the first thing that moves to {handles.DEVICE_TYPE}: "
+            "it can now, so move it again"
+        )
+    if running is None:
+        return
+
+    def make_subclass(cls: type, data: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
+        del tensor_type._make_subclass
+        if not handles.is_lazy(data):
+            return tensor_type._make_subclass(cls, data, requires_grad)
+        made = tensor_type._make_subclass(cls, torch.empty(0, dtype=data.dtype, device="cpu"), requires_grad)
+        setattr(made, _DEVICE, data.device)
+        return made
+
+    tensor_type: Any = torch.Tensor
+    tensor_type._make_subclass = staticmethod(make_subclass)
+
+
+def _frame_of(codes: set[Any]) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame
+
+
+def device_of(tensor: Any) -> torch.device:
+    """The device of an uninitialised tensor."""
     found = tensor.__dict__.get(_DEVICE)
     return torch._C._TensorBase.device.__get__(tensor) if found is None else found
 
 
-def _making(make: Callable[..., Any]) -> Callable[..., Any]:
+def making(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``__new__`` for tensors of the device too."""
+
     @functools.wraps(make)
     def wrapper(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if len(args) > 1:  # requires_grad, device, dtype
@@ -65,7 +97,9 @@ def _making(make: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
+def copying(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """``__deepcopy__`` that keeps the device."""
+
     @functools.wraps(copy)
     def wrapper(self: Any, memo: dict[int, Any]) -> Any:
         made = copy(self, memo)
@@ -76,7 +110,9 @@ def _copying(copy: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _materializing(materialize: Callable[..., None]) -> Callable[..., None]:
+def materializing(materialize: Callable[..., None]) -> Callable[..., None]:
+    """``materialize`` for tensors of the device too."""
+
     @functools.wraps(materialize)
     def wrapper(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
         wanted = self.device if device is None else torch.device(device)

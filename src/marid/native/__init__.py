@@ -1,12 +1,13 @@
-"""The C++ half of Marid, built once per PyTorch and Python version on first import.
+"""The C++ half of Marid, built once per PyTorch and Python version when it is first needed (``marid/built.py``).
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``products.cpp``,
 ``trials.cpp``, ``multiply.cpp`` and ``multiply_row.cpp`` products of matrices. The same file is a Python module:
-``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``dispatch.cpp`` leaves others to Python,
-``autocast.cpp`` casts before some of them, ``derive.cpp`` tells what they return for new sizes, ``cut.cpp`` chooses
-what runs and finds its program, ``runs.cpp`` begins runs and hands out their results, ``concretely.cpp`` sets the state
-of dispatch. Where Python's headers are not installed those are left out, and Python does it all.
+``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``stack.cpp`` finds where they were
+written, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them, ``derive.cpp`` tells what
+they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands out
+their results, ``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are left
+out, and Python does it all.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
@@ -16,22 +17,15 @@ allocates as eager PyTorch does.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.machinery
 import importlib.util
 import logging
-import os
-import shutil
 import subprocess
-import sys
-import sysconfig
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from marid.built import HAS_MODULE, build, library_path
 from marid.settings import settings
 
 __all__ = ["int64s", "library", "module"]
@@ -39,20 +33,15 @@ __all__ = ["int64s", "library", "module"]
 logger = logging.getLogger("marid")
 
 _MODULE = "marid_native"
-_PYTHON = Path(sysconfig.get_paths()["include"])
-_HAS_MODULE = (_PYTHON / "Python.h").exists()
-_OF_MODULE = "accumulate autocast call concretely cut derive dispatch geometry kernels record runs".split()
-_SOURCES = [path for path in sorted(Path(__file__).parent.glob("*.cpp")) if _HAS_MODULE or path.stem not in _OF_MODULE]
-_OPTIONS = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
 
 
 def _load() -> ctypes.CDLL | None:
     if not settings.native:
         return None
-    path = _library_path()
+    path = library_path()
     try:
         if not path.exists():
-            _build(path)
+            build(path)
         return _declare(ctypes.CDLL(str(path)))
     except OSError as error:
         _explain_loss(str(error))
@@ -61,49 +50,8 @@ def _load() -> ctypes.CDLL | None:
     return None
 
 
-def _library_path() -> Path:
-    """Where the library is, or is to be built.
-
-    That is beside its sources, like the compiled files of Python; where we may not write, with the cached files.
-    """
-    identity = f"{torch.__version__} {sys.version} {sys.platform} {_OPTIONS} ".encode()
-    identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(Path(__file__).parent.glob("*.h"))])
-    name = f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
-    beside, cached = Path(__file__).parent / "_built" / name, settings.cache_dir / name
-    if beside.exists() or (not cached.exists() and os.access(Path(__file__).parent, os.W_OK)):
-        return beside
-    return cached
-
-
-def _build(path: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise OSError("no C++ compiler (g++ or clang++) was found")
-    root = Path(torch.__file__).parent
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Built under a private name and moved into place, so that processes starting together never see half a file.
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        built = Path(scratch) / "native.so"
-        options = [*_OPTIONS, f"-I{root / 'include'}", f"-I{_PYTHON}"]
-        if torch.backends.openmp.is_available() and "clang" not in Path(compiler).name:
-            options.append("-fopenmp")  # for products; not for the linker: PyTorch brings a library of its own
-        objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
-        compiling = [
-            (command := [compiler, *options, "-c", str(source), "-o", made], _started(command))
-            for source, made in zip(_SOURCES, objects, strict=True)
-        ]
-        for command, process in compiling:
-            _, errors = process.communicate()
-            if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)
-        libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-        command = [compiler, "-shared", *objects, "-o", str(built), *libraries]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        built.replace(path)
-
-
 def _load_module() -> Any:
-    if library is None or not _HAS_MODULE:
+    if library is None or not HAS_MODULE:
         return None
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, library._name)
     spec = importlib.util.spec_from_loader(_MODULE, loader)
@@ -111,10 +59,6 @@ def _load_module() -> Any:
     loaded = importlib.util.module_from_spec(spec)
     loader.exec_module(loaded)
     return loaded
-
-
-def _started(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def int64s(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
@@ -129,10 +73,15 @@ _INT64S, _POINTERS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_voi
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_set_geometry": (None, [_POINTER, _INT, _INT, _INT64S, _INT64S, _INT64]),
     "marid_view_by_strides": (None, [_POINTER]),
+    "marid_register_hooks": (None, []),
+    "marid_watch_forks": (None, []),
+    "marid_require_init": (None, []),
+    "marid_set_figures": (None, [_POINTER]),
     "marid_set_device_count": (None, [_INT]),
     "marid_set_current_device": (None, [_INT]),
     "marid_current_device": (_INT, []),
     "marid_memory_install": (None, [_INT64]),
+    "marid_memory_uninstall": (None, []),
     "marid_memory_place": (_INT64, [_INT64, _INT64S, _INT64S, _INT64S, _INT64, _INT64S]),
     "marid_memory_plan": (_POINTER, [_INT64, _INT64S, _INT64S, _INT64, _INT64S]),
     "marid_memory_forget": (None, [_POINTER]),

@@ -127,6 +127,7 @@ PyObject* autocasts(PyObject*, PyObject* lists) {
   }
   try {
     delete std::exchange(library, nullptr);
+    if (wanted.empty()) Py_RETURN_NONE;
     library = new torch::Library(torch::Library::IMPL, "aten", kAutocast, __FILE__, __LINE__);
     for (const auto& [policy, name] : wanted) {
       auto kernel = std::make_unique<Listed>(policy);

@@ -1,11 +1,14 @@
-// The C++ half of the device: guard, generator and one tensor helper.
+// The C++ half of the device: guard, generator, hooks, allocators and one tensor helper.
 //
 // PyTorch asks a device guard for the current device, for streams and for events.
 // The Python guard that PyTorch offers (torch._C._acc) knows one device only and ends
 // the process when a Python exception passes through backward; this guard does neither.
 // Compiled once per PyTorch version on first import (see __init__.py) and loaded with ctypes.
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -13,11 +16,20 @@
 #include <atomic>
 #include <cstring>
 #include <map>
+#include <mutex>
+
+// From PyTorch's Python half, whose headers take long to compile.
+namespace torch::utils {
+void set_requires_device_init(c10::DeviceType type, bool value);
+void register_fork_handler_for_device_init(c10::DeviceType type);
+}  // namespace torch::utils
 
 namespace {
 
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
-std::atomic<int> device_count{1};
+// None before the first use: autograd starts a thread for each device with the first backward of a process, and then
+// refuses to work in a fork.
+std::atomic<int> device_count{0};
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
 std::atomic<c10::StreamId> next_stream{1};
@@ -139,15 +151,89 @@ struct Inside : c10::TensorImpl {
 at::Generator make_generator(c10::DeviceIndex index) {
   return at::make_generator<PositionGenerator>(index < 0 ? current_device : index);
 }
-// Without an allocator PyTorch dereferences a null pointer where a storage is asked for.
-struct NoAllocator final : c10::Allocator {
+
+// Bytes that the living values of a device hold, now and at most: asked of Python, once the device is used.
+using Figures = void (*)(int device, int reset, int64_t* now_and_peak);
+std::atomic<Figures> figures{nullptr};
+
+// Without an allocator PyTorch dereferences a null pointer where a storage is asked for, and `torch.accelerator` wants
+// one that knows figures.
+struct NoAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t) override {
     TORCH_CHECK(false, "remote_accelerator has no storages of its own: make a tensor there instead");
   }
   void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "not implemented"); }
+  bool initialized() override { return figures.load() != nullptr; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    int64_t found[2] = {0, 0};
+    if (Figures ask = figures.load()) ask(device, 0, found);
+    for (auto* of : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
+      (*of)[0].current = found[0];
+      (*of)[0].peak = found[1];
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex device) override {
+    int64_t found[2];
+    if (Figures ask = figures.load()) ask(device, 1, found);
+  }
 };
 NoAllocator no_allocator;
 const bool allocator_registered = (c10::SetAllocator(kType, &no_allocator), true);
+
+// "Pinned" memory: the device reads ordinary memory, so that is what it is; but it says that it is pinned. Before the
+// first use there is none, as in a process without an accelerator.
+std::mutex pinned_lock;
+std::map<const char*, std::pair<size_t, c10::DataPtr>> pinned;
+
+struct PinnedAllocator final : at::HostAllocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    c10::DataPtr memory = c10::GetAllocator(c10::DeviceType::CPU)->allocate(bytes);
+    void* at = memory.get();
+    if (at == nullptr) return memory;
+    std::lock_guard<std::mutex> held(pinned_lock);
+    pinned.insert_or_assign(static_cast<const char*>(at), std::pair(bytes, std::move(memory)));
+    return {at, at, forget, c10::Device(c10::DeviceType::CPU)};
+  }
+  static void forget(void* at) {
+    c10::DataPtr memory;
+    std::lock_guard<std::mutex> held(pinned_lock);
+    auto found = pinned.find(static_cast<const char*>(at));
+    if (found == pinned.end()) return;
+    memory = std::move(found->second.second);
+    pinned.erase(found);
+  }
+  static bool has(const void* pointer) {
+    const char* at = static_cast<const char*>(pointer);
+    std::lock_guard<std::mutex> held(pinned_lock);
+    auto found = pinned.upper_bound(at);
+    return found != pinned.begin() && at < std::prev(found)->first + std::prev(found)->second.first;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+};
+PinnedAllocator pinned_allocator;
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return device_count.load() > 0; }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override { return make_generator(index); }
+  bool isPinnedPtr(const void* pointer) const override { return PinnedAllocator::has(pointer); }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK(device_count.load() > 0, "Cannot access accelerator device when none is available.");
+    return &pinned_allocator;
+  }
+};
+Hooks hooks;
 
 // What REGISTER_GENERATOR_PRIVATEUSE1 does, without its warning at every import.
 const bool generator_registered = (at::GetGeneratorPrivate() = make_generator, true);
@@ -155,6 +241,17 @@ const bool generator_registered = (at::GetGeneratorPrivate() = make_generator, t
 }  // namespace
 
 extern "C" {
+
+// Tell PyTorch of the hooks, unless it has others already.
+void marid_register_hooks() {
+  if (at::isPrivateUse1HooksRegistered()) return;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  at::setHostAllocator(kType, &pinned_allocator);
+}
+// Have PyTorch call `_lazy_init` again: in each fork, and before the next use in this process.
+void marid_watch_forks() { torch::utils::register_fork_handler_for_device_init(kType); }
+void marid_require_init() { torch::utils::set_requires_device_init(kType, true); }
+void marid_set_figures(Figures ask) { figures = ask; }
 
 void marid_set_device_count(int n) { device_count = n; }
 int marid_current_device() { return current_device; }

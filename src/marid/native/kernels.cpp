@@ -22,6 +22,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 namespace {
 
@@ -123,6 +124,7 @@ at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
 // --- registering -----------------------------------------------------------------------------------------------------
 
 std::unordered_map<std::string, std::shared_ptr<Operator>> operators;
+torch::Library *library, *above;  // stay when the process ends
 
 bool takes_tensors(const c10::FunctionSchema& schema) {
   return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
@@ -171,12 +173,17 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 namespace marid {
 
-// Give each of PyTorch's operators on tensors our kernel; the libraries that hold them stay for good.
+// Operators are PyTorch's own again.
+void unregister_kernels() {
+  delete std::exchange(library, nullptr);
+  delete std::exchange(above, nullptr);
+}
+
+// Give each of PyTorch's operators on tensors our kernel, until `unregister_kernels`.
 void register_kernels(PyObject* not_recorded) {
-  static auto* library =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::Python, __FILE__, __LINE__);
-  static auto* above =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  unregister_kernels();
+  library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::Python, __FILE__, __LINE__);
+  above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
   above->impl("linear", TORCH_FN(linear));
   above->impl("matmul", TORCH_FN(matmul));
   above->impl("max_pool1d", TORCH_FN(max_pool1d));
@@ -185,12 +192,13 @@ void register_kernels(PyObject* not_recorded) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findSchema(name);
     if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::Python) || !takes_tensors(op->schema())) continue;
-    std::shared_ptr<Operator> own = described(op->schema(), not_recorded);
+    std::string known = name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name);
+    std::shared_ptr<Operator>& own = operators[known];
+    if (own == nullptr) own = described(op->schema(), not_recorded);
     std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     auto kernel = full == "aten::add.Tensor" ? torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Sum>(own))
                                              : torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
     library->impl(full.c_str(), std::move(kernel));
-    operators.emplace(name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name), std::move(own));
   }
 }
 

@@ -253,6 +253,7 @@ struct Allocator final : c10::Allocator {
 };
 
 Allocator allocator;
+c10::Allocator* replaced = nullptr;  // PyTorch's own, or whose it was
 
 // --- placing ---
 
@@ -295,13 +296,21 @@ void marid_memory_install(int64_t pool_limit) {
     pool.limit = static_cast<size_t>(pool_limit);
     trim(pool.limit);
   }
-  static const bool installed = [] {
+  if (c10::GetCPUAllocator() != &allocator) {
+    replaced = c10::GetCPUAllocator();
     c10::SetCPUAllocator(&allocator, 1);
+  }
+  static const bool watching = [] {
     // A child starts with the lock open, whatever other threads were doing.
     pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
     return true;
   }();
-  (void)installed;
+  (void)watching;
+}
+
+// Let the allocator of CPU tensors be what it was, unless somebody has replaced ours. Blocks of ours stay good.
+void marid_memory_uninstall() {
+  if (c10::GetCPUAllocator() == &allocator && replaced != nullptr) c10::SetCPUAllocator(replaced, 1);
 }
 
 // Offsets of `count` blocks (bytes, aligned; alive from birth to before death) such that no two that live at the same time

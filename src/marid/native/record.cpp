@@ -14,7 +14,6 @@
 
 #include <cstring>
 #include <exception>
-#include <unordered_map>
 
 // From PyTorch's Python half, whose headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
@@ -38,51 +37,10 @@ enum TapeSlot { kSequence, kEntries, kRoom };
 
 PyObject* torch_function;  // of handles
 PyObject *not_recorded, *bucket;  // see frontend/calls.py
-PyObject *sites, *internal, *capture_site, *thread_state;  // see semantics/scopes.py
 PyObject* storage_of;  // see frontend/handles.py
 PyObject* last_write_of;  // see graph/node.py
 PyObject* recorders;  // by identity of the operator
-PyObject *scope_name, *backward_name, *pattern_name, *address_name;  // attributes
-
-// --- where it was written ------------------------------------------------------------------------------------------
-
-// What `sites` holds for a code object; both are kept for good.
-std::unordered_map<PyCodeObject*, PyObject*> tables;
-
-PyObject* table_of(PyCodeObject* code) {
-  auto found = tables.find(code);
-  if (found != tables.end()) return found->second;
-  Ref identity(PyLong_FromVoidPtr(code));
-  PyObject* table = identity ? PyDict_GetItemWithError(sites, identity.get()) : nullptr;
-  if (table != nullptr) tables.emplace(code, table);
-  return table;
-}
-
-// capture_site, for lines that it has seen.
-Ref site_of(PyFrameObject* innermost) {
-  Ref frame = innermost == nullptr ? Ref() : Ref::to(reinterpret_cast<PyObject*>(innermost));
-  while (frame) {
-    auto* at = reinterpret_cast<PyFrameObject*>(frame.get());
-    Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(at)));
-    PyObject* table = table_of(reinterpret_cast<PyCodeObject*>(code.get()));
-    if (table == nullptr) break;
-    if (table != internal) {
-      Ref instruction(PyLong_FromLong(PyFrame_GetLasti(at)));
-      PyObject* site = instruction ? PyDict_GetItemWithError(table, instruction.get()) : nullptr;
-      if (site != nullptr) return Ref::to(site);
-      break;
-    }
-    frame = Ref(reinterpret_cast<PyObject*>(PyFrame_GetBack(at)));
-  }
-  if (PyErr_Occurred()) return Ref();
-  return Ref(PyObject_CallOneArg(capture_site, frame ? frame.get() : Py_None));
-}
-
-Ref current_scope() {
-  Ref scope(PyObject_GetAttr(thread_state, scope_name));
-  if (!scope || torch::autograd::get_current_graph_task_id() < 0) return scope;
-  return Ref(PyObject_GetAttr(scope.get(), backward_name));
-}
+PyObject *backward_name, *pattern_name, *address_name;  // attributes
 
 // --- the order of reads and writes -----------------------------------------------------------------------------------
 
@@ -228,10 +186,10 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
 bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results& results) {
   PyObject* on = known.at(like, kTape);
   Ref seq = next_number(on);
-  Ref site = site_of(PyEval_GetFrame());
-  Ref scope = current_scope();
-  Ref left(PyLong_FromLongLong(room));
-  if (!seq || !site || !scope || !left) return false;
+  Ref left(PyLong_FromLongLong(room)), site, scope;
+  if (!seq || !left || !marid::where(&site, &scope)) return false;
+  if (torch::autograd::get_current_graph_task_id() >= 0) scope = Ref(PyObject_GetAttr(scope.get(), backward_name));
+  if (!scope) return false;
   Ref made(node.type->tp_alloc(node.type, 0));
   if (!made) return false;
   PyObject_GC_UnTrack(made.get());
@@ -364,8 +322,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   std::pair<const char*, PyObject**> wanted[] = {
       {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"not_recorded", &not_recorded},
-      {"bucket", &bucket}, {"sites", &sites}, {"internal", &internal}, {"capture_site", &capture_site},
-      {"state", &thread_state}, {"storage_of", &storage_of}, {"last_write", &last_write_of}};
+      {"bucket", &bucket}, {"storage_of", &storage_of}, {"last_write", &last_write_of}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);
@@ -383,8 +340,13 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       tape.find(tape_type, {"sequence", "entries", "room"});
   if (!found) return nullptr;
   marid::prepare_reading(bucket);
+  Py_RETURN_NONE;
+}
+
+// record_calls(on): have PyTorch's operators recorded here, or leave them to Python again.
+PyObject* record_calls(PyObject*, PyObject* on) {
   try {
-    marid::register_kernels(not_recorded);
+    on == Py_True ? marid::register_kernels(not_recorded) : marid::unregister_kernels();
   } catch (const std::exception& error) {
     return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
   }
@@ -414,12 +376,9 @@ PyObject* make_handles(PyObject*, PyObject* type) {
   Py_RETURN_NONE;
 }
 
-// here(): the user's line that is running now; scopes.current_site, quicker.
-PyObject* here(PyObject*, PyObject*) { return site_of(PyEval_GetFrame()).release(); }
-
 PyMethodDef functions[] = {
-    {"here", here, METH_NOARGS, nullptr},
     {"configure", marid::fast(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"record_calls", record_calls, METH_O, nullptr},
     {"use", use, METH_O, nullptr},
     {"make_handles", make_handles, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -430,20 +389,20 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 
 namespace marid {
 extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[], derive_functions[],
-    geometry_functions[], autocast_functions[];
+    geometry_functions[], autocast_functions[], stack_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
   value_name = PyUnicode_InternFromString("_value");
   storage_name = PyUnicode_InternFromString("_storage");
-  scope_name = PyUnicode_InternFromString("scope");
   backward_name = PyUnicode_InternFromString("backward");
   pattern_name = PyUnicode_InternFromString("pattern");
   address_name = PyUnicode_InternFromString("_cdata");
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions,
-        marid::derive_functions, marid::geometry_functions, marid::autocast_functions}) {
+        marid::derive_functions, marid::geometry_functions, marid::autocast_functions,
+        marid::stack_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

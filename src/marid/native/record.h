@@ -38,5 +38,9 @@ bool is_autocasting();
 
 // Give each of PyTorch's operators on tensors a kernel that records; keywords in `not_recorded` are left to Python.
 void register_kernels(PyObject* not_recorded);
+void unregister_kernels();
+
+// The user's line and the scope that are running now, of which either may be null; false after an error. (stack.cpp)
+bool where(Ref* site, Ref* scope);
 
 }  // namespace marid

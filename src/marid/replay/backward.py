@@ -24,7 +24,7 @@ from marid.graph.tape import Tape
 from marid.replay.pending import run_pending_work
 from marid.replay.places import Places, Refused, numbers_of
 from marid.replay.recording import GIVEN, OUTPUT, TENSOR, Derivative, Ref
-from marid.semantics.scopes import current_site, state
+from marid.semantics.scopes import current_scope, current_site
 
 __all__ = ["connect", "record_backwards"]
 
@@ -264,7 +264,7 @@ def _restrided(grad: Any, spec: Spec) -> Any:
 
 def _handed_out(derivative: Derivative, tensors: dict[Ref, Any], buffers: list[torch.Tensor]) -> list[Any]:
     device = derivative.given_specs[0].device
-    tape, site, scope = handles.tape(device), current_site(), state.scope
+    tape, site, scope = handles.tape(device), current_site(), current_scope()
     nodes: list[Value] = []
     for (spec, _), buffer in zip(derivative.outputs, buffers, strict=True):
         node = Node(next(tape.sequence), None, None, None, spec, None, site, scope)

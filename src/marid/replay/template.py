@@ -32,7 +32,7 @@ from marid.replay.recording import (
     Ref,
 )
 from marid.replay.streams import take_again
-from marid.semantics.scopes import current_site, state
+from marid.semantics.scopes import current_scope, current_site
 from marid.settings import settings
 
 __all__ = ["Fit", "Template"]
@@ -215,7 +215,7 @@ class _HandOut:
             self._made[index] = tensor
 
     def _note(self, buffers: list[torch.Tensor]) -> None:
-        site, scope, sequence = current_site(), state.scope, self._tape.sequence
+        site, scope, sequence = current_site(), current_scope(), self._tape.sequence
         nodes: list[Value] = []
         outputs = self._recording.outputs
         for index, ((spec, _), buffer) in enumerate(zip(outputs, buffers, strict=True)):

@@ -3,9 +3,9 @@
 A stamp costs two references per node. Sites (code object and instruction) and scopes (module path and phase) are
 interned, and turned into text only when somebody asks.
 
-Module paths follow the calls, as seen by PyTorch's global module hooks: a module shared by two parents has the path of
-the parent that called it, and a forward that raises is left like one that returns. What Dynamo traces records nothing:
-the hooks vanish from it.
+All of it is read from the stack of the thread that records: the innermost frame of the user's, the modules whose calls
+are running, and the optimizer whose step is. So a module that records nothing costs nothing, one that is shared by two
+parents has the path of the parent that called it, and there is nothing to put right after an exception.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = [
     "BACKWARD",
@@ -31,13 +29,13 @@ __all__ = [
     "Scope",
     "Site",
     "capture_site",
+    "child_scope",
+    "current_scope",
     "current_site",
-    "install_hooks",
     "is_of_the_standard_library",
+    "meet_optimizers",
     "phase",
     "site_table",
-    "sites",
-    "state",
     "use",
 ]
 
@@ -103,43 +101,28 @@ class Scope:
 
 _OUTSIDE = Scope(None, None, FORWARD)
 _OUTSIDE_OPTIMIZER = Scope(None, None, OPTIMIZER)
-
-
-_phases: dict[tuple[str, str | None, str | None], Scope] = {}
+_phases: dict[str, Scope] = {}
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Operations recorded inside, by this thread, have this phase in place of "forward"; a hint, which changes no
     value. For example "prefill" and "decode"."""
-    here, before, outside = state, state.scope, state.outside
-    here.outside = _in_phase(name, outside)
-    here.scope = _in_phase(name, before)
+    here, before = _state, _state.outside
+    here.outside = _phases.setdefault(name, Scope(None, None, name))
     try:
         yield
     finally:
-        here.scope, here.outside = before, outside
-
-
-def _in_phase(name: str, scope: Scope) -> Scope:
-    key = (name, scope.module_path, scope.module_type)
-    return _phases.setdefault(key, Scope(scope.module_path, scope.module_type, name))
+        here.outside = before
 
 
 class _State(threading.local):
-    """Per thread: the current scope, and the modules being called with the scope outside of each."""
+    """Per thread: the scope outside of all modules."""
 
-    def __init__(self) -> None:
-        self.scope = _OUTSIDE
-        self.outside = _OUTSIDE  # of all modules
-        self.modules: list[tuple[torch.nn.Module, Scope]] = []
-        self.optimizers: list[Scope] = []
-        # Backward must run on the thread that recorded: on autograd's device threads there is no user frame, no
-        # module stack, and interpreter exit can race with them. PyTorch keeps this switch per thread.
-        torch.autograd.set_multithreading_enabled(False)
+    outside = _OUTSIDE
 
 
-state = _State()
+_state = _State()
 
 # --- source lines ------------------------------------------------------------------------------------------------
 
@@ -147,7 +130,7 @@ INTERNAL = object()
 # Keyed by identity because hashing a code object hashes its contents; the code objects are kept alive, so an
 # identity is never reused.
 _codes: list[CodeType] = []
-sites: dict[int, Any] = {}
+_sites: dict[int, Any] = {}
 """By identity of a code object: INTERNAL, or the interned sites by instruction."""
 _INTERNAL_FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
@@ -160,7 +143,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 def capture_site(frame: FrameType | None) -> Site | None:
     """The innermost frame of user code at or outside ``frame``; None when there is none (interpreter exit)."""
-    tables = sites
+    tables = _sites
     while frame is not None:
         code = frame.f_code
         table = tables.get(id(code))
@@ -169,27 +152,43 @@ def capture_site(frame: FrameType | None) -> Site | None:
         if table is INTERNAL:
             frame = frame.f_back
             continue
-        instruction = frame.f_lasti
-        site = table.get(instruction)
-        if site is None:
-            site = table[instruction] = Site(code, instruction // 2)
-        return site
+        site = table.get(frame.f_lasti)
+        return _site_at(code, frame.f_lasti) if site is None else site
     return None
 
 
-_quicker: Callable[[], Site | None] | None = None
+def _site_at(code: CodeType, instruction: int) -> Site:
+    site = site_table(code)[instruction] = Site(code, instruction // 2)
+    return site
 
 
-def use(quicker: Callable[[], Site | None]) -> None:
-    """Have ``current_site`` ask this, which does the same: below some dozen frames of ours it saves tens of
-    microseconds when caches are cold."""
-    global _quicker
-    _quicker = quicker
+_native: Any = None
+
+
+def use(module: Any) -> None:
+    """Have the stack walked by ``native/stack.cpp``, which does the same as this file: below some dozen frames it saves
+    tens of microseconds when caches are cold."""
+    global _native
+    module.configure_stack(
+        sites=_sites,
+        internal=INTERNAL,
+        site_table=site_table,
+        site_at=_site_at,
+        state=_state,
+        child_scope=child_scope,
+        optimizer_scope=_OUTSIDE_OPTIMIZER,
+        meet=_meet,
+        walk=_walk,
+        module_code=_MODULE_CALL,
+        optimizer_code=_OPTIMIZER_STEP,
+        optimizer_self=_OPTIMIZER_STEP.co_varnames.index("self"),
+    )
+    _native = module
 
 
 def current_site() -> Site | None:
     """The user's line that is running now."""
-    return _quicker() if _quicker is not None else capture_site(sys._getframe(1))
+    return _native.here() if _native is not None else capture_site(sys._getframe(1))
 
 
 def is_of_the_standard_library(file: str) -> bool:
@@ -199,7 +198,7 @@ def is_of_the_standard_library(file: str) -> bool:
 
 def site_table(code: CodeType) -> Any:
     """``INTERNAL`` for code of PyTorch, Marid and the standard library; else the sites in it."""
-    table = sites.get(id(code))
+    table = _sites.get(id(code))
     return _classify(code) if table is None else table
 
 
@@ -209,7 +208,7 @@ def _classify(code: CodeType) -> Any:
     internal = internal and not name.startswith(_CONTESTANTS)
     table: Any = INTERNAL if internal else {}
     _codes.append(code)
-    sites[id(code)] = table
+    _sites[id(code)] = table
     return table
 
 
@@ -233,81 +232,75 @@ def _name_under(parent: torch.nn.Module, module: torch.nn.Module) -> str | None:
     return None if entry is None else entry[1]
 
 
-def _enter_module(module: torch.nn.Module, _args: Any) -> None:
-    if is_dynamo_compiling():
-        return
-    here = state
-    outside = here.scope
+def child_scope(scope: Scope, parent: torch.nn.Module | None, module: torch.nn.Module) -> Scope:
+    """The scope inside of ``module`` when ``parent``, or nobody, calls it in ``scope``."""
     kind = type(module).__name__
-    if here.modules:
-        parent = here.modules[-1][0]
-        name = _name_under(parent, module) if parent is not module else None
-        if name is None and not _is_running(parent):
-            # An interrupt left this stack behind: PyTorch runs no hooks then.
-            outside = here.modules[0][1]
-            here.modules.clear()
-        else:
-            prefix = outside.module_path
-            own = name if name is not None else f"<{kind}>"
-            here.modules.append((module, outside))
-            here.scope = outside.child(f"{prefix}.{own}" if prefix else own, kind)
-            return
-    if outside.phase == OPTIMIZER:
-        _forget_dead_optimizers(entering=0)
-        outside = here.scope
-    here.modules.append((module, outside))
-    here.scope = here.outside.child("", kind)
+    if parent is None:
+        return scope.child("", kind)
+    name = _name_under(parent, module) if parent is not module else None
+    own = name if name is not None else f"<{kind}>"
+    return scope.child(f"{scope.module_path}.{own}" if scope.module_path else own, kind)
 
 
-def _leave_module(module: torch.nn.Module, _args: Any, _result: Any) -> None:
-    if is_dynamo_compiling():
-        return
-    here = state
-    for index in range(len(here.modules) - 1, -1, -1):
-        if here.modules[index][0] is module:
-            here.scope = here.modules[index][1]
-            del here.modules[index:]
-            return
+# What PyTorch runs a module in, and an optimizer's step; both have it as the local variable `self`.
+_MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
+_OPTIMIZER_STEP = next(
+    constant
+    for constant in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+    if isinstance(constant, CodeType) and constant.co_name == "wrapper"
+)
 
 
-def _is_running(module: torch.nn.Module) -> bool:
-    return any(
-        frame.f_code.co_name in ("_call_impl", "_wrapped_call_impl") and frame.f_locals.get("self") is module
-        for frame in _frames()
-    )
+def current_scope() -> Scope:
+    """The modules, or the optimizer, that are running now."""
+    return _native.scope() if _native is not None else _scope_of(sys._getframe(1))
 
 
-def _frames() -> list[FrameType]:
-    frames, frame = [], sys._getframe(2)
+def _scope_of(frame: FrameType | None) -> Scope:
+    modules: list[torch.nn.Module] = []
     while frame is not None:
-        frames.append(frame)
+        if frame.f_code is _MODULE_CALL:
+            modules.append(frame.f_locals["self"])
+        elif frame.f_code is _OPTIMIZER_STEP:
+            _meet(frame.f_locals["self"])
+            if not modules:
+                return _OUTSIDE_OPTIMIZER
+            break  # what is outside of it has not called these
         frame = frame.f_back
-    return frames
+    scope, parent = _state.outside, None
+    for module in reversed(modules):
+        scope, parent = child_scope(scope, parent, module), module
+    return scope
 
 
-def _enter_optimizer(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    if is_dynamo_compiling():
-        return
-    _forget_dead_optimizers(entering=1)
-    state.optimizers.append(state.scope)
-    state.scope = _OUTSIDE_OPTIMIZER
+def _walk() -> tuple[Site | None, Scope]:
+    return capture_site(sys._getframe(1)), _scope_of(sys._getframe(1))
 
 
-def _leave_optimizer(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    if not is_dynamo_compiling() and state.optimizers:
-        state.scope = state.optimizers.pop()
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+_after_step: Callable[..., None] | None = None
+_met: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
-def _forget_dead_optimizers(entering: int) -> None:
-    # A step that raised runs no post-hook; as many steps are running as there are wrapper frames.
-    running = sum("profile_hook_step" in frame.f_code.co_qualname for frame in _frames())
-    while len(state.optimizers) > running - entering:
-        state.scope = state.optimizers.pop()
+def _meet(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer records something in its step."""
+    if _after_step is not None and optimizer not in _met:
+        _met[optimizer] = optimizer.register_step_post_hook(_after_step)
 
 
-def install_hooks() -> None:
-    """Follow module calls and optimizer steps, in every thread of this process."""
-    torch.nn.modules.module.register_module_forward_pre_hook(_enter_module)
-    torch.nn.modules.module.register_module_forward_hook(_leave_module, always_call=True)
-    register_optimizer_step_pre_hook(_enter_optimizer)
-    register_optimizer_step_post_hook(_leave_optimizer)
+def meet_optimizers(after_step: Callable[..., None]) -> Callable[[], None]:
+    """Have ``after_step`` called after each step of an optimizer that records something. Returns what ends that."""
+    global _after_step
+    _after_step = after_step
+
+    def end() -> None:
+        global _after_step
+        _after_step = None
+        for handle in _met.values():
+            handle.remove()
+        _met.clear()
+        if _native is not None:
+            _native.forget_optimizers()
+
+    return end

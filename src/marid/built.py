@@ -1,0 +1,75 @@
+"""Where the C++ half of Marid is, and building it.
+
+Apart from ``native``, which loads it: what registers the device takes it only where it has been built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+from marid.settings import settings
+
+__all__ = ["HAS_MODULE", "build", "library_path"]
+
+_FOLDER = Path(__file__).parent / "native"
+_PYTHON = Path(sysconfig.get_paths()["include"])
+HAS_MODULE = (_PYTHON / "Python.h").exists()
+"""Whether the library can be a Python module too: whether Python's headers are installed."""
+_OF_MODULE = "accumulate autocast call concretely cut derive dispatch geometry kernels record runs stack".split()
+_SOURCES = [path for path in sorted(_FOLDER.glob("*.cpp")) if HAS_MODULE or path.stem not in _OF_MODULE]
+_OPTIONS = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+
+
+def library_path() -> Path:
+    """Where the library is, or is to be built.
+
+    That is beside its sources, like the compiled files of Python; where we may not write, with the cached files.
+    """
+    identity = f"{torch.__version__} {sys.version} {sys.platform} {_OPTIONS} ".encode()
+    identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(_FOLDER.glob("*.h"))])
+    name = f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    beside, cached = _FOLDER / "_built" / name, settings.cache_dir / name
+    if beside.exists() or (not cached.exists() and os.access(_FOLDER, os.W_OK)):
+        return beside
+    return cached
+
+
+def build(path: Path) -> None:
+    """Compile the library. Raises ``OSError`` without a compiler, ``CalledProcessError`` where that fails."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise OSError("no C++ compiler (g++ or clang++) was found")
+    root = Path(torch.__file__).parent
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Built under a private name and moved into place, so that processes starting together never see half a file.
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        built = Path(scratch) / "native.so"
+        options = [*_OPTIONS, f"-I{root / 'include'}", f"-I{_PYTHON}"]
+        if torch.backends.openmp.is_available() and "clang" not in Path(compiler).name:
+            options.append("-fopenmp")  # for products; not for the linker: PyTorch brings a library of its own
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
+        compiling = [
+            (command := [compiler, *options, "-c", str(source), "-o", made], _started(command))
+            for source, made in zip(_SOURCES, objects, strict=True)
+        ]
+        for command, process in compiling:
+            _, errors = process.communicate()
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)
+        libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+        command = [compiler, "-shared", *objects, "-o", str(built), *libraries]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        built.replace(path)
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

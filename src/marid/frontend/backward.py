@@ -1,0 +1,35 @@
+"""Backward runs on the thread that called it, as it does on the CPU: there the user's line is found, and exceptions and
+Ctrl-C arrive as they should.
+
+Autograd has a thread for each device. PyTorch's switch for that belongs to a thread, so it is set for as long as a
+backward runs, and for what is on the CPU too: a graph whose end is there may go on to the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["WHY", "on_this_thread"]
+
+WHY = "backward runs on the thread that called it"
+_is_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
+_set_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
+
+
+def on_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, without threads of autograd."""
+
+    @functools.wraps(run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before = _is_enabled()
+        _set_enabled(False)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _set_enabled(before)
+
+    return wrapper

@@ -1,0 +1,296 @@
+"""Everything that Marid does to PyTorch and to the process, and how it is undone.
+
+At the import there is a device and nothing else (``registration.py``): a name, its methods, its module, its location in
+files. ``CHANGES`` are made when the first tensor of the device is about to be, and ``uninstall`` undoes them. What is
+not listed there stays once it is there, and is about nothing but Marid: the device, kernels' ``marid::`` operators,
+a method of Marid's own class, a device guard and an allocator for the device, and what is called at a fork and at the
+exit of the process, which then finds nothing to do.
+
+Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda.py``), which owns its process; and
+``marid.compile``, while it runs a function for the first times (``replay/host.py``, ``replay/impure.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from marid import registration
+from marid.execute import arena
+from marid.frontend import (
+    autocast,
+    backward,
+    convolutions,
+    device,
+    dynamo,
+    factories,
+    group_norm,
+    late,
+    nested,
+    overrides,
+    random,
+    record,
+    recurrent,
+    special,
+    tuples,
+    uninitialized,
+)
+from marid.frontend.materialize import optimizer_stepped
+from marid.frontend.tensor import LazyTensor
+from marid.semantics import scopes
+
+__all__ = ["CHANGES", "Change", "first_use", "uninstall"]
+
+Undo = Callable[[], None]
+_HANDLERS = (convolutions, group_norm, random, recurrent, special)  # importing them registers what they record
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: of what, why, and in which versions of PyTorch that is there."""
+
+    target: str
+    why: str
+    apply: Callable[[], Undo]
+    versions: str = "2.11 to 2.13"
+
+
+# --- ways to change something ----------------------------------------------------------------------------------------
+
+_ABSENT = object()
+
+
+def _found(target: str) -> tuple[Any, str] | None:
+    """What has the attribute that ``target`` names, and its name there; None where this PyTorch has no such thing."""
+    path, _, name = target.rpartition(".")
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            owner: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            owner = getattr(owner, part, None)
+        return (owner, name) if hasattr(owner, name) else None
+    return None
+
+
+def _replace(target: str, make: Callable[[Any], Any]) -> Undo:
+    found = _found(target)
+    return (lambda: None) if found is None else _set(*found, make(getattr(*found)))
+
+
+def _set(owner: Any, name: str, made: Any) -> Undo:
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, made)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not made:
+            return  # somebody has replaced ours, and calls it
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return undo
+
+
+def _replaced(target: str, why: str, make: Callable[[Any], Any], versions: str = "2.11 to 2.13") -> Change:
+    return Change(target, why, lambda: _replace(target, make), versions)
+
+
+def _listed(target: str, why: str, item: Any) -> Change:
+    def apply() -> Undo:
+        found = _found(target)
+        items = [] if found is None else getattr(*found)
+        items.append(item)
+        return lambda: items.remove(item) if item in items else None
+
+    return Change(target, why, apply)
+
+
+def _all_or_nothing(applies: Iterator[Undo]) -> Undo:
+    undos: list[Undo] = []
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    try:
+        undos.extend(applies)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+# --- what is more than a replacement ---------------------------------------------------------------------------------
+
+
+def _collate() -> Undo:
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    default_collate_fn_map[LazyTensor] = device.stacked
+    return lambda: default_collate_fn_map.pop(LazyTensor, None) and None
+
+
+def _spare_dynamo() -> Undo:
+    late.spare_dynamo()
+    return lambda: late.require_dynamo(for_good=False)
+
+
+def _change_dynamo() -> Undo:
+    replacements = {
+        "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__": dynamo.skipping,
+        "torch._dynamo.variables.builder.VariableBuilder._wrap": dynamo.refusing,
+        "torch._dynamo.variables.tensor.TensorVariable.__init__": dynamo.refusing_devices,
+    }
+
+    def applies() -> Iterator[Undo]:
+        yield dynamo.leave_alone()
+        for target, make in replacements.items():
+            yield _replace(target, make)
+
+    return _all_or_nothing(applies())
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+_NO_FOREACH = "optimizers take the device's parameters as they take those of the CPU"
+_SWITCHED = "kernels read it when they run: what was recorded before runs before it changes"
+_LAZY_MODULES = "a parameter without a shape yet can be on the device"
+_EXACT_TYPE = "it goes by the exact type of tensors"
+
+CHANGES: list[Change] = [
+    Change("aten, dispatch key PrivateUse1", "what makes a tensor of the device", factories.register),
+    Change(
+        "aten, dispatch keys AutogradPrivateUse1 and FuncTorchVmapMode",
+        "composite operators that would not take the CPU's way; under vmap, attention for every device, which goes on "
+        "to PyTorch's own kernel for others",
+        overrides.register,
+    ),
+    Change("aten, dispatch key AutocastPrivateUse1", "autocast of the device", autocast.register),
+    Change(
+        "aten, dispatch key Python",
+        "calls with tensors of the device are recorded in C++; those with other tensor subclasses, and under modes, "
+        "get what PyTorch's own fallback does",
+        record.record_in_cpp,
+    ),
+    Change(
+        "c10::GetCPUAllocator()",
+        "runs are watched and planned; outside of them it is the allocator that was there",
+        arena.install,
+    ),
+    Change("torch.accelerator.memory_stats()", "the figures of the device", device.give_figures),
+    _replaced(
+        "torch.nn.Module._apply", "a parameter that moves to the device, or from it, stays itself", device.keeping
+    ),
+    _replaced(
+        "torch.nn.modules.module.is_traceable_wrapper_subclass",
+        "the same, in the move that is the first use",
+        device.swapping,
+    ),
+    *[
+        _replaced(f"torch.nn.parameter.{kind}.{name}", _LAZY_MODULES, make)
+        for kind in ("UninitializedParameter", "UninitializedBuffer")
+        for name, make in (("__new__", uninitialized.making), ("__deepcopy__", uninitialized.copying))
+    ],
+    Change(
+        "torch.nn.parameter.UninitializedTensorMixin.device",
+        _LAZY_MODULES,
+        lambda: _set(torch.nn.parameter.UninitializedTensorMixin, "device", property(uninitialized.device_of)),
+    ),
+    _replaced("torch.nn.parameter.UninitializedTensorMixin.materialize", _LAZY_MODULES, uninitialized.materializing),
+    _replaced(
+        "torch.nn.TransformerEncoder.forward", "its fast path is made of nested tensors, for padding", nested.padding
+    ),
+    _replaced(
+        "torch.nn.LinearCrossEntropyOptions._adjust",
+        "chunk sizes are chosen by device type: as on the CPU",
+        overrides.adjusting_as_on_the_cpu,
+        "2.13",
+    ),
+    _replaced(
+        "torch.optim.swa_utils._get_foreach_kernels_supported_devices",
+        "averaged models take the CPU's formula",
+        overrides.without_the_device,
+    ),
+    *[
+        _replaced(f"torch.optim.{name}._default_to_fused_or_foreach", _NO_FOREACH, overrides.chosen_as_on_the_cpu(name))
+        for name in overrides.OPTIMIZERS
+    ],
+    _replaced("torch.optim.sgd.sgd", "with Nesterov's momentum, foreach writes to gradients", overrides.keeping_grads),
+    _listed("torch.optim.optimizer._foreach_supported_types", _EXACT_TYPE, LazyTensor),
+    _listed("torch.utils._foreach_utils._foreach_supported_types", _EXACT_TYPE, LazyTensor),
+    _replaced("torch.fx.experimental.proxy_tensor.HANDLED_TYPES", _EXACT_TYPE, lambda types: (*types, LazyTensor)),
+    Change(
+        "torch.utils.data._utils.collate.default_collate_fn_map",
+        "workers would stack into shared memory, which the device has not",
+        _collate,
+    ),
+    Change("torch.utils._pytree.SUPPORTED_NODES", "LazyTuple", tuples.register),
+    *[
+        _replaced(f"torch.autograd{place}._engine_run_backward", backward.WHY, backward.on_this_thread)
+        for place in (".graph", "")
+    ],
+    *[_replaced(f"torch._C.{name}", _SWITCHED, device.running_everything_before) for name in device.SWITCHES],
+    _replaced("torch.set_num_threads", _SWITCHED, lambda _: getattr(torch._C, "set_num_threads")),  # noqa: B009
+    Change(
+        "step hooks of optimizers that have written to the device",
+        "a loop that reads nothing runs whole steps",
+        lambda: scopes.meet_optimizers(optimizer_stepped),
+    ),
+    Change("sys.meta_path", "Ctrl-C leaves no package half imported", late.find_whole),
+    Change(
+        "the attribute __dynamo_disable of functions in torch._refs, torch._decomp and the like",
+        "meta kernels can be called without importing Dynamo; until that is imported",
+        _spare_dynamo,
+    ),
+    Change(
+        "torch._dynamo: CatchErrorsWrapper.__call__, VariableBuilder._wrap, TensorVariable.__init__, SKIP_DIRS; and "
+        "sys.meta_path until it is imported",
+        "what uses tensors of the device is left to Python",
+        lambda: dynamo.when_imported(_change_dynamo),
+    ),
+]
+
+_lock = threading.RLock()
+_undo: Undo | None = None
+
+
+def first_use() -> None:
+    """Make all the changes, unless they have been made."""
+    with _lock:
+        if registration.device_module._initialized:
+            return
+        registration.device_module._initialized = True  # for what the changes themselves do
+        uninitialized.made_during(_make_changes)
+
+
+def _make_changes() -> None:
+    global _undo
+    try:
+        _undo = _all_or_nothing(change.apply() for change in CHANGES)
+    except BaseException:
+        registration.device_module._initialized = False
+        raise
+
+
+def uninstall() -> None:
+    """Undo all that was done to PyTorch and the process. The device stays known, and the next tensor that is made there
+    changes it again; those that there are can be read."""
+    global _undo
+    with _lock:
+        if _undo is not None:
+            _undo()
+            _undo = None
+            registration.device_module._initialized = False
+            device.require_first_use()
+
+
+registration.when_used(first_use)

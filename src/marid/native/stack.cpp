@@ -1,0 +1,247 @@
+// What the stack of Python's frames says of an operation: the user's line, and the modules and the optimizer that are
+// running. semantics/scopes.py says what is made of it, and does the same in Python.
+//
+// One walk over the interpreter's own frames, without making objects of them, which compares code objects.
+#include "record.h"
+
+#include <c10/util/SmallVector.h>
+
+#include <unordered_map>
+
+#if __has_include(<internal/pycore_frame.h>)
+#include <torch/csrc/dynamo/cpython_includes.h>
+#define MARID_HAS_FRAMES 1
+#endif
+
+namespace {
+
+using marid::Ref;
+
+// --- what `configure_stack` is told ----------------------------------------------------------------------------------
+
+PyObject *sites, *internal, *site_table, *site_at, *thread_state, *child_scope, *optimizer_scope, *meet, *walk;
+PyCodeObject *module_code, *optimizer_code;
+Py_ssize_t optimizer_self;
+PyObject* outside_name;
+
+#ifdef MARID_HAS_FRAMES
+
+using Frame = _PyInterpreterFrame;
+
+Frame* innermost() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return PyThreadState_Get()->current_frame;
+#else
+  return PyThreadState_Get()->cframe->current_frame;
+#endif
+}
+
+// The code object of a frame that runs Python; null for others. Borrowed.
+PyCodeObject* code_of(Frame* frame) {
+  if (_PyFrame_IsIncomplete(frame)) return nullptr;
+  auto* code = reinterpret_cast<PyObject*>(F_CODE(frame));
+  return code != nullptr && PyCode_Check(code) ? reinterpret_cast<PyCodeObject*>(code) : nullptr;
+}
+
+// A local variable, which inner functions may share; null where it has no value. Borrowed.
+PyObject* local(Frame* frame, Py_ssize_t index) {
+#if PY_VERSION_HEX >= 0x030E0000
+  PyObject* value = static_cast<PyObject*>(THP_PyStackRef_AsPyObjectBorrow(&frame->localsplus[index]));
+#else
+  PyObject* value = frame->localsplus[index];
+#endif
+  return value != nullptr && PyCell_Check(value) ? PyCell_GET(value) : value;
+}
+
+// --- the user's line -------------------------------------------------------------------------------------------------
+
+// What `sites` holds for a code object; both are kept for good.
+auto& tables = *new std::unordered_map<PyCodeObject*, PyObject*>;
+
+PyObject* table_of(PyCodeObject* code) {
+  auto found = tables.find(code);
+  if (found != tables.end()) return found->second;
+  Ref table(PyObject_CallOneArg(site_table, reinterpret_cast<PyObject*>(code)));
+  if (table) tables.emplace(code, table.get());
+  return table.get();
+}
+
+// The site in a frame; empty where that is no user's code, or after an error.
+Ref site_in(Frame* frame, PyCodeObject* code) {
+  PyObject* table = table_of(code);
+  if (table == nullptr || table == internal) return Ref();
+  Ref instruction(PyLong_FromLong(_PyInterpreterFrame_LASTI(frame) * static_cast<long>(sizeof(_Py_CODEUNIT))));
+  if (!instruction) return Ref();
+  PyObject* site = PyDict_GetItemWithError(table, instruction.get());
+  if (site != nullptr) return Ref::to(site);
+  if (PyErr_Occurred()) return Ref();
+  return Ref(PyObject_CallFunctionObjArgs(site_at, reinterpret_cast<PyObject*>(code), instruction.get(), nullptr));
+}
+
+// --- the scope -------------------------------------------------------------------------------------------------------
+
+// A module that is called in a scope, by the parent whose call is running. Scopes live for good.
+struct Key {
+  PyObject *scope, *parent, *module;
+  bool operator==(const Key&) const = default;
+};
+struct Hash {
+  size_t operator()(const Key& key) const {
+    auto number = [](PyObject* object) { return reinterpret_cast<size_t>(object) >> 4; };
+    return (number(key.scope) * 31 + number(key.parent)) * 31 + number(key.module);
+  }
+};
+// The scope inside of it, as long as these are the same objects: an address may be another's later.
+struct Inside {
+  Ref parent, module;  // weak references
+  PyTypeObject* type;
+  PyObject* scope;
+};
+auto& insides = *new std::unordered_map<Key, Inside, Hash>;  // stays when the interpreter is gone
+auto& optimizers = *new std::unordered_map<PyObject*, Ref>;  // that `meet` was told of; weak references
+constexpr size_t kMany = 1 << 14;  // entries, before those of objects that are gone are forgotten with the others
+
+bool is_of(const Ref& weak, PyObject* object) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(weak.get(), &found) < 0) PyErr_Clear();
+  return Ref(found).get() == object;
+#else
+  return PyWeakref_GetObject(weak.get()) == object;
+#endif
+}
+
+// Borrowed; null after an error.
+PyObject* inside(PyObject* scope, PyObject* parent, PyObject* module) {
+  Key key{scope, parent, module};
+  auto found = insides.find(key);
+  if (found != insides.end()) {
+    const Inside& known = found->second;
+    bool same = is_of(known.module, module) && known.type == Py_TYPE(module);
+    if (same && (parent == nullptr || is_of(known.parent, parent))) return known.scope;
+    insides.erase(found);
+  }
+  PyObject* above = parent == nullptr ? Py_None : parent;
+  Ref child(PyObject_CallFunctionObjArgs(child_scope, scope, above, module, nullptr));
+  Ref weak_parent(parent == nullptr ? nullptr : PyWeakref_NewRef(parent, nullptr));
+  Ref weak_module(PyWeakref_NewRef(module, nullptr));
+  if (!child || !weak_module || (parent != nullptr && !weak_parent)) return nullptr;
+  if (insides.size() >= kMany) insides.clear();
+  PyObject* made = child.get();
+  insides.insert_or_assign(key, Inside{std::move(weak_parent), std::move(weak_module), Py_TYPE(module), made});
+  return made;
+}
+
+bool met(PyObject* optimizer) {
+  auto found = optimizers.find(optimizer);
+  if (found != optimizers.end() && is_of(found->second, optimizer)) return true;
+  Ref weak(PyWeakref_NewRef(optimizer, nullptr));
+  if (!weak || !Ref(PyObject_CallOneArg(meet, optimizer))) return false;
+  if (optimizers.size() >= kMany) optimizers.clear();
+  optimizers.insert_or_assign(optimizer, std::move(weak));
+  return true;
+}
+
+#endif
+
+}  // namespace
+
+bool marid::where(Ref* site, Ref* scope) {
+#ifdef MARID_HAS_FRAMES
+  c10::SmallVector<PyObject*, 16> modules;  // from the innermost outward; their frames hold them
+  PyObject* optimizer = nullptr;
+  for (Frame* frame = innermost(); frame != nullptr; frame = frame->previous) {
+    PyCodeObject* code = code_of(frame);
+    if (code == nullptr) continue;
+    if (site != nullptr && !*site) {
+      *site = site_in(frame, code);
+      if (!*site && PyErr_Occurred()) return false;
+      if (*site && scope == nullptr) return true;
+    }
+    if (scope == nullptr || optimizer != nullptr) continue;
+    if (code == module_code) {
+      PyObject* module = local(frame, 0);
+      if (module != nullptr) modules.push_back(module);
+    } else if (code == optimizer_code) {
+      optimizer = local(frame, optimizer_self);
+      if (optimizer != nullptr && site != nullptr && *site) break;  // what called it has no part in this
+    }
+  }
+  if (site != nullptr && !*site) *site = Ref::to(Py_None);
+  if (scope == nullptr) return true;
+  if (optimizer != nullptr && !met(optimizer)) return false;
+  if (modules.empty() && optimizer != nullptr) {
+    *scope = Ref::to(optimizer_scope);
+    return true;
+  }
+  Ref outside(PyObject_GetAttr(thread_state, outside_name));
+  PyObject *found = outside.get(), *parent = nullptr;
+  for (size_t i = modules.size(); found != nullptr && i-- > 0; parent = modules[i]) {
+    found = inside(found, parent, modules[i]);
+  }
+  if (found == nullptr) return false;
+  *scope = Ref::to(found);
+  return true;
+#else
+  Ref both(PyObject_CallNoArgs(walk));
+  if (!both) return false;
+  if (site != nullptr) *site = Ref::to(PyTuple_GET_ITEM(both.get(), 0));
+  if (scope != nullptr) *scope = Ref::to(PyTuple_GET_ITEM(both.get(), 1));
+  return true;
+#endif
+}
+
+namespace {
+
+// configure_stack(**names): see semantics/scopes.py.
+PyObject* configure_stack(PyObject*, PyObject*, PyObject* names) {
+  PyObject *module, *optimizer, *self;
+  std::pair<const char*, PyObject**> wanted[] = {
+      {"sites", &sites}, {"internal", &internal}, {"site_table", &site_table}, {"site_at", &site_at},
+      {"state", &thread_state}, {"child_scope", &child_scope}, {"optimizer_scope", &optimizer_scope}, {"meet", &meet},
+      {"walk", &walk}, {"module_code", &module}, {"optimizer_code", &optimizer}, {"optimizer_self", &self}};
+  for (auto [name, place] : wanted) {
+    *place = PyDict_GetItemString(names, name);
+    if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure_stack() needs %s", name);
+    Py_INCREF(*place);
+  }
+  module_code = reinterpret_cast<PyCodeObject*>(module);
+  optimizer_code = reinterpret_cast<PyCodeObject*>(optimizer);
+  optimizer_self = PyLong_AsSsize_t(self);
+  outside_name = PyUnicode_InternFromString("outside");
+  Py_RETURN_NONE;
+}
+
+// here(): the user's line that is running now; scopes.current_site, quicker.
+PyObject* here(PyObject*, PyObject*) {
+  Ref site;
+  return marid::where(&site, nullptr) ? site.release() : nullptr;
+}
+
+// scope(): the modules, or the optimizer, that are running now; scopes.current_scope, quicker.
+PyObject* scope(PyObject*, PyObject*) {
+  Ref found;
+  return marid::where(nullptr, &found) ? found.release() : nullptr;
+}
+
+// forget_optimizers(): tell `meet` of each again.
+PyObject* forget_optimizers(PyObject*, PyObject*) {
+#ifdef MARID_HAS_FRAMES
+  optimizers.clear();
+#endif
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+namespace marid {
+
+PyMethodDef stack_functions[] = {
+    {"configure_stack", fast(configure_stack), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"here", here, METH_NOARGS, nullptr},
+    {"scope", scope, METH_NOARGS, nullptr},
+    {"forget_optimizers", forget_optimizers, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid
