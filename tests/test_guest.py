@@ -448,3 +448,14 @@ def test_a_forked_child_has_no_connection() -> None:
     for line in (said, made):
         assert "fork" in line
     assert parent == "[0.0, 2.0, 4.0, 6.0]"
+
+
+# --- timings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.conformance
+def test_the_import_costs_plain_pytorch_nothing() -> None:
+    """Calls of modules, small operators and optimizers on the CPU, within 2 %; on a machine that does nothing else."""
+    script = Path(__file__).parents[1] / "benchmarks" / "guest.py"
+    ratios = json.loads(_python(script, "--json", "--rounds", "150"))
+    assert {name: ratio for name, ratio in ratios.items() if ratio["imported"] > 1.02} == {}

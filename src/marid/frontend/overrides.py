@@ -253,10 +253,12 @@ def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[.
     def replacement(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
         @functools.wraps(choose)
         def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[bool, bool]:
-            lazy = [p for p in params if p is not None and p.device.type == handles.DEVICE_TYPE]
-            if lazy and (never or any(p.dtype not in _EQUAL_WITH_FOREACH for p in lazy)):
-                return False, False
-            return choose(params, *args, **kwargs)
+            chosen = choose(params, *args, **kwargs)
+            if any(chosen):  # parameters on the CPU need not be looked at
+                lazy = [p for p in params if p is not None and p.device.type == handles.DEVICE_TYPE]
+                if lazy and (never or any(p.dtype not in _EQUAL_WITH_FOREACH for p in lazy)):
+                    return False, False
+            return chosen
 
         return wrapper
 

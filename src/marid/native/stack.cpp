@@ -151,6 +151,10 @@ bool marid::where(Ref* site, Ref* scope) {
   c10::SmallVector<PyObject*, 16> modules;  // from the innermost outward; their frames hold them
   PyObject* optimizer = nullptr;
   for (Frame* frame = innermost(); frame != nullptr; frame = frame->previous) {
+    if (site == nullptr || *site) {  // from here on only these matter: the rest of the stack is passed over quickly
+      auto* any = reinterpret_cast<PyCodeObject*>(F_CODE(frame));
+      if (any != module_code && any != optimizer_code) continue;
+    }
     PyCodeObject* code = code_of(frame);
     if (code == nullptr) continue;
     if (site != nullptr && !*site) {
