@@ -487,8 +487,6 @@ def in_child(queue: Any) -> None:
 
 @use
 def forks() -> Any:
-    if sys.argv[1] == "used":
-        return None  # autograd has threads of the device then, and refuses to work in a fork, as with any device
     Small()(data(2, 4)).sum().backward()
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -50,6 +51,12 @@ if handles.library is None:
     _keep_alive.append(_PythonGuard())
     torch._C._acc.register_python_privateuseone_device_guard(_keep_alive[0])
 else:
+    # Autograd counts devices in the first backward of a process, starts a thread for each, and with any refuses to run
+    # in a fork. Ours needs none (frontend/backward.py). In a thread of its own nothing of the user's is on: no mode, no
+    # transform.
+    _first_backward = threading.Thread(target=lambda: torch.ones((), device="cpu", requires_grad=True).backward())
+    _first_backward.start()
+    _first_backward.join()
     handles.library.marid_register_hooks()
     handles.library.marid_set_device_count(handles.device_count)
 
