@@ -20,7 +20,8 @@ device_module: Any = torch.remote_accelerator  # type: ignore[attr-defined]
 
 
 def test_the_device_is_known_to_pytorch() -> None:
-    """By name, by module, as the accelerator."""
+    """By name, by module and, once it is used, as the accelerator."""
+    device_module.init()
     assert torch.device(DEVICE).type == DEVICE
     assert torch.get_device_module(DEVICE) is device_module
     assert torch.accelerator.is_available()
