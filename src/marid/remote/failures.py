@@ -16,7 +16,7 @@ from marid.remote.memory import Memory
 from marid.remote.work import ReplayWork, RunWork
 from marid.semantics.scopes import current_site
 
-__all__ = ["error_named", "lost_error", "lost_with_it", "stopped"]
+__all__ = ["error_named", "lost_at", "lost_error", "lost_with_it", "stopped"]
 
 _KINDS: Mapping[str, type[Exception]] = {
     kind.__name__: kind
@@ -48,6 +48,11 @@ class _LostError(MaterializationError, WorkerLostError):
     """What ran when a worker was lost needs what was lost with it: what of it does not can be asked for again."""
 
     __module__ = MaterializationError.__module__
+
+
+def lost_at(text: str) -> WorkerLostError:
+    """The error of what has ended its worker again and again."""
+    return _LostError(text)
 
 
 def lost_with_it(block: Block) -> MaterializationError:

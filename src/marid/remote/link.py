@@ -67,6 +67,7 @@ class _Sent:
     requests: list[Any]
     segments: list[Any]
     nbytes: int
+    careful: bool = False
 
 
 class Link:
@@ -90,6 +91,8 @@ class Link:
         """What kernels have warned of, to be taken by whoever shows it."""
         self.mispredictions: list[Any] = []
         """Results that were not what was recorded (``mispredictions.py``), to be taken with their answers."""
+        self.at: tuple[int, int] | None = None
+        """The newest request that was sent carefully and was begun, and the operator that it has come to."""
         self._key = key
         self._patience = patience
         # What is known of the session.
@@ -172,15 +175,17 @@ class Link:
         requests: Sequence[Request],
         sent_as: Callable[[int], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
+        careful: bool = False,
     ) -> int:
         """Send requests in one message; the number of the first, those of the others follow. Waits only while more is
         in flight than the worker allows, and does ``meanwhile`` again and again then. Segments must stay as they are
         until they are answered. ``sent_as`` is told that number too, and Ctrl-C comes before both or after both.
+        ``careful``: have the worker say what it comes to (``at``).
 
         Raises ``RequestFailed`` when one sent before has failed, and ``LinkLost``.
         """
         data, segments = write_requests(requests)
-        while (first := self._enqueue(data, segments, sent_as)) is None:
+        while (first := self._enqueue(data, segments, sent_as, careful)) is None:
             self._pass_time(_SLICE)
             if meanwhile is not None:
                 meanwhile()
@@ -194,7 +199,9 @@ class Link:
             self._pass_on()
         return first
 
-    def _enqueue(self, data: list[Any], segments: list[Any], sent_as: Callable[[int], None] | None) -> int | None:
+    def _enqueue(
+        self, data: list[Any], segments: list[Any], sent_as: Callable[[int], None] | None, careful: bool = False
+    ) -> int | None:
         nbytes = sum(memoryview(segment).nbytes for segment in segments) if segments else 0
         limits = self.welcome["limits"]
         with Uninterrupted(), self._guard:
@@ -202,7 +209,7 @@ class Link:
             full = len(self._unanswered) >= limits["messages"] or self._in_flight + nbytes > limits["in_flight"]
             if full and self._unanswered:
                 return None
-            sent = _Sent(self._next, self._next + len(data) - 1, data, segments, nbytes)
+            sent = _Sent(self._next, self._next + len(data) - 1, data, segments, nbytes, careful)
             self._next = sent.last + 1
             self._unanswered[sent.seq] = sent
             self._in_flight += nbytes
@@ -377,6 +384,8 @@ class Link:
                 self._put(note, [])
             if sent is not None:
                 fields = {"kind": "work", "epoch": epoch, "seq": sent.seq, "acked": acked, "requests": sent.requests}
+                if sent.careful:
+                    fields["careful"] = True
                 self._weigh(sent, self._put(fields, sent.segments))
 
     def _weigh(self, sent: _Sent, nbytes: int) -> None:
@@ -406,6 +415,9 @@ class Link:
             self._reply(header, segments)
         elif kind == "welcome":
             self._welcomed(header)
+        elif kind == "at":
+            seq, index = (as_int(header.get(name), 0, 1 << 53, name) for name in ("seq", "index"))
+            self.at = seq, index
         elif kind == "gone":
             self._fail(LinkLost(f"the worker at {self.address} no longer has the session"))
         elif kind == "refused":

@@ -56,6 +56,7 @@ __all__ = [
 
 
 _TOLD = 4000  # handles in one request
+_TRIES = 8  # times that a worker may say that it lacks what it was just sent
 
 
 class End(Protocol):
@@ -115,6 +116,10 @@ class Work:
     seconds = 0.0
     site: Any = None
     answered = False
+    blamable = False
+    """Whether a worker may be lost because of it."""
+    tries = 0
+    """How often it was sent again because the worker lacked something."""
     sources: tuple[End, ...] = ()
     """Other workers that it needs something of."""
     lasting = True
@@ -139,7 +144,8 @@ class Work:
 
     def retry(self, failure: dict[str, Any]) -> bool:
         """It has failed: whether it is to be sent again all the same."""
-        return "missing" in failure
+        self.tries += 1
+        return "missing" in failure and self.tries <= _TRIES
 
     def say_again(self) -> None:
         """It is waited for: say again beside it what may not have been heard."""
@@ -198,6 +204,8 @@ def upload_requests(content: Content | FileContent, of: Layout, handle: int, sen
 
 class RunWork(Work):
     """A program of recorded operations. Until it is done its nodes count as run, and what they forgot is kept here."""
+
+    blamable = True
 
     def __init__(self, sized: Sized, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any) -> None:
         known = sized.known
@@ -314,6 +322,7 @@ class FetchWork(Work):
     until then."""
 
     lasting = False
+    blamable = True
 
     def __init__(
         self, handle: int, block: Block, view: Any, take: Callable[[torch.Tensor], None] | None, kept: Any = None
@@ -371,6 +380,8 @@ class AskWork(Work):
 class CallWork(Work):
     """One operator, at once. ``result`` is what the worker answered."""
 
+    blamable = True
+
     def __init__(
         self,
         operator: str,
@@ -381,6 +392,7 @@ class CallWork(Work):
         site: Any,
     ) -> None:
         self._request = Call(operator, args, kwargs, state, base)
+        self.operator = operator
         self.inputs = tuple([arg.number for arg in _handles((*args, *(arg for _, arg in kwargs)))])
         self.base = base
         self.site = site
