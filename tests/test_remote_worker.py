@@ -21,7 +21,6 @@ from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.local import LocalWorker, start_workers
 from marid.remote.programs import packed
 from marid.remote.tensors import memory_of
-
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded, end, linked, upload, worker_process
 

@@ -61,7 +61,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: dict[str, dict[str, Any]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kept = self.calls.setdefault(str(func), {}) if func.namespace == "aten" else None
         if kept is not None and len(kept) < _KEPT:

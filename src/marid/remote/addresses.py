@@ -24,7 +24,7 @@ def endpoint(bind: str) -> tuple[str, bool]:
 
 
 def served_endpoint(bind: str, has_keys: bool) -> str:
-    """The endpoint to listen at. Raises ``ValueError``, and ``AuthenticationError`` without keys where others reach it."""
+    """The endpoint to listen at. Raises ``ValueError``, and ``AuthenticationError`` for a public one without keys."""
     address, loopback = endpoint(bind)
     if not has_keys and not loopback:
         raise AuthenticationError(

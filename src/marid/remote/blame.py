@@ -56,7 +56,7 @@ class Blame:
             known = index is not None and index < len(nodes)
             node = nodes[index if known and index is not None else 0]
             what = "" if known or len(nodes) == 1 else f"one of {len(nodes)} operators, the first of which is "
-            return lost_at(f"{text}: {what}{node.op.name}\n  made at {node.site}")
+            return lost_at(f"{text}: {what}{node.op}\n  made at {node.site}")
         what = f"{step.operator}\n  called at {step.site}" if isinstance(step, CallWork) else f"for {step.site}"
         return lost_at(f"{text}: {what}")
 

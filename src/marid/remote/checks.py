@@ -203,7 +203,8 @@ def _group_norm(of: Given) -> None:
 
 
 def _weight_norm(of: Given) -> None:
-    v, g, dim = of.get("v", of.get("saved_v")), of.get("g", of.get("saved_g")), of["dim"]
+    prefix = "saved_" if "saved_v" in of else ""
+    v, g, dim = of[f"{prefix}v"], of[f"{prefix}g"], of["dim"]
     _need(v.dim() > 0 and dim in (0, v.dim() - 1) and v.is_contiguous() and g.is_contiguous(), "a weight")
     _need(g.numel() == v.shape[dim] and g.dim() <= v.dim(), "a weight")
     _alike(v, g)
@@ -388,6 +389,13 @@ def _lstm(of: Given) -> None:
     _recurrent({**given, **weights, **constant, "hidden_size": of["hidden_size"][0]})
 
 
+def _not_repeated(of: Given) -> None:
+    """PyTorch 2.13 reads memory behind a dimension that is one number repeated."""
+    tensor = of["self"]
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    _need(all(step != 0 for size, step in steps if size > 1), "a tensor whose numbers are one number")
+
+
 def _pdist_backward(of: Given) -> None:
     grad, tensor, found = of["grad"], of["self"], of["pdist"]
     _need(tensor.dim() == 2 and tensor.is_contiguous() and found.is_contiguous(), "distances")
@@ -430,7 +438,6 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "lstm_layer_backward": _lstm,
     "_adaptive_avg_pool2d_backward": _pooled_average(2),
     "_adaptive_avg_pool3d_backward": _pooled_average(3),
-    "adaptive_avg_pool3d_backward": _pooled_average(3),
     "adaptive_max_pool2d_backward": _pooled_maximum(2),
     "adaptive_max_pool3d_backward": _pooled_maximum(3),
     "max_pool2d_with_indices_backward": _pooled_maximum(2),
@@ -466,5 +473,7 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "_pdist_backward": _pdist_backward,
     "_cdist_backward": _cdist_backward,
     "lu_unpack": _lu,
+    "median": _not_repeated,
+    "nanmedian": _not_repeated,
 }
 """By the name of an operator of ATen."""

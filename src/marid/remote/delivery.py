@@ -46,6 +46,7 @@ _PATIENCE = 0.25  # seconds after which it is looked at whether a worker process
 _CANCEL = 10.0  # seconds that a worker may take to stop
 _FREED = 4000  # handles in one request
 _BEHIND = 4 * BATCH  # bytes of uploads that may wait for answers
+_LOSSES = 8  # workers in a row that may be lost and have done nothing
 _ATTEMPTS = 5  # workers in a row that may be lost while work is done again
 
 
@@ -88,6 +89,7 @@ class Delivery:
         self.ending = False
         """Whether no other worker is to be taken if this one is lost."""
         self._blame = Blame()
+        self._losses = 0  # of workers, since one has answered
         self._successor: Successor | None = None
         """Of a worker that was lost, while it is told what is needed."""
 
@@ -288,8 +290,12 @@ class Delivery:
         """Take note of the answers that are here."""
         applied = self.link.applied
         if self._asked and self._asked[0][0] <= applied:
-            with Uninterrupted():
-                step = self._take_answers(applied)
+            try:
+                with Uninterrupted():
+                    step = self._take_answers(applied)
+            except WireError as error:
+                self.link.distrust(error)
+                raise
             now = time.monotonic()
             step.seconds, self._since = now - self._since, now  # the last one stands for those before it
         if self.link.warnings:
@@ -309,6 +315,7 @@ class Delivery:
             elif isinstance(step, RunWork):
                 counters.ops_executed += len(step.sized.known.program.instructions)
                 counters.epoch += 1
+            self._losses = 0
             if not self._asked or self._asked[0][0] > applied:
                 return step
 
@@ -432,6 +439,10 @@ class Delivery:
     def _recover(self, reason: str) -> None:
         """Take another worker, and let it have all that is still needed."""
         self._progress.end()
+        self._losses += 1
+        if self._losses > _LOSSES:
+            self._losses = 0
+            raise WorkerLostError(f"{_LOSSES} workers in a row were lost and had done nothing: {reason}")
         at = self.link.at
         unanswered = [(seq, step) for seq, step in self._asked if seq > self.link.applied]
         culprit = self._blame.lost([step for _, step in unanswered])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from marid.engine.failed import explain, salvage
-from marid.errors import MaterializationError, MemoryLimitError, WorkerLostError
+from marid.errors import MaterializationError, MemoryLimitError, WireError, WorkerLostError
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import fail
 from marid.remote.buffers import Block
@@ -66,6 +66,9 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
     The step counts as answered where it has begun, and is done again as far as it came.
     """
     index, kind = failure.get("index"), failure.get("type")
+    count = step.sized.known.program.slot_count
+    if any(slot >= count for slot in (*failure.get("existing", ()), *[one[0] for one in failure.get("lost", ())])):
+        raise WireError("a run that failed has slots that its program does not have")
     if isinstance(step, ReplayWork):
         raised: Exception = error
         if index is not None and index < len(step.nodes):

@@ -144,8 +144,8 @@ class Keeper:
             status = 0
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()

@@ -23,13 +23,14 @@ from zmq.utils import z85
 
 from marid.errors import AuthenticationError, WireError, WorkerLostError
 from marid.execute.accelerator import Host
+from marid.remote.answers import check_failure, check_results, check_welcome
 from marid.remote.keys import ClientKey
 from marid.remote.packing import packing_of
 from marid.remote.requests import Request, write_requests
 from marid.remote.sockets import ClientSocket, Wake
 from marid.remote.specs import sizes_from
 from marid.remote.tensors import number_of, tensor_of
-from marid.remote.wire import MISPREDICTIONS, VERSION, as_bytes, as_int, as_list, decode, dtype_named, encode
+from marid.remote.wire import MISPREDICTIONS, VERSION, as_bytes, as_int, as_list, as_text, decode, dtype_named, encode
 from marid.report.traffic import SocketCounts
 from marid.uninterrupted import Uninterrupted
 
@@ -38,6 +39,7 @@ __all__ = ["Link", "LinkLost", "RequestFailed"]
 _HOST = Host()
 _HEARTBEATS = 10  # in a lease, when there is nothing else to say
 _RETRY = 0.2  # seconds between attempts to connect
+_IDLE_ANSWERS = 4096  # answers in a row that say nothing, after which a worker is not listened to any more
 _DROPS = 3  # connections that end before keys were compared, after which that is taken to be the reason
 _SLICE = 100  # milliseconds that one thread serves the socket at most
 _BUSY, _IDLE = 0.03, 0.5  # seconds between looks of the link's thread, with and without something unanswered
@@ -105,6 +107,8 @@ class Link:
         self._failure: dict[str, Any] | None = None
         self._error: Exception | None = None
         self._cancel: dict[str, Any] = {}
+        self._cancelled = False  # whether something of this epoch was to be stopped
+        self._idle_answers = 0  # in a row, after which no more was done than before
         self._notes: deque[dict[str, Any]] = deque()
         self._queue: deque[_Sent] = deque()
         self._unanswered: OrderedDict[int, _Sent] = OrderedDict()
@@ -255,13 +259,14 @@ class Link:
             self._epoch += 1
             self._next = self._failure["seq"] + 1
             self._applied = self._failure["seq"]
-            self._failure = None
+            self._failure, self._cancelled = None, False
             return self._next
 
     def cancel(self) -> None:
         """Ask the worker to stop what it was sent: it fails as ``Cancelled`` between two operations, or is done by
         then."""
         with self._guard:
+            self._cancelled = True
             self._cancel = {"kind": "cancel", "epoch": self._epoch, "through": self._next - 1}
         self._pass_on()
 
@@ -272,6 +277,10 @@ class Link:
             if self._error is None:
                 self._notes.append(fields)
         self._pass_on()
+
+    def distrust(self, error: WireError) -> None:
+        """The worker has sent something that is not what was asked for: have no more to do with it."""
+        self._fail(error)
 
     def close(self) -> None:
         """Say good-bye; the worker frees what it holds. May be called again."""
@@ -424,6 +433,7 @@ class Link:
             self._fail(WireError(f"the worker at {self.address} refuses: {header.get('text')}"))
 
     def _welcomed(self, header: dict[str, Any]) -> None:
+        check_welcome(header)
         if self._boot is None:
             self._boot = header["boot"]
             self.welcome = header
@@ -439,18 +449,31 @@ class Link:
 
     def _reply(self, header: dict[str, Any], segments: list[Any]) -> None:
         with self._guard:
-            if header.get("epoch") != self._epoch or self._failure is not None:
+            epoch = as_int(header.get("epoch"), 0, self._epoch, "an epoch")
+            if epoch != self._epoch or self._failure is not None:
+                self._idle_answers += 1
+                if self._idle_answers > _IDLE_ANSWERS:
+                    raise WireError("a worker answers what it was asked long ago, and nothing else")
                 return
-            for seq, value in as_list(header.get("results", []), 1 << 14, "results"):
-                if seq > self._applied:
+            before = self._applied
+            results = as_list(header.get("results", []), 1 << 14, "results")
+            check_results(results)
+            for seq, value in results:
+                if self._applied < seq < self._next:
                     self._results[seq] = (value, segments)
-            self.warnings += header.get("warnings", ())
+            self.warnings += [
+                as_text(one, 1 << 16, "a warning") for one in as_list(header.get("warnings", []), 64, "warnings")
+            ]
             self.mispredictions += as_list(header.get("mispredictions", []), MISPREDICTIONS, "mispredictions")
-            self._applied = max(self._applied, as_int(header.get("applied"), 0, 1 << 53, "a request"))
+            self._applied = max(self._applied, as_int(header.get("applied"), 0, self._next - 1, "a request"))
+            self._idle_answers = 0 if self._applied > before else self._idle_answers + 1
+            if self._idle_answers > _IDLE_ANSWERS:
+                raise WireError("a worker answers, and does nothing of what it is asked")
             while self._unanswered and next(iter(self._unanswered.values())).last <= self._applied:
                 self._in_flight -= self._unanswered.popitem(last=False)[1].nbytes
             failure = header.get("error")
             if failure is not None:
+                check_failure(failure, self._cancelled)
                 self._failure = failure
                 self._queue.clear()
                 self._unanswered.clear()

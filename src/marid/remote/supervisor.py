@@ -77,6 +77,7 @@ class Supervisor:
         self._processes: dict[str, _Process] = {}
         self._by_owner: dict[bytes, _Process] = {}
         self._spare: _Process | None = None
+        self._removed: list[bytes] = []  # connections of owners whose keys were removed
         self._heard = b""
         self._looked = 0.0
         self._stopping = False
@@ -184,12 +185,14 @@ class Supervisor:
     def _look_at_keys(self) -> None:
         """Let go whose key was removed."""
         self._looked = time.monotonic()
+        self._socket.disconnect(self._removed)  # who were told the last time
+        self._removed.clear()
         admitted = self._keys.admitted()
         for owner, process in list(self._by_owner.items()):
             if owner not in admitted:
                 for route in process.routes:
                     self._socket.send(route, _refusal("key", "the key is not let in any more"), [])
-                self._socket.disconnect(process.routes)
+                self._removed += process.routes
                 self._end(process)
 
     # --- messages ---
@@ -245,9 +248,11 @@ class Supervisor:
     def _answer(self, process: _Process) -> None:
         for frames in received(process.pair):
             route = frames[0].bytes
+            if len(frames) < 2:
+                continue
             if not route:
                 self._told(process, frames)
-            elif len(frames) > 1:
+            else:
                 tracker, nbytes = passed_on(self._socket, route, frames[1:])
                 if tracker is not None:
                     process.leaving.append((tracker, nbytes))
@@ -255,8 +260,10 @@ class Supervisor:
     def _told(self, process: _Process, frames: list[Any]) -> None:
         """What a process says to the supervisor. It is believed nothing but what is its own."""
         try:
-            fields = unpack_plain(frames[1].buffer, 64) if len(frames) == 2 else None
-            kind = as_text(fields.get("kind"), 16, "a kind") if type(fields) is dict else ""
+            fields = unpack_plain(frames[1].buffer, 64)
+            if type(fields) is not dict:
+                return
+            kind = as_text(fields.get("kind"), 16, "a kind")
             if kind == "ready":
                 process.ready = True
                 os.unlink(process.channel.removeprefix("ipc://"))  # nobody else comes in

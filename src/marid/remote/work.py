@@ -13,6 +13,7 @@ from marid.engine.protocol import Geometry as Layout
 from marid.engine.protocol import GiveBack
 from marid.graph.node import Node, finish
 from marid.graph.program import Task, differ
+from marid.remote.answers import as_tensor
 from marid.remote.buffers import Block, RemoteBuffer
 from marid.remote.contents import Content, FileContent
 from marid.remote.known import Sized
@@ -318,28 +319,36 @@ class ReplayWork(RunWork):
 
 
 class FetchWork(Work):
-    """Bring the elements of a tensor in ``block``, or of a view (offset, shape, stride) of its memory; ``kept`` lives
-    until then."""
+    """Bring the elements of a tensor in ``block``, or of a view (offset, shape, stride) of its memory, which have the
+    ``expected`` type and shape; ``kept`` lives until then."""
 
     lasting = False
     blamable = True
 
     def __init__(
-        self, handle: int, block: Block, view: Any, take: Callable[[torch.Tensor], None] | None, kept: Any = None
+        self,
+        handle: int,
+        block: Block,
+        view: Any,
+        take: Callable[[torch.Tensor], None] | None,
+        expected: tuple[torch.dtype, tuple[int, ...]],
+        kept: Any = None,
     ) -> None:
         self.inputs = (handle,)
         self.reads = (block,)
         self._view = view
         self._take = take
+        self._expected = expected
         self._kept = kept
 
     def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
         return [Fetch(self.inputs[0], self._view)]
 
     def done(self, result: Any) -> None:
-        super().done(result)
+        tensor = as_tensor(result, *self._expected)
+        super().done(tensor)
         if self._take is not None:
-            self._take(result)
+            self._take(tensor)
 
     def refused(self) -> bool:
         return False  # whoever reads asks again
