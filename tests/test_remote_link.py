@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import selectors
 import signal
@@ -18,7 +19,7 @@ from marid.remote import requests as ask
 from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.local import LocalWorker
 from tests.helpers import interrupted
-from tests.remote_helpers import upload, worker_process
+from tests.remote_helpers import serving, upload, worker_process
 
 
 class Proxy:
@@ -295,13 +296,13 @@ def _come_and_go(worker: LocalWorker, clients: int, seconds: float) -> None:
 def test_a_worker_that_stops_for_a_while_is_waited_for(worker: LocalWorker) -> None:
     link = Link(worker.address)
     link.wait(link.send([upload(1, torch.zeros(1))]))
-    worker.process.send_signal(signal.SIGSTOP)
+    os.kill(serving(worker), signal.SIGSTOP)
     try:
         seq = link.send([_add(1, 10)])
         with pytest.raises(TimeoutError):
             link.wait(seq, 0.5)
     finally:
-        worker.process.send_signal(signal.SIGCONT)
+        os.kill(serving(worker), signal.SIGCONT)
     link.wait(seq, 30)
     assert link.wait(link.send([ask.Fetch(1)])).item() == 1.0
     link.close()

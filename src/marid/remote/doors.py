@@ -44,7 +44,11 @@ class Doors:
     @property
     def is_time(self) -> bool:
         """Whether to look again."""
-        return time.monotonic() - self._looked > _EVERY
+        return bool(self._pending) and time.monotonic() - self._looked > _EVERY
+
+    def wait(self, milliseconds: int) -> int:
+        """How long to wait until then, at most so long."""
+        return min(milliseconds, int(1000 * _EVERY)) if self._pending else milliseconds
 
     def accepted(self, descriptor: int) -> None:
         """A connection was made."""

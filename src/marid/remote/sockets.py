@@ -148,7 +148,7 @@ class ServerSocket:
         self._monitor = self._router.get_monitor_socket(_REFUSED | _COMING)
         self._wake = Wake()
         self._poller = zmq.Poller()
-        for one in (self._router, self._wake.fileno()):
+        for one in (self._router, self._wake.fileno(), self._monitor):
             self._poller.register(one, zmq.POLLIN)
         if keys is not None:
             self._router.zap_domain = b"marid"
@@ -175,13 +175,14 @@ class ServerSocket:
 
     def poll(self, milliseconds: int) -> Iterator[tuple[bytes, bytes, list[Any]]]:
         """Wait for messages that long at most; those that have come: the way back, whose it is, and its frames."""
-        ready = dict(self._poller.poll(milliseconds))
+        ready = dict(self._poller.poll(self._doors.wait(milliseconds)))
         if self._wake.fileno() in ready:
             self._wake.clear()
         if self._zap in ready:
             self._authenticate()
-        if self._doors.is_time:
+        if self._monitor in ready:
             self._note_events()
+        if self._doors.is_time:
             self._doors.look()
         if self._router in ready:
             for frames in received(self._router):

@@ -32,6 +32,7 @@ _DRAINING = 10  # the same while a client does not take what it asked for
 _QUEUED = 64 << 20  # bytes for the clients of one owner that may wait here; more wait in the owner's process
 _EARLY = 64  # messages for a process that is not there yet
 _ROUTES = 1024  # connections of one owner that are told when its process is lost
+_COLLECTING = ("collect", "collected")  # what another worker may ask for
 _KEYS = 1.0  # seconds between looks at which keys are still there
 _MESSAGES = 4096  # for one process that may wait until it takes them
 
@@ -219,9 +220,14 @@ class Supervisor:
     def _collected(self, route: bytes, owner: bytes, frames: list[Any]) -> None:
         """Another worker asks for something: whoever has offered it answers."""
         try:
-            ticket = decode(frames[0].buffer).get("ticket")
+            header = decode(frames[0].buffer)
+            ticket = as_bytes(header.get("ticket"), 32, "a ticket") if header.get("kind") in _COLLECTING else None
         except WireError as error:
             self._socket.send(route, _refusal("malformed", str(error)), [])
+            return
+        if ticket is None:
+            refusal = _refusal("owner", "another worker may only collect what it is offered")
+            self._socket.send(route, refusal, [])
             return
         for process in self._by_owner.values():
             if ticket in process.tickets:
