@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from marid.errors import WorkerLostError
 from marid.remote import requests as ask
 from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.local import LocalWorker
@@ -308,3 +309,25 @@ def test_a_worker_that_stops_for_a_while_is_waited_for(worker: LocalWorker) -> N
     link.close()
     with pytest.raises(LinkLost):
         link.send([ask.Stats()])
+
+
+def test_a_tunnel_with_nobody_behind_it_says_so() -> None:
+    """It takes connections, and ends them: that is no worker that refuses a key. What comes back is found again."""
+    with socket.create_server(("127.0.0.1", 0)) as tunnel:
+        address = f"tcp://127.0.0.1:{tunnel.getsockname()[1]}"
+        ended = threading.Event()
+
+        def hang_up() -> None:
+            tunnel.settimeout(0.1)
+            while not ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    tunnel.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            with pytest.raises(WorkerLostError, match="nothing answered behind it"):
+                Link(address, patience=3.0, timeout=2)
+        finally:
+            ended.set()
+            thread.join()

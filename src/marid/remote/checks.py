@@ -76,7 +76,8 @@ def _pooled_average(spatial: int) -> Callable[[Given], None]:
     def check(of: Given) -> None:
         grad, tensor = of["grad_output"], of["self"]
         _need(grad.dim() == tensor.dim() and spatial < tensor.dim() <= spatial + 2, "a gradient")
-        _need(grad.shape[:-spatial] == tensor.shape[:-spatial] and grad.numel() > 0 < tensor.numel(), "a gradient")
+        _need(grad.shape[:-spatial] == tensor.shape[:-spatial], "a gradient")
+        _need(min((*grad.shape[-spatial:], *tensor.shape[-spatial:])) > 0, "a gradient")
         _alike(grad, tensor)
 
     return check
@@ -88,6 +89,7 @@ def _pooled_maximum(spatial: int) -> Callable[[Given], None]:
         _need(grad.dim() == tensor.dim() and spatial < tensor.dim() <= spatial + 2, "a gradient")
         _need(grad.shape[:-spatial] == tensor.shape[:-spatial] and indices.dtype is torch.int64, "a gradient")
         _shaped(indices, grad.shape, "indices")
+        _need(torch.ops.aten.is_non_overlapping_and_dense.default(indices), "indices")  # read as they lie in memory
         _alike(grad, tensor)
         _within(indices, 0, math.prod(tensor.shape[-spatial:]), "indices")
 
@@ -129,7 +131,7 @@ def _padded(spatial: int) -> Callable[[Given], None]:
             _need(all(abs(amount) < 1 << 31 for amount in padding), "padding")
             wanted[-1 - index] += padding[2 * index] + padding[2 * index + 1]
         _shaped(grad, wanted, "a gradient")
-        _need(min(wanted, default=0) > 0 and tensor.numel() > 0, "a gradient")
+        _need(min((*wanted[-spatial:], *tensor.shape[-spatial:])) > 0, "a gradient")
         _alike(grad, tensor)
 
     return check
@@ -171,6 +173,8 @@ def _norm_types(of: Given, tensor: torch.Tensor) -> None:
     low = tensor.dtype in (torch.bfloat16, torch.float16)
     wanted = {tensor.dtype, torch.float32} if low else {tensor.dtype}
     names = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "mean", "rstd")
+    for name in ("weight", "bias", "mean", "rstd") if "grad_out" in of or "group" in of else ():
+        _need(not isinstance(of.get(name), torch.Tensor) or of[name].is_contiguous(), name)  # read as they lie there
     _need(all(of[name].dtype in wanted for name in names if isinstance(of.get(name), torch.Tensor)), "types")
 
 
@@ -274,7 +278,8 @@ def _embedding_backward(of: Given) -> None:
 
 def _bags(of: Given) -> None:
     weight, indices, offsets = of["weight"], of["indices"], of["offsets"]
-    _need(weight.dim() == 2 and indices.dim() == 1 == offsets.dim(), "bags")
+    _need(weight.dim() == 2 and indices.dim() == 1 == offsets.dim() and 0 <= of["mode"] <= 2, "bags")
+    _need(indices.is_contiguous() and offsets.is_contiguous() and indices.dtype is offsets.dtype, "bags")
     _within(indices, 0, weight.shape[0], "indices")
     _within(offsets, 0, indices.numel() + 1, "offsets")
     _need(not offsets.numel() or offsets.is_meta or bool((offsets.diff() >= 0).all()), "offsets")
@@ -284,8 +289,10 @@ def _bags(of: Given) -> None:
 def _bags_backward(of: Given) -> None:
     grad, indices, bag = of["grad"], of["indices"], of["offset2bag"]
     rows = of["weight"].shape[0] if "weight" in of else of["num_weights"]
-    _need(grad.dim() == 2 and indices.dim() == 1 == bag.dim() and rows >= 0, "bags")
-    _need(bag.shape == indices.shape, "bags")
+    _need(grad.dim() == 2 and indices.dim() == 1 == bag.dim() and rows >= 0 <= of["mode"] <= 2, "bags")
+    _need(indices.is_contiguous() and bag.is_contiguous(), "bags")
+    made_of_offsets = not bag.numel() and "offsets" in of
+    _need(bag.shape == indices.shape or made_of_offsets, "bags")
     _within(indices, 0, rows, "indices")
     _within(bag, 0, grad.shape[0], "bags")
     if "offsets" in of:
@@ -293,6 +300,10 @@ def _bags_backward(of: Given) -> None:
         _need(
             of["offsets"].dim() == 1 and grad.shape[0] in (of["offsets"].numel(), of["offsets"].numel() - 1), "offsets"
         )
+        last = of["offsets"].numel() == grad.shape[0] + 1
+        _need(not (last and made_of_offsets) or int(of["offsets"][-1]) == indices.numel(), "offsets")
+        _need(of["offsets"].is_contiguous() and of["offsets"].dtype is indices.dtype, "offsets")
+        _need(not made_of_offsets or bool((of["offsets"].diff() >= 0).all()), "offsets")
     if "bag_size" in of:
         _need(of["bag_size"].numel() >= grad.shape[0] or of["mode"] == 0, "bags")
     if of.get("maximum_indices") is not None and of["mode"] == 2:
@@ -311,9 +322,7 @@ def _bags_backward(of: Given) -> None:
 
 def _fft(of: Given) -> None:
     tensor, dims = of["self"], list(of["dim"])
-    for dim in dims:
-        _dimension(dim, tensor.dim())
-    _need(len({dim % max(tensor.dim(), 1) for dim in dims}) == len(dims) and tensor.dim() > 0, "dimensions")
+    _need(all(0 <= dim < tensor.dim() for dim in dims) and len(set(dims)) == len(dims), "dimensions")
     _need(bool(dims) and of.get("last_dim_size", 1) >= 1, "dimensions")
     _need(all(tensor.shape[dim] > 0 for dim in dims), "sizes")
     if "last_dim_size" in of:
@@ -349,8 +358,9 @@ def _attention(of: Given) -> None:
     _alike(query, key, value)
     mask = of.get("attn_mask")
     if mask is not None:
-        _need(mask.dim() in (2, 4) and tuple(mask.shape[-2:]) == (length, key.shape[2]), "a mask")
-        _need(mask.dim() == 2 or (mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)), "a mask")
+        full = (batch, heads, length, key.shape[2])[-mask.dim() :]
+        _need(mask.dim() in (2, 4), "a mask")
+        _need(all(size in (1, whole) for size, whole in zip(mask.shape, full, strict=True)), "a mask")
     if "grad_out" in of:
         _shaped(of["grad_out"], query.shape, "a gradient")
         _shaped(of["out"], query.shape, "a gradient")
@@ -389,6 +399,25 @@ def _lstm(of: Given) -> None:
     _recurrent({**given, **weights, **constant, "hidden_size": of["hidden_size"][0]})
 
 
+def _batched(of: Given) -> None:
+    _need(0 <= of["self_num_batch_dims"] <= of["self"].dim(), "dimensions")
+
+
+def _infos(of: Given) -> None:
+    _need(of["info"].dtype is torch.int32, "types")
+
+
+def _grouped(of: Given) -> None:
+    first, second, ends = of["self"], of["mat2"], of["offs"]
+    _need(first.dim() in (2, 3) and second.dim() in (2, 3) and of["bias"] is None, "groups")
+    if ends is not None:
+        whole = second.shape[-1] if first.dim() == 3 else first.shape[0 if second.dim() == 3 else 1]
+        groups = second.shape[0] if second.dim() == 3 else first.shape[0] if first.dim() == 3 else ends.numel()
+        _need(ends.dim() == 1 and ends.numel() == groups and ends.dtype is torch.int32, "groups")
+        _within(ends, 0, whole + 1, "groups")
+        _need(ends.is_meta or not ends.numel() or bool((ends.diff() >= 0).all()), "groups")
+
+
 def _not_repeated(of: Given) -> None:
     """PyTorch 2.13 reads memory behind a dimension that is one number repeated."""
     tensor = of["self"]
@@ -398,7 +427,7 @@ def _not_repeated(of: Given) -> None:
 
 def _pdist_backward(of: Given) -> None:
     grad, tensor, found = of["grad"], of["self"], of["pdist"]
-    _need(tensor.dim() == 2 and tensor.is_contiguous() and found.is_contiguous(), "distances")
+    _need(tensor.dim() == 2 and tensor.numel() > 0 and tensor.is_contiguous() and found.is_contiguous(), "distances")
     count = tensor.shape[0] * (tensor.shape[0] - 1) // 2
     _need(grad.dim() == 1 == found.dim() and grad.numel() == count == found.numel(), "distances")
     _alike(tensor, grad, found)
@@ -433,7 +462,6 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     **{f"rrelu_with_noise{end}": _noisy for end in ("", "_", "_functional")},
     "embedding_dense_backward": _embedding_backward,
     "_embedding_bag_backward": _bags_backward,
-    "mkldnn_rnn_layer": _recurrent,
     "lstm_layer": _lstm,
     "lstm_layer_backward": _lstm,
     "_adaptive_avg_pool2d_backward": _pooled_average(2),
@@ -473,6 +501,9 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "_pdist_backward": _pdist_backward,
     "_cdist_backward": _cdist_backward,
     "lu_unpack": _lu,
+    "_grouped_mm": _grouped,
+    "_new_zeros_with_same_feature_meta": _batched,
+    "_linalg_check_errors": _infos,
     "median": _not_repeated,
     "nanmedian": _not_repeated,
 }

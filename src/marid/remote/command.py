@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -32,6 +33,7 @@ __all__ = ["KEYS", "keygen", "parse_bytes", "serve"]
 KEYS = Path(platformdirs.user_config_dir("marid")) / "keys"
 """Where ``marid worker keygen`` puts keys if it is not told."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
+_SESSIONS = 64  # of one owner
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -70,7 +72,7 @@ def serve(
 
     def for_one(channel: str) -> None:
         hide_from_others()
-        Worker(OwnedSocket(channel), where, limits).serve()
+        Worker(OwnedSocket(channel), where, replace(limits, sessions=_SESSIONS)).serve()
 
     def announce(address: str) -> None:
         click.echo(f"marid worker on {where}: {address}")

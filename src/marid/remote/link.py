@@ -27,7 +27,7 @@ from marid.remote.answers import check_failure, check_results, check_welcome
 from marid.remote.keys import ClientKey
 from marid.remote.packing import packing_of
 from marid.remote.requests import Request, write_requests
-from marid.remote.sockets import ClientSocket, Wake
+from marid.remote.sockets import ClientSocket, Wake, greets
 from marid.remote.specs import sizes_from
 from marid.remote.tensors import number_of, tensor_of
 from marid.remote.wire import MISPREDICTIONS, VERSION, as_bytes, as_int, as_list, as_text, decode, dtype_named, encode
@@ -40,6 +40,7 @@ _HOST = Host()
 _HEARTBEATS = 10  # in a lease, when there is nothing else to say
 _RETRY = 0.2  # seconds between attempts to connect
 _IDLE_ANSWERS = 4096  # answers in a row that say nothing, after which a worker is not listened to any more
+_GREETING = 1.0  # seconds in which a worker greets whoever connects
 _DROPS = 3  # connections that end before keys were compared, after which that is taken to be the reason
 _SLICE = 100  # milliseconds that one thread serves the socket at most
 _BUSY, _IDLE = 0.03, 0.5  # seconds between looks of the link's thread, with and without something unanswered
@@ -121,6 +122,7 @@ class Link:
         self._socket: ClientSocket | None = None
         self._greeted = False
         self._drops = 0
+        self._nobody_behind = False
         self._torn = False
         self._heard = self._spoke = time.monotonic()
         self._ended = threading.Event()
@@ -129,14 +131,20 @@ class Link:
         threading.Thread(target=self._keep, name="marid-link", daemon=True).start()
 
     def _greet(self, timeout: float) -> None:
-        until = time.monotonic() + timeout
+        started = time.monotonic()
         try:
             while not self._greeted:
                 with self._serving:
                     self._serve(_SLICE)
                 if self._error is not None:
                     raise self._error
-                if time.monotonic() > until:
+                longest = max(timeout, self._patience) if self._nobody_behind else timeout
+                if time.monotonic() - started > longest:
+                    if self._nobody_behind:
+                        raise WorkerLostError(
+                            f"{self.address} takes connections and ends them: nothing answered behind it within "
+                            f"{longest:g} s. Is it a tunnel or a proxy, and does `marid worker` run behind it?"
+                        )
                     raise WorkerLostError(
                         f"no worker answers at {self.address} within {timeout:g} s: is `marid worker` running there, "
                         f"and is the address right? `marid doctor {self.address}` looks closer"
@@ -367,7 +375,10 @@ class Link:
             self._take(decode(frames[0].buffer), [frame.buffer for frame in frames[1:]])
         now = time.monotonic()
         if self._boot is None and (self._socket.refused or self._drops >= _DROPS):
-            self._fail(_refused(self.address, self._key))
+            if self._socket.refused or greets(self.address, _GREETING):
+                self._fail(_refused(self.address, self._key))
+            else:
+                self._nobody_behind, self._drops = True, 0  # it may come back
         elif self._greeted and self._socket.broken:
             self._heard = now
             self._connect()

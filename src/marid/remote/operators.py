@@ -43,6 +43,7 @@ _INSIDE |= {"Device": torch.device, "Generator": torch.Generator}
 """What a call must not have a number for."""
 _GUARDED = "marid_guarded"
 _library = torch.library.Library(_GUARDED, "DEF")
+_defined: set[str] = set()
 _LISTED = {"aten", "marid"}
 _namespaces = {*_LISTED, "torch_nn"}
 _HOMES = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
@@ -103,23 +104,29 @@ def check_call(op: Operation, args: tuple[Any, ...], kwargs: tuple[tuple[str, An
 
 def _guarded(func: Any, check: Callable[[dict[str, Any]], None]) -> Any:
     """An operator that does what ``func`` does, behind a check of its arguments."""
+    base = func._schema.name.partition("::")[2]
+    if base not in _defined:
+        for overload in func.overloadpacket.overloads():  # all at once: PyTorch looks only once which there are
+            _define(getattr(func.overloadpacket, overload), check)
+        _defined.add(base)
+    return getattr(getattr(getattr(torch.ops, _GUARDED), base), func._schema.overload_name or "default")
+
+
+def _define(func: Any, check: Callable[[dict[str, Any]], None]) -> None:
     schema = func._schema
-    base = schema.name.partition("::")[2]
-    if not torch._C._dispatch_has_kernel(
-        f"{_GUARDED}::{base}" + (f".{schema.overload_name}" if schema.overload_name else "")
-    ):
-        formals = [(formal.name, formal.default_value) for formal in schema.arguments]
+    formals = [(formal.name, formal.default_value) for formal in schema.arguments]
+    names = [name for name, _ in formals]
 
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            given = dict(formals)
-            given.update(zip(given, args, strict=False))
-            given.update(kwargs)
-            check(given)
-            return func(*args, **kwargs)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = dict(formals)
+        given.update(zip(names, args, strict=False))
+        given.update(kwargs)
+        check(given)
+        return func(*args, **kwargs)
 
-        name = _library.define(str(schema).partition("::")[2], tags=tuple([tag for tag in func.tags if tag in _TAGS]))
-        _library.impl(name, checked, "CompositeExplicitAutograd")
-    return getattr(getattr(getattr(torch.ops, _GUARDED), base), schema.overload_name or "default")
+    _library.define(str(schema).partition("::")[2], tags=tuple([tag for tag in func.tags if tag in _TAGS]))
+    name = schema.name.partition("::")[2] + ("." + schema.overload_name if schema.overload_name else "")
+    _library.impl(name, checked, "CompositeExplicitAutograd")
 
 
 def _qualified(namespace: str, base: str, overload: str) -> str:

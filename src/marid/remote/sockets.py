@@ -20,7 +20,7 @@ from marid.remote.doors import Doors
 from marid.remote.keys import ClientKey, WorkerKeys
 from marid.remote.wire import HEADER_BYTES, SEGMENT_BYTES, SEGMENTS, pack_plain
 
-__all__ = ["PEER", "ClientSocket", "OwnedSocket", "ServerSocket", "Wake", "passed_on", "received"]
+__all__ = ["PEER", "ClientSocket", "OwnedSocket", "ServerSocket", "Wake", "greets", "passed_on", "received"]
 
 PEER = b"peer:"
 """Owners with names that begin so are other workers, which may only collect what they are offered."""
@@ -32,6 +32,7 @@ _COMING = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _CLIENT_BEATS, _WORKER_BEATS = 2000, 3000  # milliseconds between heartbeats; three that fail end a connection
 _RETRY = 200  # milliseconds between attempts to connect
 _LINGER = 500  # milliseconds for the last message
+_SIGNATURE = b"\xff"  # with which ZMTP begins
 _BURST = 64  # messages taken at once
 _ANSWERS = 4096  # that may wait for one client; one that lets more wait is not sent them
 _WATCHED = 8 << 10  # bytes of a message from which on it is watched until it has left
@@ -130,6 +131,20 @@ class ClientSocket:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0 if farewell is None else _LINGER)
+
+
+def greets(address: str, seconds: float) -> bool:
+    """Whether somebody who speaks ZeroMQ is behind an address: it says so at once. A tunnel or a proxy takes a
+    connection also when there is nobody behind it. True for addresses of which that cannot be seen."""
+    if not address.startswith("tcp://"):
+        return True
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), seconds) as connection:
+            connection.settimeout(seconds)
+            return connection.recv(1) == _SIGNATURE
+    except OSError:
+        return False
 
 
 class ServerSocket:
