@@ -22,7 +22,7 @@ from marid.remote.doors import _PENDING
 from marid.remote.keys import ClientKey, make_client
 from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.local import LocalWorker
-from tests.remote_helpers import linked, upload, worker_process
+from tests.remote_helpers import upload, worker_process
 
 OWNERS = ("ann", "bob", "eve")
 MEGABYTE = 1 << 20
@@ -35,6 +35,24 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalWork
         make_client(keys, name)
     with worker_process("--keys", str(keys), "--memory-limit", "300m", "--owners", "3") as worker:
         yield worker, keys
+
+
+@contextlib.contextmanager
+def let_in(worker: LocalWorker, key: ClientKey, **options: Any) -> Iterator[Link]:
+    """A session, once those that have left made room for it."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            link = Link(worker.address, key, **options)
+            break
+        except WireError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+    try:
+        yield link
+    finally:
+        link.close()
 
 
 def key_of(keys: Path, name: str) -> ClientKey:
@@ -65,7 +83,7 @@ def test_each_owner_has_a_process_and_none_has_a_key(shared: tuple[LocalWorker, 
     worker, keys = shared
     secret = key_of(keys, "ann").worker  # the public one; the secret one is read below
     assert secret
-    with linked(worker, key_of(keys, "ann")) as ann, linked(worker, key_of(keys, "bob")) as bob:
+    with let_in(worker, key_of(keys, "ann")) as ann, let_in(worker, key_of(keys, "bob")) as bob:
         assert len({ann.welcome["pid"], bob.welcome["pid"], worker.process.pid}) == 3
         for pid in (ann.welcome["pid"], bob.welcome["pid"]):
             assert not os.access(f"/proc/{pid}/mem", os.R_OK) or os.geteuid() == 0
@@ -75,14 +93,14 @@ def test_each_owner_has_a_process_and_none_has_a_key(shared: tuple[LocalWorker, 
 
 def test_what_ends_one_owners_process_is_nobody_elses_affair(shared: tuple[LocalWorker, Path]) -> None:
     worker, keys = shared
-    with linked(worker, key_of(keys, "ann")) as ann, linked(worker, key_of(keys, "eve")) as eve:
+    with let_in(worker, key_of(keys, "ann")) as ann, let_in(worker, key_of(keys, "eve")) as eve:
         ann.wait(ann.send([upload(1, torch.arange(3.0))]))
         eve.send([upload(1, torch.tensor([-(1 << 63)])), upload(2, torch.tensor([-1]))])
         fatal = ask.Call("aten.div.Tensor_mode", (ask.Handle(1), ask.Handle(2)), (("rounding_mode", "trunc"),), None, 9)
         started = time.monotonic()
         with pytest.raises(LinkLost):
             eve.wait(eve.send([fatal]), 20)
-        with linked(worker, key_of(keys, "eve")) as again:
+        with let_in(worker, key_of(keys, "eve")) as again:
             again.wait(again.send([upload(1, torch.zeros(1))]), 20)
         assert time.monotonic() - started < 5
         assert ann.wait(ann.send([ask.Fetch(1)]), 20).tolist() == [0.0, 1.0, 2.0]
@@ -90,7 +108,7 @@ def test_what_ends_one_owners_process_is_nobody_elses_affair(shared: tuple[Local
 
 def test_a_forged_view_is_refused(shared: tuple[LocalWorker, Path]) -> None:
     worker, keys = shared
-    with linked(worker, key_of(keys, "eve")) as eve:
+    with let_in(worker, key_of(keys, "eve")) as eve:
         eve.wait(eve.send([upload(1, torch.zeros(4))]))
         forged = ask.Call("aten._reshape_alias.default", (ask.Handle(1), [1 << 20], [1]), (), None, 50)
         with pytest.raises(RequestFailed, match="do not belong together"):
@@ -102,7 +120,7 @@ def test_a_forged_view_is_refused(shared: tuple[LocalWorker, Path]) -> None:
 )
 def test_a_number_is_no_dtype(shared: tuple[LocalWorker, Path], args: Any) -> None:
     worker, keys = shared
-    with linked(worker, key_of(keys, "eve")) as eve:
+    with let_in(worker, key_of(keys, "eve")) as eve:
         eve.wait(eve.send([upload(1, torch.zeros(4))]))
         with pytest.raises(RequestFailed, match="no ScalarType"):
             eve.wait(eve.send([ask.Call("aten.view.dtype", args, (), None, 50)]))
@@ -132,7 +150,7 @@ def test_a_slow_reader_holds_no_more_than_its_limit(shared: tuple[LocalWorker, P
     assert sum(family(worker).values()) - before < 900 * MEGABYTE  # of 3.2 GB that were asked for
     one.close()
     context.term()
-    with linked(worker, key_of(keys, "ann")) as ann:
+    with let_in(worker, key_of(keys, "ann")) as ann:
         ann.wait(ann.send([upload(1, torch.zeros(4))]), 20)
 
 
@@ -150,7 +168,7 @@ def test_a_hoarder_of_sessions_takes_only_its_own(shared: tuple[LocalWorker, Pat
         assert one.poll(10_000)
         kinds.append(wire.decode(one.recv_multipart()[0])["kind"])
     assert "refused" in kinds
-    with linked(worker, key_of(keys, "ann")) as ann:
+    with let_in(worker, key_of(keys, "ann")) as ann:
         ann.wait(ann.send([upload(1, torch.zeros(4))]), 20)
     one.close()
     context.term()
@@ -190,7 +208,7 @@ def test_a_flood_of_connections_keeps_nobody_out(shared: tuple[LocalWorker, Path
             with contextlib.suppress(OSError):
                 crowd.append(socket.create_connection((host, int(port)), 1))
         started = time.monotonic()
-        with linked(worker, key_of(keys, "ann")) as ann:
+        with let_in(worker, key_of(keys, "ann")) as ann:
             ann.wait(ann.send([upload(1, torch.zeros(4))]), 20)
         assert time.monotonic() - started < 5
         time.sleep(0.5)
@@ -223,18 +241,17 @@ def test_more_owners_than_there_may_be_wait_for_a_place(shared: tuple[LocalWorke
         make_client(keys, name)
     with contextlib.ExitStack() as stack:
         for name in ("ann", "bob", "fay"):
-            stack.enter_context(linked(worker, key_of(keys, name)))
+            stack.enter_context(let_in(worker, key_of(keys, name)))
         with pytest.raises(WireError, match="as many owners"):
             Link(worker.address, key_of(keys, "dan"))
-    time.sleep(0.5)  # until their connections have ended
-    with linked(worker, key_of(keys, "dan")) as dan:  # in the place of one that has gone
+    with let_in(worker, key_of(keys, "dan")) as dan:  # in the place of one that has gone
         dan.wait(dan.send([upload(1, torch.zeros(4))]), 20)
 
 
 def test_a_key_that_is_removed_is_let_go_of_within_seconds(shared: tuple[LocalWorker, Path]) -> None:
     worker, keys = shared
     key = key_of(keys, "bob")
-    with linked(worker, key_of(keys, "ann")) as ann, linked(worker, key, patience=2.0) as bob:
+    with let_in(worker, key_of(keys, "ann")) as ann, let_in(worker, key, patience=2.0) as bob:
         bob.wait(bob.send([upload(1, torch.zeros(4))]))
         pid = bob.welcome["pid"]
         (keys / "clients" / "bob.pub").unlink()
