@@ -24,7 +24,8 @@ DEVICE = "remote_accelerator"
 def train(steps: int) -> tuple[torch.Tensor, float]:
     """So many steps, with a read at each; a weight, and the seconds."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(DEVICE)
+    first = torch.nn.Linear(64, 64)
+    model = torch.nn.Sequential(first, torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(32, 64).to(DEVICE)
     started = time.perf_counter()
@@ -34,7 +35,7 @@ def train(steps: int) -> tuple[torch.Tensor, float]:
         loss.backward()
         optimizer.step()
         loss.item()
-    return model[0].weight.sum(), time.perf_counter() - started
+    return first.weight.sum(), time.perf_counter() - started
 
 
 def main() -> None:

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from marid.errors import WireError
+from marid.remote import operators
 from marid.remote.checks import CHECKS
+from marid.remote.command import _import
 from marid.remote.operators import operator_named
 from tests.attacks.forge import Calls, Forger, outside
 
@@ -161,3 +163,14 @@ def test_checks_let_pass_what_pytorch_itself_calls() -> None:
 def test_every_check_is_of_an_operator_that_is_admitted() -> None:
     bases = {name.split(".")[1] for name in admitted()}
     assert set(CHECKS) <= bases
+
+
+def test_an_import_that_defines_no_operators_admits_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_namespaces", set(operators._namespaces))
+    before = set(operators._namespaces)
+    _import("colorsys")
+    assert operators._namespaces == before
+    operators.operator_named.cache_clear()
+    for name in ("c10d.barrier.default", "symm_mem.empty_strided_p2p.default", "quantized.add.default"):
+        with pytest.raises(WireError):
+            operator_named(name)
