@@ -19,15 +19,18 @@ PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace {
 
-// The function of torch.autograd.graph from which PyTorch's engine is entered. Hooks that it calls have frames of their own.
+// The function of torch.autograd.graph from which PyTorch's engine is entered, below what stands in for it (guest.py).
+// Hooks that the engine calls have frames of their own.
 PyObject* entering() {
   static PyObject* code = nullptr;
-  if (code == nullptr) {
-    marid::Ref module(PyImport_ImportModule("torch.autograd.graph"));
-    marid::Ref function(module ? PyObject_GetAttrString(module.get(), "_engine_run_backward") : nullptr);
-    code = function ? PyObject_GetAttrString(function.get(), "__code__") : nullptr;
-    PyErr_Clear();
+  if (code != nullptr) return code;
+  marid::Ref module(PyImport_ImportModule("torch.autograd.graph"));
+  marid::Ref function(module ? PyObject_GetAttrString(module.get(), "_engine_run_backward") : nullptr);
+  while (function && PyObject_HasAttrString(function.get(), "__wrapped__")) {
+    function = marid::Ref(PyObject_GetAttrString(function.get(), "__wrapped__"));
   }
+  code = function ? PyObject_GetAttrString(function.get(), "__code__") : nullptr;
+  PyErr_Clear();
   return code;
 }
 
