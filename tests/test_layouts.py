@@ -99,3 +99,14 @@ def test_switches_of_backends_are_followed() -> None:
         return outs, _differentiated(conv, x)
 
     on_both(run)
+
+
+def test_large_calls_that_mean_nothing_with_small_sizes() -> None:
+    """Sizes of the gradient and of what was padded go together, and no longer do where each is made small."""
+
+    def run(device: str) -> Any:
+        x = torch.randn(2, 4, 17, 11, 15).contiguous(memory_format=torch.channels_last_3d).to(device)
+        grad = torch.randn(2, 4, 19, 13, 17).to(device)
+        return torch.ops.aten.reflection_pad3d_backward.default(grad, x, [1] * 6)
+
+    on_both(run)

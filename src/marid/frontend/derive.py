@@ -114,16 +114,19 @@ class Derivation:
         self, recorder: Recorder, rule: infer.Rule, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
     ) -> bool:
         """Whether probes agree with the rule of a call. Large calls are judged by what the same does with small sizes,
-        where that means anything."""
-        ran, seen = infer.probe(_request(recorder, args, kwargs, values), rule)
+        where that means anything, else as they are."""
+        request = _request(recorder, args, kwargs, values)
+        ran, seen = infer.probe(request, rule)
         if not ran or seen is not None:
             return ran and seen == rule
         small = Smaller(self._sizes).call(args, kwargs, values)
         expected = self.rule(recorder, *small)
-        if expected is not None:
+        if expected is None:
+            ran, seen = infer.probe(request, rule, whole=True)
+        else:
+            rule = expected
             ran, seen = infer.probe(_request(recorder, *small), expected)
-            return ran and (seen is None or seen == expected)
-        return True
+        return ran and (seen is None or seen == rule)
 
 
 def _request(recorder: Recorder, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]) -> infer.Request:

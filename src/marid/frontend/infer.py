@@ -208,10 +208,11 @@ def _elements(request: Request, rule: Rule) -> int:
     return elements + sum(out.spec.numel for out in rule.outs if out.spec is not None)
 
 
-def probe(request: Request, rule: Rule) -> tuple[bool, Rule | None]:
+def probe(request: Request, rule: Rule, whole: bool = False) -> tuple[bool, Rule | None]:
     """Whether a trial run on the CPU does not fail, and the rule that it gives; None where it cannot tell, as for calls
-    that are too large to be tried."""
-    return _tried(request) if _is_cheap(request, rule) else (True, None)
+    that are too large to be tried. Calls of up to 2**14 elements are tried, and ``whole`` ones of up to 2**24."""
+    small_enough = _elements(request, rule) <= _WHOLE_ELEMENTS if whole else _is_cheap(request, rule)
+    return _tried(request) if small_enough else (True, None)
 
 
 def _tried(request: Request) -> tuple[bool, Rule | None]:
