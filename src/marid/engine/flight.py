@@ -77,9 +77,8 @@ class Flight:
         )
 
     def __del__(self) -> None:
-        job = getattr(self, "job", None)  # None where Ctrl-C came before there was one
-        if library is not None and job is not None:
-            library.marid_job_free(job)
+        if library is not None:
+            library.marid_job_free(self.job)
 
     def start(self, positioned: Any) -> bool:
         """Hand it over; False when the process is about to end. ``positioned`` gives it generators."""
