@@ -19,7 +19,7 @@ _USES = Path(__file__).parent / "guest_uses.py"
 
 
 def _python(*arguments: object, **environment: str) -> str:
-    everything = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    everything = {**os.environ, "OMP_NUM_THREADS": "1", "MARID_AUTOLOAD": "0", **environment}
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=everything, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -360,7 +360,7 @@ def installed(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("switches", "known"),
-    [({}, "True"), ({"MARID_AUTOLOAD": "0"}, "False"), ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False")],
+    [({"MARID_AUTOLOAD": "1"}, "True"), ({"MARID_AUTOLOAD": "0"}, "False"), ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False")],
 )
 def test_pytorch_knows_the_device_without_an_import(installed: str, switches: dict[str, str], known: str) -> None:
     """Unless that is switched off; the rest is loaded with the first tensor."""

@@ -129,6 +129,7 @@ def environment(threads: int, cache: Path | None = None) -> dict[str, str]:
     if threads:
         env.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     env["MARID_CACHE_DIR"] = str(settings.cache_dir)
+    env["MARID_AUTOLOAD"] = "0"  # peers run without it, and Marid imports itself
     if cache is not None:
         env.update(MARID_CACHE_DIR=str(cache / "marid"), TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"))
         env.update(TRITON_CACHE_DIR=str(cache / "triton"), XLA_FLAGS=env.get("XLA_FLAGS", ""))

@@ -54,7 +54,9 @@ else:
     # Autograd counts devices in the first backward of a process, starts a thread for each, and with any refuses to run
     # in a fork. Ours needs none (frontend/backward.py). In a thread of its own nothing of the user's is on: no mode, no
     # transform.
-    _first_backward = threading.Thread(target=lambda: torch.ones((), device="cpu", requires_grad=True).backward())
+    _first_backward = threading.Thread(  # named: the numbers of threads without a name are the user's
+        target=lambda: torch.ones((), device="cpu", requires_grad=True).backward(), name="marid-first-backward"
+    )
     _first_backward.start()
     _first_backward.join()
     handles.library.marid_register_hooks()
