@@ -360,7 +360,11 @@ def installed(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("switches", "known"),
-    [({"MARID_AUTOLOAD": "1"}, "True"), ({"MARID_AUTOLOAD": "0"}, "False"), ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False")],
+    [
+        ({"MARID_AUTOLOAD": "1"}, "True"),
+        ({"MARID_AUTOLOAD": "0"}, "False"),
+        ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False"),
+    ],
 )
 def test_pytorch_knows_the_device_without_an_import(installed: str, switches: dict[str, str], known: str) -> None:
     """Unless that is switched off; the rest is loaded with the first tensor."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.testing._internal.common_utils import set_default_dtype
 
 import marid
 
-from .helpers import DEVICE, on_both, train_step
+from .helpers import DEVICE, assert_same, on_both, train_step
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 MODULES: dict[str, Callable[..., Any]] = {
@@ -372,3 +373,22 @@ def test_a_training_loop() -> None:
         return losses, [p.detach() for p in model.parameters()]
 
     on_both(run)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [4, 4], [3], [4, 2]])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"proj_size": 2}, {"bias": False}])
+def test_packed_sequences_of_one_length(lengths: list[int], options: dict[str, Any]) -> None:
+    """Go to oneDNN as sequences that are not packed do, those of several lengths do not."""
+
+    def run(device: str) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        module = nn.LSTM(4, 5, **options)
+        x = torch.randn(len(lengths), max(lengths), 4)
+        module.to(device)
+        packed = nn.utils.rnn.pack_padded_sequence(x.to(device).requires_grad_(), lengths, batch_first=True)
+        output, (hidden, state) = module(packed)
+        (output.data.sin().sum() + hidden.sum()).backward()
+        return [output.data, hidden, state, *[parameter.grad for parameter in module.parameters()]]
+
+    for found, expected in zip(run(DEVICE), run("cpu"), strict=True):
+        assert_same(found, expected)

@@ -9,6 +9,7 @@ operation, in their order, so that results and gradients are bitwise equal to ea
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -179,9 +180,39 @@ def _packed_lstm(
     data: Tensor, batch_sizes: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     check(len(hx) == 2, "lstm expects two hidden states")
-    gathered = _gather(params, has_biases, hx[0].size(2) != hx[1].size(2))
+    projects = hx[0].size(2) != hx[1].size(2)
+    sizes: list[int] = batch_sizes.tolist()
+    if sizes and sizes[0] == sizes[-1] and not projects and _packs_equal_lengths():
+        whole = aten.reshape.default(data, [len(sizes), sizes[0], data.size(-1)])
+        if onednn.takes_onednn(whole, [*params, *hx]):
+            output, hy, cy = _lstm(whole, hx, params, has_biases, *options, False)
+            return aten.reshape.default(output, [data.size(0), output.size(-1)]), hy, cy
+    gathered = _gather(params, has_biases, projects)
     output, (hy, cy) = _stacked(_packed(batch_sizes), cells.lstm_cell, data, _states(hx), gathered, *options)
     return output, hy, cy
+
+
+@functools.cache
+def _packs_equal_lengths() -> bool:
+    """Whether this PyTorch gives packed sequences of one length to oneDNN, as it does sequences that are not packed.
+
+    The graph of such a call tells; it is made in a thread of its own, where no mode or transform of the user's is on.
+    """
+    found: list[str] = []
+
+    def call() -> None:
+        x, h = torch.ones(1, 1, device="cpu", requires_grad=True), torch.ones(1, 1, 1, device="cpu")
+        sizes, weights = torch.ones(1, dtype=torch.int64, device="cpu"), [torch.ones(4, 1, device="cpu")] * 2
+        pending: list[Any] = [torch._VF.lstm(x, sizes, (h, h), weights, False, 1, 0.0, True, False)[0].grad_fn]
+        while pending:
+            function = pending.pop()
+            found.append(function.name())
+            pending += [following for following, _ in function.next_functions if following is not None]
+
+    thread = threading.Thread(target=call, name="marid-lstm")
+    thread.start()
+    thread.join()
+    return any(name.startswith("MkldnnRnnLayer") for name in found)
 
 
 def _states(hx: Sequence[Tensor]) -> list[Hidden]:
