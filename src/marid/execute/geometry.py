@@ -129,7 +129,7 @@ def _laid_out(tensor: torch.Tensor, spec: Spec, base: torch.Tensor | None, owned
     if same and tuple(tensor.shape) == spec.shape:
         if owned and tensor.storage_offset() == spec.offset and _steps_alike(tensor.stride(), spec):
             return torch.as_strided(tensor, spec.shape, spec.stride, spec.offset)
-        if base is None and not _overlaps(spec):
+        if base is None and not spec.overlaps:
             return _copy(tensor, spec)
     raise LazyTensorError(
         f"its result is not what was recorded ({spec} recorded, {list(tensor.shape)} of {tensor.dtype} with strides "
@@ -182,17 +182,6 @@ def _steps_alike(stride: tuple[int, ...], spec: Spec) -> bool:
     """Whether strides differ from those of ``spec`` at most where they do not matter."""
     steps = zip(stride, spec.stride, spec.shape, strict=True)
     return spec.numel == 0 or all(a == b or size == 1 for a, b, size in steps)
-
-
-def _overlaps(spec: Spec) -> bool:
-    """Whether elements share memory, so far as can be said without search."""
-    reach = 0
-    for step, size in sorted(zip(spec.stride, spec.shape, strict=True)):
-        if size > 1:
-            if step <= reach:
-                return True
-            reach += step * (size - 1)
-    return False
 
 
 if module is not None:

@@ -102,6 +102,17 @@ class Spec:
             step *= size
         return True
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether two elements may lie in one place, so far as sorted strides tell."""
+        reach = 0
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1:
+                if stride <= reach:
+                    return True
+                reach += stride * (size - 1)
+        return False
+
     def __repr__(self) -> str:
         return f"Spec({list(self.shape)}, stride={list(self.stride)}, offset={self.offset}, {self.dtype})"
 

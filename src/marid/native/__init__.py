@@ -74,7 +74,6 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_set_geometry": (None, [_POINTER, _INT, _INT, _INT64S, _INT64S, _INT64]),
     "marid_view_by_strides": (None, [_POINTER]),
     "marid_register_hooks": (None, []),
-    "marid_watch_forks": (None, []),
     "marid_require_init": (None, []),
     "marid_set_figures": (None, [_POINTER]),
     "marid_set_device_count": (None, [_INT]),

@@ -21,7 +21,6 @@
 // From PyTorch's Python half, whose headers take long to compile.
 namespace torch::utils {
 void set_requires_device_init(c10::DeviceType type, bool value);
-void register_fork_handler_for_device_init(c10::DeviceType type);
 }  // namespace torch::utils
 
 namespace {
@@ -248,8 +247,7 @@ void marid_register_hooks() {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   at::setHostAllocator(kType, &pinned_allocator);
 }
-// Have PyTorch call `_lazy_init` again: in each fork, and before the next use in this process.
-void marid_watch_forks() { torch::utils::register_fork_handler_for_device_init(kType); }
+// Have PyTorch call `_lazy_init` again, before the next use in this process.
 void marid_require_init() { torch::utils::set_requires_device_init(kType, true); }
 void marid_set_figures(Figures ask) { figures = ask; }
 

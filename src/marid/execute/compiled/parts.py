@@ -196,7 +196,7 @@ class _Chooser:
     def _base(self, slots: set[int]) -> int | None:
         """Of inputs that lie in the same memory, the one that all others are views of."""
         base = max(slots, key=lambda slot: (self._spec(slot).numel, -slot), default=None)
-        if base is None or _overlaps(self._spec(base)):
+        if base is None or self._spec(base).overlaps:
             return None
         own = self._spec(base)
         if len(slots) > 1 and (
@@ -237,7 +237,7 @@ class _Chooser:
         outputs = sorted(slot for slot in needed if self.root[slot] == slot)
         for slot in outputs:
             spec = self.specs[slot]
-            if spec is None or _overlaps(spec) or _span(spec) != spec.numel or spec.offset:
+            if spec is None or spec.overlaps or _span(spec) != spec.numel or spec.offset:
                 raise _Barred(self.maker[slot])
         if not outputs and not any(self.root[slot] in written for slot in inputs):
             return None
@@ -307,19 +307,6 @@ def _type_of(number: Any, dtypes: set[torch.dtype]) -> tuple[torch.dtype, type |
         return torch.float64 if torch.float64 in dtypes else torch.float32, None
     kind = type(number)
     return torch.float32 if kind is float else torch.bool if kind is bool else torch.int64, kind
-
-
-def _overlaps(spec: Spec | None) -> bool:
-    """Whether two elements may lie in one place."""
-    if spec is None:
-        return True
-    reach = 0
-    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
 
 
 def _span(spec: Spec) -> int:
