@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from marid.remote.packing import packing_of
 from marid.remote.programs import body_of, digest_of, geometry_of, packed
 from marid.remote.tensors import segments_of
 
-__all__ = ["Recorded", "connected", "kill", "linked", "upload", "within", "worker_process"]
+__all__ = ["Recorded", "connected", "end", "kill", "linked", "serving", "upload", "within", "worker_process"]
 
 
 class Recorded:
@@ -96,10 +97,35 @@ def connected(*indices: int, device: str = "cpu", imports: Sequence[str] = ()) -
         connecting.disconnect(*indices, force=True)
 
 
+def serving(worker: LocalWorker) -> int:
+    """The number of the process that runs programs for a worker without keys."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+                if int(parent) == worker.process.pid and state != "Z":
+                    return int(name)
+        time.sleep(0.01)
+    raise AssertionError("the worker has no process")
+
+
+def end(worker: LocalWorker) -> None:
+    """End all of a worker, without a chance to say so."""
+    pid = serving(worker)
+    worker.process.kill()
+    worker.process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z":  # noqa: SIM115
+            time.sleep(0.01)
+
+
 def kill(*indices: int) -> None:
-    """End the workers of these devices, without a chance to say so."""
+    """End the processes that run programs for these devices, without a chance to say so."""
     for index in indices:
-        os.kill(connecting.connection_of(index).worker.process.pid, signal.SIGKILL)
+        os.kill(serving(connecting.connection_of(index).worker), signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from marid.remote.link import Link, LinkLost
 from marid.remote.local import LocalWorker
 from tests.helpers import DEVICE
 from tests.relay import Relay
-from tests.remote_helpers import Recorded, linked, upload, worker_process
+from tests.remote_helpers import Recorded, linked, serving, upload, worker_process
 
 SIZE = 48
 
@@ -76,7 +76,7 @@ def _expected(x: torch.Tensor) -> torch.Tensor:
 
 
 def _resident(worker: LocalWorker) -> int:
-    with open(f"/proc/{worker.process.pid}/statm") as file:
+    with open(f"/proc/{serving(worker)}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from marid.frontend.engines import engine_of
 from marid.remote import connect as connecting
 from marid.remote.link import Link
 from tests.helpers import interrupted
+from tests.remote_helpers import end
 
 DEVICE = "remote_accelerator:5"
 PATIENCE = 60  # seconds, after which a test hangs
@@ -107,7 +106,7 @@ def test_calls_on_a_worker_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
 
     with monkeypatch.context() as patched:
         patched.setattr(connection, "reopen", none)
-        os.kill(connection.worker.process.pid, signal.SIGKILL)
+        end(connection.worker)
         for _ in range(2):
             with pytest.raises(WorkerLostError, match="no worker"):
                 torch.nonzero(x)
@@ -129,7 +128,7 @@ def test_a_call_on_a_lost_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(Content, "pieces", gone)
-    os.kill(connection.worker.process.pid, signal.SIGKILL)
+    end(connection.worker)
     for _ in range(2):
         with pytest.raises(WorkerLostError, match="600000"):
             torch.nonzero(lost)

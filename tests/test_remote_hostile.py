@@ -29,11 +29,12 @@ from marid.remote.local import LocalWorker
 from marid.remote.machine import Machine
 from marid.remote.programs import changes_between, digest_of, geometry_of
 from marid.remote.session import Message, Session
+from marid.remote.sockets import ServerSocket
 from marid.remote.switches import Switches
 from marid.remote.worker import Limits, Worker
 from marid.remote.workspace import Workspace
 from tests.helpers import DEVICE
-from tests.remote_helpers import Recorded, linked, upload, worker_process
+from tests.remote_helpers import Recorded, linked, serving, upload, worker_process
 
 Frames = list[bytes]
 
@@ -96,7 +97,7 @@ def attacker(worker: LocalWorker) -> Iterator[Attacker]:
 
 def _resident(worker: LocalWorker) -> int:
     """Bytes of memory of the worker's process."""
-    with open(f"/proc/{worker.process.pid}/statm") as file:
+    with open(f"/proc/{serving(worker)}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -340,7 +341,7 @@ def _fuzz_copies(count: int, seed: int) -> None:
     """Damaged messages about copies, understood in this process: they are right, or a ``WireError``."""
     choose = random.Random(seed)
     collectors = Collectors(lambda: None)
-    copies, tickets = Copies(collectors), Tickets()
+    copies, tickets = Copies(collectors), Tickets(lambda _ticket, _key: None)
     machine = Machine(torch.device("cpu"))
     groups = Groups(machine.device, lambda: None)
     workspace = Workspace(b"", machine, ChunkStore(1 << 20), copies, groups, 1 << 20)
@@ -503,7 +504,7 @@ def test_too_much_in_flight_is_refused() -> None:
 
 def test_headers_count_as_in_flight() -> None:
     """Requests without segments wait in a worker that does nothing: as many as fit, headers and all."""
-    worker = Worker("127.0.0.1:0", torch.device("cpu"), limits=Limits(in_flight=1 << 20))
+    worker = Worker(ServerSocket("tcp://127.0.0.1:*", None), torch.device("cpu"), Limits(in_flight=1 << 20))
     context = zmq.Context()
     try:
         one = context.socket(zmq.DEALER)
@@ -648,7 +649,7 @@ def test_another_owner_cannot_use_a_session(tmp_path: Any) -> None:
         with linked(worker, keys[1]) as bob:
             bob.wait(bob.send([upload(1, torch.zeros(2))]))
             bob.session = ann.session
-            with pytest.raises(Exception, match="somebody else"):
+            with pytest.raises(Exception, match="no longer has the session"):
                 bob.wait(bob.send([ask.Fetch(1)]))
         assert ann.wait(ann.send([ask.Fetch(1)])).tolist() == [1.0, 1.0]
 

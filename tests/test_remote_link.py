@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import selectors
 import signal
@@ -14,11 +15,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from marid.errors import WorkerLostError
 from marid.remote import requests as ask
 from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.local import LocalWorker
 from tests.helpers import interrupted
-from tests.remote_helpers import upload, worker_process
+from tests.remote_helpers import serving, upload, worker_process
 
 
 class Proxy:
@@ -295,15 +297,37 @@ def _come_and_go(worker: LocalWorker, clients: int, seconds: float) -> None:
 def test_a_worker_that_stops_for_a_while_is_waited_for(worker: LocalWorker) -> None:
     link = Link(worker.address)
     link.wait(link.send([upload(1, torch.zeros(1))]))
-    worker.process.send_signal(signal.SIGSTOP)
+    os.kill(serving(worker), signal.SIGSTOP)
     try:
         seq = link.send([_add(1, 10)])
         with pytest.raises(TimeoutError):
             link.wait(seq, 0.5)
     finally:
-        worker.process.send_signal(signal.SIGCONT)
+        os.kill(serving(worker), signal.SIGCONT)
     link.wait(seq, 30)
     assert link.wait(link.send([ask.Fetch(1)])).item() == 1.0
     link.close()
     with pytest.raises(LinkLost):
         link.send([ask.Stats()])
+
+
+def test_a_tunnel_with_nobody_behind_it_says_so() -> None:
+    """It takes connections, and ends them: that is no worker that refuses a key. What comes back is found again."""
+    with socket.create_server(("127.0.0.1", 0)) as tunnel:
+        address = f"tcp://127.0.0.1:{tunnel.getsockname()[1]}"
+        ended = threading.Event()
+
+        def hang_up() -> None:
+            tunnel.settimeout(0.1)
+            while not ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    tunnel.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            with pytest.raises(WorkerLostError, match="nothing answered behind it"):
+                Link(address, patience=3.0, timeout=2)
+        finally:
+            ended.set()
+            thread.join()

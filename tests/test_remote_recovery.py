@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +20,7 @@ from marid.remote.engine import RemoteEngine
 from marid.remote.link import Link
 from marid.remote.work import RunWork
 from marid.report.traffic import traffic
+from tests import remote_helpers
 from tests.remote_helpers import worker_process
 from tests.remote_runs import decode, same, train
 
@@ -43,8 +42,7 @@ def engine() -> RemoteEngine:
 
 def kill() -> None:
     """End the worker in the middle of whatever it does."""
-    connection: Any = connecting.connection_of(7)
-    os.kill(connection.worker.process.pid, signal.SIGKILL)
+    remote_helpers.kill(7)
 
 
 def killing(points: set[int]) -> Callable[[int], None]:

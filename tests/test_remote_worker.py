@@ -14,16 +14,15 @@ import torch
 
 from marid.errors import AuthenticationError, WireError, WorkerLostError
 from marid.remote import requests as ask
-from marid.remote.addresses import endpoint
+from marid.remote.addresses import endpoint, served_endpoint
 from marid.remote.chunks import CHUNK_BYTES, chunks_of
 from marid.remote.keys import ClientKey, make_client, make_worker
 from marid.remote.link import Link, LinkLost, RequestFailed
 from marid.remote.local import LocalWorker, start_workers
 from marid.remote.programs import packed
 from marid.remote.tensors import memory_of
-from marid.remote.worker import Worker
 from tests.helpers import DEVICE, assert_same
-from tests.remote_helpers import Recorded, linked, upload, worker_process
+from tests.remote_helpers import Recorded, end, linked, upload, worker_process
 
 
 @pytest.fixture(scope="module")
@@ -449,8 +448,7 @@ def test_a_new_boot_is_noticed() -> None:
     link = Link(worker.address)
     try:
         link.wait(link.send([upload(1, torch.ones(1))]))
-        worker.process.send_signal(signal.SIGKILL)
-        worker.process.wait()
+        end(worker)
         address = worker.address.removeprefix("tcp://")
         (again,) = start_workers(1, transport="tcp", options=("--bind", address))
         try:
@@ -466,7 +464,7 @@ def test_a_new_boot_is_noticed() -> None:
 def test_a_worker_that_does_not_come_back_is_lost() -> None:
     with worker_process() as worker, linked(worker, patience=1.0) as link:
         link.wait(link.send([upload(1, torch.ones(1))]))
-        worker.process.send_signal(signal.SIGKILL)
+        end(worker)
         start = time.monotonic()
         with pytest.raises(LinkLost, match="out of reach"):
             _fetch(link, 1)
@@ -538,7 +536,7 @@ def test_secret_keys_are_private(tmp_path: Any) -> None:
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "*:0", "[::]:0", "192.168.0.1:0", "example.org:7070"])
 def test_an_address_that_others_reach_needs_keys(bind: str) -> None:
     with pytest.raises(AuthenticationError, match="keygen"):
-        Worker(bind, torch.device("cpu"))
+        served_endpoint(bind, has_keys=False)
 
 
 def test_addresses() -> None:

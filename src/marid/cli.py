@@ -129,12 +129,15 @@ class _Bytes(click.ParamType):
     "--keys", type=click.Path(file_okay=False, path_type=Path), help="Let in only clients with a key of this directory."
 )
 @click.option("--import", "imports", metavar="MODULE", multiple=True, help="Import it, and admit its operators.")
-@click.option("--memory-limit", type=_Bytes(), default=0, help="Bytes that all clients may hold together: 8g.")
+@click.option(
+    "--memory-limit", type=_Bytes(), default=0, help="Bytes that the clients with one key may hold together: 8g."
+)
 @click.option(
     "--spill", type=_Bytes(), default=0, help="Bytes of that which may wait on the host when it is full: 32g."
 )
 @click.option("--chunk-memory", type=_Bytes(), default=4 << 30, help="Bytes of uploads kept to be recognised: 4g.")
 @click.option("--lease", type=float, default=300.0, show_default=True, help="Seconds before a client is forgotten.")
+@click.option("--owners", type=click.IntRange(1), default=16, show_default=True, help="Keys that are served at a time.")
 @click.option("--until-eof", is_flag=True, help="End when standard input does.")
 @click.pass_context
 def worker(
@@ -147,8 +150,9 @@ def worker(
     spill: int,
     chunk_memory: int,
     lease: float,
+    owners: int,
     until_eof: bool,
-) -> None:
+) -> int | None:
     """Run programs for clients on this machine's device. Needs the extra `remote`.
 
     Clients connect with marid.connect("tcp://HOST:PORT"). An address that other machines reach needs --keys.
@@ -159,7 +163,8 @@ def worker(
         from marid.remote.worker import Limits
 
         limits = Limits(memory=memory_limit, spill=spill, chunks=chunk_memory, lease=lease)
-        serve(bind, device, keys, imports, limits, until_eof)
+        return serve(bind, device, keys, imports, limits, owners, until_eof)
+    return None
 
 
 @worker.command()

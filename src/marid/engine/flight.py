@@ -77,8 +77,9 @@ class Flight:
         )
 
     def __del__(self) -> None:
-        if library is not None:
-            library.marid_job_free(self.job)
+        job = getattr(self, "job", None)  # None where Ctrl-C came before there was one
+        if library is not None and job is not None:
+            library.marid_job_free(job)
 
     def start(self, positioned: Any) -> bool:
         """Hand it over; False when the process is about to end. ``positioned`` gives it generators."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["endpoint", "host_of", "is_loopback"]
+from marid.errors import AuthenticationError
+
+__all__ = ["endpoint", "host_of", "is_loopback", "served_endpoint"]
 
 
 def endpoint(bind: str) -> tuple[str, bool]:
@@ -19,6 +21,17 @@ def endpoint(bind: str) -> tuple[str, bool]:
         raise ValueError(f"{bind!r} is no address: give HOST:PORT, for example 127.0.0.1:7070")
     shown = "127.0.0.1" if host == "localhost" else host
     return f"tcp://{shown}:{'*' if port == '0' else port}", is_loopback(host.strip("[]"))
+
+
+def served_endpoint(bind: str, has_keys: bool) -> str:
+    """The endpoint to listen at. Raises ``ValueError``, and ``AuthenticationError`` for a public one without keys."""
+    address, loopback = endpoint(bind)
+    if not has_keys and not loopback:
+        raise AuthenticationError(
+            f"{bind} can be reached from other machines, and whoever connects may run programs here: give keys "
+            "(`marid worker keygen`, then --keys), or bind to 127.0.0.1"
+        )
+    return address
 
 
 def host_of(address: str) -> str:

@@ -74,7 +74,7 @@ def _take(delivery: Delivery) -> int:
         handle, geometry = min(tensors, key=lambda tensor: tensor[1].dtype.itemsize)
         count = block.nbytes // geometry.dtype.itemsize
         got: list[torch.Tensor] = []
-        step = FetchWork(handle, block, (0, (count,), (1,)), got.append)
+        step = FetchWork(handle, block, (0, (count,), (1,)), got.append, (geometry.dtype, (count,)))
         delivery.do(step)
         delivery.wait(step)
         flat = Geometry((count,), (1,), 0, geometry.dtype)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
 import select
+import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import platformdirs
 import torch
+import zmq
 
 from marid.errors import AuthenticationError
-from marid.remote.keys import make_client, make_worker
+from marid.remote.addresses import served_endpoint
+from marid.remote.keeper import Keeper, hide_from_others
+from marid.remote.keys import check_worker, make_client, make_worker
 from marid.remote.operators import admit_namespace
+from marid.remote.sockets import OwnedSocket, ServerSocket
+from marid.remote.supervisor import Supervisor
 from marid.remote.worker import Limits, Worker
 
 __all__ = ["KEYS", "keygen", "parse_bytes", "serve"]
@@ -24,6 +33,7 @@ __all__ = ["KEYS", "keygen", "parse_bytes", "serve"]
 KEYS = Path(platformdirs.user_config_dir("marid")) / "keys"
 """Where ``marid worker keygen`` puts keys if it is not told."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
+_SESSIONS = 64  # of one owner
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -33,26 +43,71 @@ def serve(
     keys: Path | None,
     imports: Sequence[str],
     limits: Limits,
+    owners: int,
     until_eof: bool,
-) -> None:
+) -> int:
     """Serve until interrupted; with ``until_eof`` until standard input ends, as when who started it is gone."""
     _keep_freed_memory()
     where = _device(device)
-    before = set(dir(torch.ops))
     for name in imports:
-        importlib.import_module(name)
-        for namespace in _namespaces() - before:
-            admit_namespace(namespace)
+        _import(name)
     try:
-        worker = Worker(bind, where, keys, limits)
+        address = served_endpoint(bind, keys is not None)
+        if keys is not None:
+            check_worker(keys)
     except (AuthenticationError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"marid worker on {where}: {worker.address}")
-    sys.stdout.flush()
+
+    def alone(address: str, keeper: socket.socket) -> None:
+        with _bound(address):
+            worker = Worker(ServerSocket(address, None), where, limits)
+        _serve(worker, keeper)
+
+    def for_all(address: str, keeper: socket.socket) -> None:
+        assert keys is not None
+        hide_from_others()
+        with _bound(address):
+            supervisor = Supervisor(address, keys, owners, keeper)
+        _serve(supervisor, keeper)
+
+    def for_one(channel: str) -> None:
+        hide_from_others()
+        Worker(OwnedSocket(channel), where, replace(limits, sessions=_SESSIONS)).serve()
+
+    def announce(address: str) -> None:
+        click.echo(f"marid worker on {where}: {address}")
+        sys.stdout.flush()
+
+    keeper = Keeper(address, alone if keys is None else for_all, for_one, announce)
     try:
-        worker.serve(_has_ended if until_eof else None)
+        return keeper.run(_has_ended if until_eof else None)
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
+        return 0
+
+
+def _serve(served: Worker | Supervisor, keeper: socket.socket) -> None:
+    """Tell the keeper the address that was got, and serve until it says that it is enough."""
+    signal.signal(signal.SIGTERM, lambda *_: served.stop())
+    keeper.sendall(f"address {served.address}\n".encode())
+    served.serve()
+
+
+@contextlib.contextmanager
+def _bound(address: str) -> Iterator[None]:
+    try:
+        yield
+    except (AuthenticationError, zmq.ZMQError) as error:
+        click.echo(f"Error: {address}: {error}", err=True)
+        raise SystemExit(1) from None
+
+
+def _import(name: str) -> None:
+    """Import a module, and admit the operators of the namespaces that are new then."""
+    before = _namespaces()
+    importlib.import_module(name)
+    for namespace in _namespaces() - before:
+        admit_namespace(namespace)
 
 
 def _keep_freed_memory() -> None:

@@ -58,9 +58,11 @@ class _Packed(Protocol):
 
 
 class Tickets:
-    """What the clients of this worker let others collect. Used under the lock of the sockets."""
+    """What the clients of this worker let others collect. Used under the lock of the sockets. ``told`` hears of each
+    ticket with the key that it is for, and with None when it is used up."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[bytes, bytes | None], None]) -> None:
+        self._told = told
         self._tickets: OrderedDict[bytes, tuple[_Packed, int, bytes]] = (
             OrderedDict()
         )  # workspace, handle and key, by ticket
@@ -76,18 +78,19 @@ class Tickets:
         if known is not None and known[0] is not workspace:
             raise WireError("a ticket is known already")
         self._tickets[ticket] = workspace, handle, peer
+        self._told(ticket, peer)
         own = [one for one, (of, _, _) in self._tickets.items() if of is workspace]
         for oldest in own[:-_TICKETS]:
-            del self._tickets[oldest]
+            self._withdraw(oldest)
 
     def forget(self, workspace: _Packed) -> None:
         """A client has left."""
         for ticket in [one for one, (of, _, _) in self._tickets.items() if of is workspace]:
-            del self._tickets[ticket]
+            self._withdraw(ticket)
 
-    def admits(self, key: bytes) -> bool:
-        """Whether somebody with that public key may collect anything."""
-        return any(peer == key for _, _, peer in self._tickets.values())
+    def _withdraw(self, ticket: bytes) -> None:
+        del self._tickets[ticket]
+        self._told(ticket, None)
 
     def answer(self, header: dict[str, Any], proved: str | None) -> tuple[dict[str, Any], list[Any]] | None:
         """A piece for another worker, which has ``proved`` its key (in hexadecimal digits; None on a worker without
@@ -97,7 +100,7 @@ class Tickets:
         if offer is None or (proved is not None and proved != offer[2].hex()):
             return {"kind": "later", "ticket": ticket}, []  # as if it were not known yet: who asks learns nothing
         if header.get("kind") == "collected":
-            del self._tickets[ticket]
+            self._withdraw(ticket)
             return None
         start = as_int(header.get("start"), 0, 1 << 47, "a place")
         found = offer[0].packed(offer[1], start, _PIECE)

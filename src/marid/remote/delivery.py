@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from marid.errors import MaterializationError, UnsupportedOperationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
+from marid.remote.blame import Blame
 from marid.remote.failures import error_named, lost_error, stopped
 from marid.remote.journal import Journal
 from marid.remote.link import Link, LinkLost, RequestFailed
@@ -45,6 +46,7 @@ _PATIENCE = 0.25  # seconds after which it is looked at whether a worker process
 _CANCEL = 10.0  # seconds that a worker may take to stop
 _FREED = 4000  # handles in one request
 _BEHIND = 4 * BATCH  # bytes of uploads that may wait for answers
+_LOSSES = 8  # workers in a row that may be lost and have done nothing
 _ATTEMPTS = 5  # workers in a row that may be lost while work is done again
 
 
@@ -86,6 +88,8 @@ class Delivery:
         self.closed = False
         self.ending = False
         """Whether no other worker is to be taken if this one is lost."""
+        self._blame = Blame()
+        self._losses = 0  # of workers, since one has answered
         self._successor: Successor | None = None
         """Of a worker that was lost, while it is told what is needed."""
 
@@ -112,6 +116,11 @@ class Delivery:
                 if streaming:
                     self.settle()
                 ready = self._ready(streaming)
+                if ready and self._blame.is_careful:
+                    step = self._outbox[0]
+                    self._send(1)
+                    self._await(step)
+                    continue
                 if ready:
                     self._send(ready)
                 if streaming:
@@ -204,7 +213,7 @@ class Delivery:
             self._asked.extend([(first + end, step) for end, step in message.ends])
             del self._outbox[: len(message.ends)]
 
-        self.link.send(message.requests, sent_as, self._see_to_sources)
+        self.link.send(message.requests, sent_as, self._see_to_sources, self._blame.is_careful)
 
     def wait(self, step: Work) -> None:
         """Send what there is to do, and wait until ``step`` was done or refused. Raises what came before it raised."""
@@ -281,8 +290,12 @@ class Delivery:
         """Take note of the answers that are here."""
         applied = self.link.applied
         if self._asked and self._asked[0][0] <= applied:
-            with Uninterrupted():
-                step = self._take_answers(applied)
+            try:
+                with Uninterrupted():
+                    step = self._take_answers(applied)
+            except WireError as error:
+                self.link.distrust(error)
+                raise
             now = time.monotonic()
             step.seconds, self._since = now - self._since, now  # the last one stands for those before it
         if self.link.warnings:
@@ -302,6 +315,7 @@ class Delivery:
             elif isinstance(step, RunWork):
                 counters.ops_executed += len(step.sized.known.program.instructions)
                 counters.epoch += 1
+            self._losses = 0
             if not self._asked or self._asked[0][0] > applied:
                 return step
 
@@ -425,6 +439,13 @@ class Delivery:
     def _recover(self, reason: str) -> None:
         """Take another worker, and let it have all that is still needed."""
         self._progress.end()
+        self._losses += 1
+        if self._losses > _LOSSES:
+            self._losses = 0
+            raise WorkerLostError(f"{_LOSSES} workers in a row were lost and had done nothing: {reason}")
+        at = self.link.at
+        unanswered = [(seq, step) for seq, step in self._asked if seq > self.link.applied]
+        culprit = self._blame.lost([step for _, step in unanswered])
         try:
             self._replace(reason)
         except BaseException:
@@ -432,6 +453,22 @@ class Delivery:
             raise
         finally:
             self._successor = None
+        if culprit is not None and culprit in self._outbox:
+            known = at is not None and any(step is culprit and seq == at[0] for seq, step in unanswered)
+            self._give_up(culprit, at[1] if known and at is not None else None)
+
+    def _give_up(self, step: Work, index: int | None) -> None:
+        """A step has ended its worker too often: take it back, and raise that."""
+        place = self._outbox.index(step)
+        following = self._outbox[place + 1 :]
+        del self._outbox[place:]
+        error = self._blame.error(step, index)
+        self.journal.remove([step])
+        self._outbox += self._take_back(following, error)
+        self.memory.forget(step.handles)
+        self._blame.give_up(step, index, error)
+        if not isinstance(step, CallWork):
+            raise error
 
     def _replace(self, reason: str) -> None:
         started = time.monotonic()

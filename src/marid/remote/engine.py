@@ -21,7 +21,7 @@ from marid.engine.inprocess import concretely
 from marid.engine.protocol import Called, Engine, Geometry, GiveBack, Need, Returned
 from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
-from marid.errors import LazyTensorError, MaterializationError
+from marid.errors import LazyTensorError, MaterializationError, WireError
 from marid.graph.node import (
     Draw,
     Node,
@@ -38,6 +38,7 @@ from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
 from marid.remote import exchange
+from marid.remote.answers import as_stats
 from marid.remote.buffers import Block, RemoteBuffer, extent_of, geometry_of_spec
 from marid.remote.checkpoint import keep_short
 from marid.remote.contents import LARGE, Content, FileContent, content_of
@@ -230,7 +231,9 @@ class RemoteEngine:
         """All of the memory that a buffer lies in, in its dtype."""
         got: list[torch.Tensor] = []
         count = max(buffer.block.nbytes, extent_of(buffer.geometry)) // buffer.geometry.dtype.itemsize
-        step = FetchWork(buffer.handle, buffer.block, (0, (count,), (1,)), got.append, buffer)
+        step = FetchWork(
+            buffer.handle, buffer.block, (0, (count,), (1,)), got.append, (buffer.geometry.dtype, (count,)), buffer
+        )
         self.delivery.do(step)
         self._await(step)
         traffic.moved(current_site(), role_of(buffer.block), down=got[0].numel() * got[0].element_size())
@@ -273,8 +276,17 @@ class RemoteEngine:
 
     def _called(self, step: CallWork, buffers: list[RemoteBuffer]) -> Called:
         parts = Returns(self.remote, buffers, step)
-        returned = parts.read(step.result["returned"])
-        geometries = [geometry_of_spec(spec_from(spec)) for spec in step.result["arguments"]]
+        try:
+            returned = parts.read(step.result["returned"])
+            geometries = [geometry_of_spec(spec_from(spec)) for spec in step.result["arguments"]]
+            state = step.result["state"]
+            after = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            if len(geometries) != len(buffers):
+                raise WireError("a call has as many arguments as it was given")
+        except (LookupError, TypeError, ValueError, WireError) as error:
+            problem = WireError(f"what {step.operator} returned cannot be read: {error}")
+            self.link.distrust(problem)
+            raise problem from None
         for buffer, geometry in zip(buffers, geometries, strict=True):
             if geometry != buffer.geometry:
                 buffer.geometry = geometry
@@ -283,8 +295,6 @@ class RemoteEngine:
         step.makes, step.handles = tuple(parts.blocks), (*parts.handles, *parts.extra)
         if parts.extra:  # further handles of arguments
             self.delivery.do(FreeWork(tuple(parts.extra)))
-        state = step.result["state"]
-        after = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
         return Called(returned, geometries, after)
 
     # --- the host's tensors ---
@@ -403,7 +413,7 @@ class RemoteEngine:
                 seq = 0 if self.delivery.closed else self.link.send([Stats()])
                 while seq and not self.delivery.is_lost and time.monotonic() < until:
                     with contextlib.suppress(TimeoutError):
-                        return self.link.wait(seq, _LOOK) or {}
+                        return as_stats(self.link.wait(seq, _LOOK) or {})
             except (LinkLost, RequestFailed):
                 pass  # said already, or of no interest any more
             return self._last_stats
@@ -416,7 +426,7 @@ class RemoteEngine:
             step = AskWork(Stats())
             self.delivery.do(step)
             self._await(step)
-            return step.result or {}
+            return as_stats(step.result or {})
 
     def _refuse_spoiled(self, task: Task) -> None:
         """Fail a node that needs what cannot be had, and raise why."""
@@ -444,7 +454,7 @@ class _Read(FetchWork):
     """Bring a tensor for whoever reads it next."""
 
     def __init__(self, buffer: RemoteBuffer) -> None:
-        super().__init__(buffer.handle, buffer.block, None, None)
+        super().__init__(buffer.handle, buffer.block, None, None, (buffer.geometry.dtype, buffer.geometry.shape))
         self._buffer = buffer
         self._version = buffer.block.version
         self.site = current_site()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from marid.engine.failed import explain, salvage
-from marid.errors import MaterializationError, MemoryLimitError, WorkerLostError
+from marid.errors import MaterializationError, MemoryLimitError, WireError, WorkerLostError
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import fail
 from marid.remote.buffers import Block
@@ -16,7 +16,7 @@ from marid.remote.memory import Memory
 from marid.remote.work import ReplayWork, RunWork
 from marid.semantics.scopes import current_site
 
-__all__ = ["error_named", "lost_error", "lost_with_it", "stopped"]
+__all__ = ["error_named", "lost_at", "lost_error", "lost_with_it", "stopped"]
 
 _KINDS: Mapping[str, type[Exception]] = {
     kind.__name__: kind
@@ -50,6 +50,11 @@ class _LostError(MaterializationError, WorkerLostError):
     __module__ = MaterializationError.__module__
 
 
+def lost_at(text: str) -> WorkerLostError:
+    """The error of what has ended its worker again and again."""
+    return _LostError(text)
+
+
 def lost_with_it(block: Block) -> MaterializationError:
     """The error of what was to be done with a tensor that cannot be had any more."""
     return _LostError(str(block.error))
@@ -61,6 +66,9 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
     The step counts as answered where it has begun, and is done again as far as it came.
     """
     index, kind = failure.get("index"), failure.get("type")
+    count = step.sized.known.program.slot_count
+    if any(slot >= count for slot in (*failure.get("existing", ()), *[one[0] for one in failure.get("lost", ())])):
+        raise WireError("a run that failed has slots that its program does not have")
     if isinstance(step, ReplayWork):
         raised: Exception = error
         if index is not None and index < len(step.nodes):

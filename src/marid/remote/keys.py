@@ -7,6 +7,7 @@ are readable by their owner only, and refused otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -58,20 +59,45 @@ class WorkerKeys:
 
     def admits(self, public: bytes) -> bool:
         """Whether the client with that public key (32 bytes) is let in."""
-        wanted = z85.encode(public)
-        for path in sorted((self.directory / "clients").glob("*.pub")):
-            try:
-                if path.read_bytes().strip() == wanted:
-                    return True
-            except OSError:
-                continue
-        return False
+        return z85.encode(public) in self._listed()
+
+    def admitted(self) -> set[bytes]:
+        """The public keys of all clients that are let in, in hexadecimal digits."""
+        found: set[bytes] = set()
+        for key in self._listed():
+            with contextlib.suppress(ValueError, KeyError):  # not one
+                found.add(z85.decode(key).hex().encode())
+        return found
+
+    def _listed(self) -> set[bytes]:
+        found: set[bytes] = set()
+        for path in (self.directory / "clients").glob("*.pub"):
+            with contextlib.suppress(OSError):
+                found.add(path.read_bytes().strip())
+        return found
+
+
+def check_worker(directory: Path) -> None:
+    """Raise ``AuthenticationError`` unless there are the keys of a worker; in a process that never has them: what was
+    read is in the memory of a process that has ended."""
+    reader = os.fork()
+    if not reader:
+        try:
+            WorkerKeys(directory)
+            os._exit(0)
+        except AuthenticationError:
+            os._exit(1)
+        finally:
+            os._exit(2)
+    if os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]):
+        WorkerKeys(directory)  # which says what is wrong
 
 
 def make_worker(directory: str | os.PathLike[str]) -> Path:
     """A pair for a worker, unless the directory has one; the file."""
     directory = Path(directory)
-    (directory / "clients").mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (directory, directory / "clients"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / "worker.json"
     if not path.exists():
         public, secret = zmq.curve_keypair()

@@ -23,13 +23,14 @@ from zmq.utils import z85
 
 from marid.errors import AuthenticationError, WireError, WorkerLostError
 from marid.execute.accelerator import Host
+from marid.remote.answers import check_failure, check_results, check_welcome
 from marid.remote.keys import ClientKey
 from marid.remote.packing import packing_of
 from marid.remote.requests import Request, write_requests
-from marid.remote.sockets import ClientSocket, Wake
+from marid.remote.sockets import ClientSocket, Wake, greets
 from marid.remote.specs import sizes_from
 from marid.remote.tensors import number_of, tensor_of
-from marid.remote.wire import MISPREDICTIONS, VERSION, as_bytes, as_int, as_list, decode, dtype_named, encode
+from marid.remote.wire import MISPREDICTIONS, VERSION, as_bytes, as_int, as_list, as_text, decode, dtype_named, encode
 from marid.report.traffic import SocketCounts
 from marid.uninterrupted import Uninterrupted
 
@@ -38,6 +39,8 @@ __all__ = ["Link", "LinkLost", "RequestFailed"]
 _HOST = Host()
 _HEARTBEATS = 10  # in a lease, when there is nothing else to say
 _RETRY = 0.2  # seconds between attempts to connect
+_IDLE_ANSWERS = 4096  # answers in a row that say nothing, after which a worker is not listened to any more
+_GREETING = 1.0  # seconds in which a worker greets whoever connects
 _DROPS = 3  # connections that end before keys were compared, after which that is taken to be the reason
 _SLICE = 100  # milliseconds that one thread serves the socket at most
 _BUSY, _IDLE = 0.03, 0.5  # seconds between looks of the link's thread, with and without something unanswered
@@ -67,6 +70,7 @@ class _Sent:
     requests: list[Any]
     segments: list[Any]
     nbytes: int
+    careful: bool = False
 
 
 class Link:
@@ -90,6 +94,8 @@ class Link:
         """What kernels have warned of, to be taken by whoever shows it."""
         self.mispredictions: list[Any] = []
         """Results that were not what was recorded (``mispredictions.py``), to be taken with their answers."""
+        self.at: tuple[int, int] | None = None
+        """The newest request that was sent carefully and was begun, and the operator that it has come to."""
         self._key = key
         self._patience = patience
         # What is known of the session.
@@ -102,6 +108,8 @@ class Link:
         self._failure: dict[str, Any] | None = None
         self._error: Exception | None = None
         self._cancel: dict[str, Any] = {}
+        self._cancelled = False  # whether something of this epoch was to be stopped
+        self._idle_answers = 0  # in a row, after which no more was done than before
         self._notes: deque[dict[str, Any]] = deque()
         self._queue: deque[_Sent] = deque()
         self._unanswered: OrderedDict[int, _Sent] = OrderedDict()
@@ -114,6 +122,7 @@ class Link:
         self._socket: ClientSocket | None = None
         self._greeted = False
         self._drops = 0
+        self._nobody_behind = False
         self._torn = False
         self._heard = self._spoke = time.monotonic()
         self._ended = threading.Event()
@@ -122,14 +131,20 @@ class Link:
         threading.Thread(target=self._keep, name="marid-link", daemon=True).start()
 
     def _greet(self, timeout: float) -> None:
-        until = time.monotonic() + timeout
+        started = time.monotonic()
         try:
             while not self._greeted:
                 with self._serving:
                     self._serve(_SLICE)
                 if self._error is not None:
                     raise self._error
-                if time.monotonic() > until:
+                longest = max(timeout, self._patience) if self._nobody_behind else timeout
+                if time.monotonic() - started > longest:
+                    if self._nobody_behind:
+                        raise WorkerLostError(
+                            f"{self.address} takes connections and ends them: nothing answered behind it within "
+                            f"{longest:g} s. Is it a tunnel or a proxy, and does `marid worker` run behind it?"
+                        )
                     raise WorkerLostError(
                         f"no worker answers at {self.address} within {timeout:g} s: is `marid worker` running there, "
                         f"and is the address right? `marid doctor {self.address}` looks closer"
@@ -172,15 +187,17 @@ class Link:
         requests: Sequence[Request],
         sent_as: Callable[[int], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
+        careful: bool = False,
     ) -> int:
         """Send requests in one message; the number of the first, those of the others follow. Waits only while more is
         in flight than the worker allows, and does ``meanwhile`` again and again then. Segments must stay as they are
         until they are answered. ``sent_as`` is told that number too, and Ctrl-C comes before both or after both.
+        ``careful``: have the worker say what it comes to (``at``).
 
         Raises ``RequestFailed`` when one sent before has failed, and ``LinkLost``.
         """
         data, segments = write_requests(requests)
-        while (first := self._enqueue(data, segments, sent_as)) is None:
+        while (first := self._enqueue(data, segments, sent_as, careful)) is None:
             self._pass_time(_SLICE)
             if meanwhile is not None:
                 meanwhile()
@@ -194,7 +211,9 @@ class Link:
             self._pass_on()
         return first
 
-    def _enqueue(self, data: list[Any], segments: list[Any], sent_as: Callable[[int], None] | None) -> int | None:
+    def _enqueue(
+        self, data: list[Any], segments: list[Any], sent_as: Callable[[int], None] | None, careful: bool = False
+    ) -> int | None:
         nbytes = sum(memoryview(segment).nbytes for segment in segments) if segments else 0
         limits = self.welcome["limits"]
         with Uninterrupted(), self._guard:
@@ -202,7 +221,7 @@ class Link:
             full = len(self._unanswered) >= limits["messages"] or self._in_flight + nbytes > limits["in_flight"]
             if full and self._unanswered:
                 return None
-            sent = _Sent(self._next, self._next + len(data) - 1, data, segments, nbytes)
+            sent = _Sent(self._next, self._next + len(data) - 1, data, segments, nbytes, careful)
             self._next = sent.last + 1
             self._unanswered[sent.seq] = sent
             self._in_flight += nbytes
@@ -248,13 +267,14 @@ class Link:
             self._epoch += 1
             self._next = self._failure["seq"] + 1
             self._applied = self._failure["seq"]
-            self._failure = None
+            self._failure, self._cancelled = None, False
             return self._next
 
     def cancel(self) -> None:
         """Ask the worker to stop what it was sent: it fails as ``Cancelled`` between two operations, or is done by
         then."""
         with self._guard:
+            self._cancelled = True
             self._cancel = {"kind": "cancel", "epoch": self._epoch, "through": self._next - 1}
         self._pass_on()
 
@@ -265,6 +285,10 @@ class Link:
             if self._error is None:
                 self._notes.append(fields)
         self._pass_on()
+
+    def distrust(self, error: WireError) -> None:
+        """The worker has sent something that is not what was asked for: have no more to do with it."""
+        self._fail(error)
 
     def close(self) -> None:
         """Say good-bye; the worker frees what it holds. May be called again."""
@@ -351,7 +375,10 @@ class Link:
             self._take(decode(frames[0].buffer), [frame.buffer for frame in frames[1:]])
         now = time.monotonic()
         if self._boot is None and (self._socket.refused or self._drops >= _DROPS):
-            self._fail(_refused(self.address, self._key))
+            if self._socket.refused or greets(self.address, _GREETING):
+                self._fail(_refused(self.address, self._key))
+            else:
+                self._nobody_behind, self._drops = True, 0  # it may come back
         elif self._greeted and self._socket.broken:
             self._heard = now
             self._connect()
@@ -377,6 +404,8 @@ class Link:
                 self._put(note, [])
             if sent is not None:
                 fields = {"kind": "work", "epoch": epoch, "seq": sent.seq, "acked": acked, "requests": sent.requests}
+                if sent.careful:
+                    fields["careful"] = True
                 self._weigh(sent, self._put(fields, sent.segments))
 
     def _weigh(self, sent: _Sent, nbytes: int) -> None:
@@ -406,12 +435,16 @@ class Link:
             self._reply(header, segments)
         elif kind == "welcome":
             self._welcomed(header)
+        elif kind == "at":
+            seq, index = (as_int(header.get(name), 0, 1 << 53, name) for name in ("seq", "index"))
+            self.at = seq, index
         elif kind == "gone":
             self._fail(LinkLost(f"the worker at {self.address} no longer has the session"))
         elif kind == "refused":
             self._fail(WireError(f"the worker at {self.address} refuses: {header.get('text')}"))
 
     def _welcomed(self, header: dict[str, Any]) -> None:
+        check_welcome(header)
         if self._boot is None:
             self._boot = header["boot"]
             self.welcome = header
@@ -427,18 +460,31 @@ class Link:
 
     def _reply(self, header: dict[str, Any], segments: list[Any]) -> None:
         with self._guard:
-            if header.get("epoch") != self._epoch or self._failure is not None:
+            epoch = as_int(header.get("epoch"), 0, self._epoch, "an epoch")
+            if epoch != self._epoch or self._failure is not None:
+                self._idle_answers += 1
+                if self._idle_answers > _IDLE_ANSWERS:
+                    raise WireError("a worker answers what it was asked long ago, and nothing else")
                 return
-            for seq, value in as_list(header.get("results", []), 1 << 14, "results"):
-                if seq > self._applied:
+            before = self._applied
+            results = as_list(header.get("results", []), 1 << 14, "results")
+            check_results(results)
+            for seq, value in results:
+                if self._applied < seq < self._next:
                     self._results[seq] = (value, segments)
-            self.warnings += header.get("warnings", ())
+            self.warnings += [
+                as_text(one, 1 << 16, "a warning") for one in as_list(header.get("warnings", []), 64, "warnings")
+            ]
             self.mispredictions += as_list(header.get("mispredictions", []), MISPREDICTIONS, "mispredictions")
-            self._applied = max(self._applied, as_int(header.get("applied"), 0, 1 << 53, "a request"))
+            self._applied = max(self._applied, as_int(header.get("applied"), 0, self._next - 1, "a request"))
+            self._idle_answers = 0 if self._applied > before else self._idle_answers + 1
+            if self._idle_answers > _IDLE_ANSWERS:
+                raise WireError("a worker answers, and does nothing of what it is asked")
             while self._unanswered and next(iter(self._unanswered.values())).last <= self._applied:
                 self._in_flight -= self._unanswered.popitem(last=False)[1].nbytes
             failure = header.get("error")
             if failure is not None:
+                check_failure(failure, self._cancelled)
                 self._failure = failure
                 self._queue.clear()
                 self._unanswered.clear()

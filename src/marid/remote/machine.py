@@ -161,10 +161,16 @@ class Machine:
     # --- running ---
 
     def run(
-        self, program: bytes, geometry: bytes, inputs: list[torch.Tensor], params: list[Any], resident: Any
+        self,
+        program: bytes,
+        geometry: bytes,
+        inputs: list[torch.Tensor],
+        params: list[Any],
+        resident: Any,
+        at: Callable[[int], None] | None = None,
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """Run a program; its outputs, in the order of ``prepared.program.output_slots``. ``resident`` is asked for the
-        bytes that are held when there is a limit.
+        bytes that are held when there is a limit; ``at`` is told of each operator before it runs.
 
         Raises ``WireError``, ``TooLarge`` before anything has run, and ``Interrupted``.
         """
@@ -173,7 +179,10 @@ class Machine:
         ready = self._ready(prepared)
         with concretely():
             try:
-                results = self._execute(ready, prepared, inputs, params)
+                if at is None:
+                    results = self._execute(ready, prepared, inputs, params)
+                else:
+                    results = self._one_by_one(ready, prepared, inputs, params, at)
             except Interrupted as stop:
                 self.twisters.forget()
                 if stop.index < len(kept.program):
@@ -207,6 +216,23 @@ class Machine:
             if len(self._captured) > _CAPTURED:
                 self._captured.popitem(last=False)[0].forget()
         return results
+
+    def _one_by_one(
+        self,
+        ready: FlatProgram,
+        prepared: Prepared,
+        inputs: list[torch.Tensor],
+        params: list[Any],
+        at: Callable[[int], None],
+    ) -> list[torch.Tensor]:
+        frame, outputs = (
+            Frame.of(Replay(prepared, inputs, params), params, self.twisters.at),
+            prepared.program.output_slots,
+        )
+        for index in range(len(prepared.program.instructions)):
+            at(index)
+            ready.steps(frame, index, index + 1, frozenset(outputs))
+        return [frame.tensors[slot] for slot in outputs]
 
     def run_until(
         self,

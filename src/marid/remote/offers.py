@@ -12,6 +12,7 @@ from typing import Any
 
 from marid.remote.contents import LARGE
 from marid.remote.requests import Have, Load, Request
+from marid.remote.wire import as_int, as_list
 from marid.remote.work import Sent, UploadWork, Work
 
 __all__ = ["BATCH", "HaveWork", "Offers"]
@@ -37,8 +38,9 @@ class HaveWork(Work):
         return [self._request]
 
     def done(self, result: Any) -> None:
+        places = as_list(result, len(self.digests), "positions")
+        lacking = {as_int(place, 0, len(self.digests) - 1, "a position") for place in places}
         super().done(result)
-        lacking = set(result)
         there = [digest for place, digest in enumerate(self.digests) if place not in lacking]
         assert self._sent is not None
         self._sent.chunks.update(there)

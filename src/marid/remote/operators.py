@@ -1,8 +1,9 @@
-"""Which operators a worker runs: PyTorch's on strided tensors, Marid's own, and those of modules it was told to import.
+"""Which operators a worker runs: those of ATen and of Marid in a list, and those of modules it was told to import.
 
-An operator is named ``namespace.name.overload``. It is admitted by its schema: arguments and results must be of kinds
-that can be sent, so nothing that takes a storage, a stream, a file or an address is ever called; a few that have such
-schemas all the same are refused by name. Nothing else of PyTorch can be named.
+An operator is named ``namespace.name.overload``. It must be in the list (``admitted.py``), or in a namespace that an
+import has added, and its arguments and results must be of kinds that can be sent. One whose kernel trusts its arguments
+runs behind a check of them (``checks.py``): as an operator of a namespace of its own, with the same schema, so that
+whatever runs programs takes it for one like any other. Nothing else of PyTorch can be named.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +20,10 @@ import torch
 from marid.errors import WireError
 from marid.graph.node import Operation
 from marid.graph.operators import operation_of
+from marid.remote.admitted import is_admitted
+from marid.remote.checks import CHECKS
 
-__all__ = ["admit_namespace", "operator_name", "operator_named"]
+__all__ = ["admit_namespace", "check_call", "kind_of", "operator_name", "operator_named"]
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}\.[A-Za-z_]\w{0,127}\.[A-Za-z_]\w{0,127}", re.ASCII)
 
@@ -33,39 +37,15 @@ _ARGUMENTS = {
 }
 _RESULTS = {"Tensor", "Optional[Tensor]", "List[Tensor]", "number", "int", "float", "bool", "SymInt", "SymFloat"}
 
-# Operators that reach files, layouts or libraries that a worker has no use for, by the beginnings of their names.
-_REFUSED = (
-    *("from_file", "set_.", "set_data", "_cudnn", "cudnn_", "_use_cudnn", "_cufft", "miopen_", "_mps", "_nnpack"),
-    *(
-        "_sparse",
-        "sparse_",
-        "to_sparse",
-        "_to_sparse",
-        "_coalesce",
-        "resize_as_sparse",
-        "_cslt",
-        "_validate",
-        "_nested",
-    ),
-    *("nested_", "to_mkldnn", "_mkldnn_", "mkldnn_reorder", "quantize_", "_empty_affine", "_empty_per_channel", "q_"),
-    *("int_repr", "dequantize", "_make_per", "fbgemm_", "_wrapped_", "_dyn_quant", "_weight_int", "_convert_weight"),
-    *(
-        "_test",
-        "_print",
-        "_backward.",
-        "requires_grad_",
-        "retain_grad",
-        "is_leaf",
-        "output_nr",
-        "_version",
-        "_fw_primal",
-    ),
-    *("_make_dual", "_unpack_dual", "_pin_memory", "pin_memory", "record_stream", "_copy_from", "_lazy_clone"),
-    *("_flash_attention", "_efficient_attention", "_propagate_xla", "_sync.", "_resize_output", "_reshape_from_tensor"),
-    "_has_compatible_shallow",
-)
-
-_namespaces = {"aten", "marid", "torch_nn"}
+_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
+_INSIDE = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
+_INSIDE |= {"Device": torch.device, "Generator": torch.Generator}
+"""What a call must not have a number for."""
+_GUARDED = "marid_guarded"
+_library = torch.library.Library(_GUARDED, "DEF")
+_defined: set[str] = set()
+_LISTED = {"aten", "marid"}
+_namespaces = {*_LISTED, "torch_nn"}
 _HOMES = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
 """Modules of PyTorch that define operators when they are imported, which PyTorch does when it needs them."""
 
@@ -91,17 +71,62 @@ def operator_named(name: str) -> Operation:
         raise WireError(f"operators of {namespace!r} are not admitted")
     if namespace in _HOMES and importlib.util.find_spec(_HOMES[namespace]) is not None:
         importlib.import_module(_HOMES[namespace])
-    if namespace == "aten" and f"{base}.{overload}".startswith(_REFUSED):
-        raise WireError(f"operator {name} is not admitted")
     if overload.startswith("__") or not torch._C._dispatch_has_kernel(_qualified(namespace, base, overload)):
         raise WireError(f"there is no operator {name}")
     func = getattr(getattr(getattr(torch.ops, namespace), base), overload, None)
     if not isinstance(func, torch._ops.OpOverload):
         raise WireError(f"there is no operator {name}")
-    unfit = [a.name for a in func._schema.arguments if str(a.type) not in _ARGUMENTS]
+    unfit = [a.name for a in func._schema.arguments if kind_of(a) not in _ARGUMENTS]
     if unfit or any(str(r.type) not in _RESULTS for r in func._schema.returns):
         raise WireError(f"operator {name} takes or returns what cannot be sent")
-    return operation_of(func)
+    if namespace in _LISTED and not is_admitted(func):
+        raise WireError(f"operator {name} is not admitted: it is not in the list of what is known to be safe")
+    check = CHECKS.get(base) if namespace in _LISTED else None
+    return operation_of(func if check is None else _guarded(func, check))
+
+
+def kind_of(formal: Any) -> str:
+    """The type of an argument in a schema, by which numbers are told from what PyTorch has as numbers only inside:
+    dtypes, layouts and memory formats, which it does not check."""
+    return str(formal.real_type)
+
+
+def check_call(op: Operation, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> None:
+    """Raise ``WireError`` for a number in the place of a dtype, a layout or a memory format."""
+    formals = op.func._schema.arguments
+    named = {formal.name: formal for formal in formals}
+    given = [*zip(formals, args, strict=False), *[(named.get(name), value) for name, value in kwargs]]
+    for formal, value in given:
+        kind = "" if formal is None else kind_of(formal).removeprefix("Optional[").removesuffix("]")
+        if kind in _INSIDE and value is not None and not isinstance(value, _INSIDE[kind]):
+            raise WireError(f"{op} is given no {kind} where it takes one")
+
+
+def _guarded(func: Any, check: Callable[[dict[str, Any]], None]) -> Any:
+    """An operator that does what ``func`` does, behind a check of its arguments."""
+    base = func._schema.name.partition("::")[2]
+    if base not in _defined:
+        for overload in func.overloadpacket.overloads():  # all at once: PyTorch looks only once which there are
+            _define(getattr(func.overloadpacket, overload), check)
+        _defined.add(base)
+    return getattr(getattr(getattr(torch.ops, _GUARDED), base), func._schema.overload_name or "default")
+
+
+def _define(func: Any, check: Callable[[dict[str, Any]], None]) -> None:
+    schema = func._schema
+    formals = [(formal.name, formal.default_value) for formal in schema.arguments]
+    names = [name for name, _ in formals]
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = dict(formals)
+        given.update(zip(names, args, strict=False))
+        given.update(kwargs)
+        check(given)
+        return func(*args, **kwargs)
+
+    _library.define(str(schema).partition("::")[2], tags=tuple([tag for tag in func.tags if tag in _TAGS]))
+    name = schema.name.partition("::")[2] + ("." + schema.overload_name if schema.overload_name else "")
+    _library.impl(name, checked, "CompositeExplicitAutograd")
 
 
 def _qualified(namespace: str, base: str, overload: str) -> str:

@@ -24,7 +24,7 @@ from marid.errors import WireError
 from marid.graph.node import Draw, Operation, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Result, Slot
 from marid.remote.device_operators import operator_on
-from marid.remote.operators import operator_name, operator_named
+from marid.remote.operators import kind_of, operator_name, operator_named
 from marid.remote.specs import spec_from, spec_to
 from marid.remote.wire import as_bytes, as_int, as_list, as_text, dtype_name, dtype_named, pack_plain, unpack_plain
 
@@ -233,14 +233,14 @@ class _Reader:
         positional = sum(not formal.kwarg_only for formal in formals)
         if len(given) > positional or len(named) % 2:
             raise WireError(f"{op} is called with {len(given)} arguments and takes {positional}")
-        args = tuple([self._argument(arg, str(formals[i].type), op) for i, arg in enumerate(given)])
+        args = tuple([self._argument(arg, kind_of(formals[i]), op) for i, arg in enumerate(given)])
         left = {formal.name: formal for formal in formals[len(given) :]}
         kwargs: list[tuple[str, Any]] = []
         for name, arg in zip(named[::2], named[1::2], strict=True):
             formal = left.pop(name, None) if type(name) is str else None
             if formal is None:
                 raise WireError(f"{op} is given an argument that it does not take, or twice")
-            kwargs.append((formal.name, self._argument(arg, str(formal.type), op)))
+            kwargs.append((formal.name, self._argument(arg, kind_of(formal), op)))
         for formal in left.values():
             if not formal.has_default_value():
                 raise WireError(f"{op} needs argument {formal.name}")
@@ -280,11 +280,11 @@ class _Reader:
             return None if any(item is None for item in items) else ListOf(tuple(items))
         if tag == "s" and kind == "str":
             return Constant(as_text(value, 256, "a text"))
-        if tag == "t" and kind in ("ScalarType", "int"):
+        if tag == "t" and kind == "ScalarType":
             return Constant(dtype_named(value))
-        if tag == "m" and kind in ("MemoryFormat", "int"):
+        if tag == "m" and kind == "MemoryFormat":
             return Constant(_MEMORY_FORMATS[as_int(value, 0, len(_MEMORY_FORMATS) - 1, "a memory format")])
-        if tag == "y" and kind in ("Layout", "int"):
+        if tag == "y" and kind == "Layout":
             return Constant(torch.strided)
         return None
 

@@ -8,9 +8,12 @@ from marid.engine.protocol import Returned
 from marid.remote.buffers import Block, RemoteBuffer, geometry_of_spec
 from marid.remote.memory import Memory
 from marid.remote.specs import spec_from
+from marid.remote.wire import as_int, as_list, as_text
 from marid.remote.work import CallWork
 
 __all__ = ["Returns"]
+
+_RESULTS = 1 << 12  # handles set aside for what an operator returns
 
 
 class Returns:
@@ -24,6 +27,7 @@ class Returns:
         self._memory = memory
         self._buffers = buffers
         self._site = step.site
+        self._base = step.base
 
     def read(self, item: Any) -> Any:
         if isinstance(item, list):
@@ -32,14 +36,17 @@ class Returns:
             return item
         if "c" in item:
             return complex(*item["c"])
-        handle, spec, layout, same_as, base = item["t"]
+        handle, spec, layout, same_as, base = as_list(item["t"], 5, "a result")
+        for index in (same_as, base):
+            if index is not None:
+                as_int(index, 0, len(self._buffers) - 1, "an argument")
         if layout is not None:
-            return Returned(None, None, layout)
+            return Returned(None, None, as_text(layout, 64, "a layout"))
         geometry = geometry_of_spec(spec_from(spec))
         if same_as is not None:
-            self.extra.append(handle)
+            self.extra.append(as_int(handle, self._base, self._base + _RESULTS - 1, "a handle"))
             return Returned(self._buffers[same_as], geometry, None, same_as, base)
-        self.handles.append(handle)
+        self.handles.append(as_int(handle, self._base, self._base + _RESULTS - 1, "a handle"))
         if base is None:
             self.blocks.append(Block(geometry, self._site))
             block = self.blocks[-1]

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from marid.errors import WireError
@@ -47,6 +49,8 @@ class Message:
     requests: Any
     segments: list[Any]
     nbytes: int
+    at: Callable[[int, int], None] | None = None
+    """Told of a request and the operator of its program that it comes to, where the client asks for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class Session:
         """What a message that has to wait has done by now: results, segments, warnings, mispredictions."""
         self.waiting: Waits | None = None
         """What it waits for."""
+        self._leaving: deque[tuple[Any, int]] = deque()  # what knows whether an answer has left, and its bytes
+        workspace.leaving = self._queued
 
     @property
     def is_cancelled(self) -> bool:
@@ -104,6 +110,17 @@ class Session:
     def may_go_on(self) -> bool:
         """Whether what it waits for is over, or not wanted any more."""
         return self.waiting is None or self._is_cancelled(self.applied + 1) or self.waiting.is_over()
+
+    def sent(self, tracker: Any, nbytes: int) -> None:
+        """An answer is on its way."""
+        if tracker is not None:
+            self._leaving.append((tracker, nbytes))
+
+    def _queued(self) -> int:
+        """Bytes of answers that have not left yet, whatever the client says that it has."""
+        while self._leaving and self._leaving[0][0].done:
+            self._leaving.popleft()
+        return sum(nbytes for _, nbytes in list(self._leaving))
 
     # --- exactly once ---
 
@@ -144,6 +161,7 @@ class Session:
                 if self._is_cancelled(seq):
                     raise Cancelled("the client asked to stop")
                 self._running = seq
+                workspace.at = None if message.at is None else partial(message.at, seq)
                 with Warned() as warnings, Noted() as noted:
                     value = workspace.apply(request)
                 warned += warnings.texts

@@ -13,6 +13,7 @@ from marid.engine.protocol import Geometry as Layout
 from marid.engine.protocol import GiveBack
 from marid.graph.node import Node, finish
 from marid.graph.program import Task, differ
+from marid.remote.answers import as_tensor
 from marid.remote.buffers import Block, RemoteBuffer
 from marid.remote.contents import Content, FileContent
 from marid.remote.known import Sized
@@ -56,6 +57,7 @@ __all__ = [
 
 
 _TOLD = 4000  # handles in one request
+_TRIES = 8  # times that a worker may say that it lacks what it was just sent
 
 
 class End(Protocol):
@@ -115,6 +117,10 @@ class Work:
     seconds = 0.0
     site: Any = None
     answered = False
+    blamable = False
+    """Whether a worker may be lost because of it."""
+    tries = 0
+    """How often it was sent again because the worker lacked something."""
     sources: tuple[End, ...] = ()
     """Other workers that it needs something of."""
     lasting = True
@@ -139,7 +145,8 @@ class Work:
 
     def retry(self, failure: dict[str, Any]) -> bool:
         """It has failed: whether it is to be sent again all the same."""
-        return "missing" in failure
+        self.tries += 1
+        return "missing" in failure and self.tries <= _TRIES
 
     def say_again(self) -> None:
         """It is waited for: say again beside it what may not have been heard."""
@@ -198,6 +205,8 @@ def upload_requests(content: Content | FileContent, of: Layout, handle: int, sen
 
 class RunWork(Work):
     """A program of recorded operations. Until it is done its nodes count as run, and what they forgot is kept here."""
+
+    blamable = True
 
     def __init__(self, sized: Sized, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any) -> None:
         known = sized.known
@@ -310,27 +319,36 @@ class ReplayWork(RunWork):
 
 
 class FetchWork(Work):
-    """Bring the elements of a tensor in ``block``, or of a view (offset, shape, stride) of its memory; ``kept`` lives
-    until then."""
+    """Bring the elements of a tensor in ``block``, or of a view (offset, shape, stride) of its memory, which have the
+    ``expected`` type and shape; ``kept`` lives until then."""
 
     lasting = False
+    blamable = True
 
     def __init__(
-        self, handle: int, block: Block, view: Any, take: Callable[[torch.Tensor], None] | None, kept: Any = None
+        self,
+        handle: int,
+        block: Block,
+        view: Any,
+        take: Callable[[torch.Tensor], None] | None,
+        expected: tuple[torch.dtype, tuple[int, ...]],
+        kept: Any = None,
     ) -> None:
         self.inputs = (handle,)
         self.reads = (block,)
         self._view = view
         self._take = take
+        self._expected = expected
         self._kept = kept
 
     def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
         return [Fetch(self.inputs[0], self._view)]
 
     def done(self, result: Any) -> None:
-        super().done(result)
+        tensor = as_tensor(result, *self._expected)
+        super().done(tensor)
         if self._take is not None:
-            self._take(result)
+            self._take(tensor)
 
     def refused(self) -> bool:
         return False  # whoever reads asks again
@@ -371,6 +389,8 @@ class AskWork(Work):
 class CallWork(Work):
     """One operator, at once. ``result`` is what the worker answered."""
 
+    blamable = True
+
     def __init__(
         self,
         operator: str,
@@ -381,6 +401,7 @@ class CallWork(Work):
         site: Any,
     ) -> None:
         self._request = Call(operator, args, kwargs, state, base)
+        self.operator = operator
         self.inputs = tuple([arg.number for arg in _handles((*args, *(arg for _, arg in kwargs)))])
         self.base = base
         self.site = site

@@ -15,21 +15,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 
-from marid.errors import AuthenticationError, WireError
+from marid.errors import WireError
 from marid.execute.flat import may_be_stopped
-from marid.remote.addresses import endpoint
 from marid.remote.chunks import ChunkStore
 from marid.remote.copies import Collectors, Copies, Tickets
 from marid.remote.groups import Groups
-from marid.remote.keys import WorkerKeys
 from marid.remote.machine import Machine
 from marid.remote.session import Cancelled, Message, Session
-from marid.remote.sockets import PEER, ServerSocket
+from marid.remote.sockets import PEER, OwnedSocket, ServerSocket
 from marid.remote.wire import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
 from marid.remote.workspace import Workspace
 
@@ -73,31 +72,17 @@ class Refusals:
 
 
 class Worker:
-    """A worker that serves on ``bind``. Raises ``AuthenticationError`` without keys where others reach that."""
+    """A worker that serves on ``socket``: to all who reach its address, or to one owner behind a supervisor."""
 
-    def __init__(
-        self,
-        bind: str,
-        device: torch.device,
-        keys: str | os.PathLike[str] | None = None,
-        limits: Limits | None = None,
-    ) -> None:
+    def __init__(self, socket: ServerSocket | OwnedSocket, device: torch.device, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.boot = os.urandom(8)
         self.refusals = Refusals()
         self.machine = Machine(device, self.limits.memory, self.limits.spill)
         self._chunks = ChunkStore(self.limits.chunks)
-        address, loopback = endpoint(bind)
-        if keys is None and not loopback:
-            raise AuthenticationError(
-                f"{bind} can be reached from other machines, and whoever connects may run programs here: give keys "
-                "(`marid worker keygen`, then --keys), or bind to 127.0.0.1"
-            )
-        self._socket = ServerSocket(address, None if keys is None else WorkerKeys(keys))
-        self.address = self._socket.address
-        self._has_keys = keys is not None
-        self._tickets = Tickets()
-        self._socket.admits_peer = self._tickets.admits
+        self._socket = socket
+        self.address = socket.address
+        self._tickets = Tickets(socket.offered)
         self._collectors = Collectors(self._socket.wake)
         self._using = threading.Lock()
         """Of the socket and of what messages change: sessions, inboxes, who is next."""
@@ -170,7 +155,7 @@ class Worker:
             answer = session.give_up(error)
             header = self._header(answer.fields)
         with self._using:
-            self._socket.send(session.route, header, answer.segments)
+            session.sent(self._socket.send(session.route, header, answer.segments), answer.nbytes)
             if session.inbox:
                 self._turns.append(session)
                 self._take(0)
@@ -266,7 +251,7 @@ class Worker:
     def _collect(self, route: bytes, owner: bytes, header: dict[str, Any]) -> None:
         if header.get("boot") != self.boot:
             return  # whoever asks means another worker, or another life of this one
-        proved = owner.removeprefix(PEER).decode() if self._has_keys else None
+        proved = owner.removeprefix(PEER).decode() if owner else None
         answer = self._tickets.answer(header, proved)
         if answer is not None:
             self._send(route, *answer)
@@ -293,7 +278,8 @@ class Worker:
 
     def _workspace(self, owner: bytes) -> Workspace:
         copies, groups = Copies(self._collectors), Groups(self.machine.device, self._socket.wake)
-        made = Workspace(owner, self.machine, self._chunks, copies, groups, self.limits.replies)
+        replies = min(self.limits.replies, self.limits.memory or self.limits.replies)
+        made = Workspace(owner, self.machine, self._chunks, copies, groups, replies)
         made.others = lambda: sum(
             one.workspace.nbytes() for one in list(self._sessions.values()) if one.workspace is not made
         )
@@ -308,8 +294,14 @@ class Worker:
         if session.inbox_bytes + nbytes > self.limits.in_flight or len(session.inbox) >= self.limits.messages:
             self._refuse(route, "in flight", "more is in flight than the worker allows")
             return
-        message = Message(epoch, seq, acked, header["requests"], [frame.buffer for frame in frames[1:]], nbytes)
+        at = partial(self._say_at, session) if header.get("careful") is True else None
+        message = Message(epoch, seq, acked, header["requests"], [frame.buffer for frame in frames[1:]], nbytes, at)
         self._schedule(session, message)
+
+    def _say_at(self, session: Session, seq: int, index: int) -> None:
+        """A program has come to an operator: its client wants to know, should that be the last."""
+        with self._using:
+            self._send(session.route, {"kind": "at", "seq": seq, "index": index}, [])
 
     def _schedule(self, session: Session, message: Message) -> None:
         session.inbox.append(message)

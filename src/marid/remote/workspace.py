@@ -20,7 +20,7 @@ from marid.remote.chunks import ChunkStore
 from marid.remote.copies import Copies
 from marid.remote.groups import Groups
 from marid.remote.machine import Machine, bytes_of
-from marid.remote.operators import operator_named
+from marid.remote.operators import check_call, operator_named
 from marid.remote.packing import packing_of
 from marid.remote.programs import digest_of, unpacked
 from marid.remote.residency import ORDER
@@ -61,6 +61,10 @@ class Workspace:
         """Of the answer that is being made."""
         self.untaken = 0
         """Bytes of answers that the client has not taken yet."""
+        self.at: Callable[[int], None] | None = None
+        """Told of each operator that a program comes to."""
+        self.leaving: Callable[[], int] = int
+        """Bytes of answers that wait for a client that does not read."""
         self.others: Callable[[], int] = int
         """Bytes that other clients hold."""
         self.worker_stats: Callable[[], dict[str, Any]] = dict
@@ -111,7 +115,8 @@ class Workspace:
             for slot, tensor in zip(request.keep, results, strict=True):
                 self.keep(request.base + slot, tensor)
             return
-        prepared, results = machine.run(request.program, request.geometry, inputs, list(request.params), self._held)
+        params = list(request.params)
+        prepared, results = machine.run(request.program, request.geometry, inputs, params, self._held, self.at)
         for slot, tensor in zip(prepared.program.output_slots, results, strict=True):
             self.keep(request.base + slot, tensor)
 
@@ -192,7 +197,8 @@ class Workspace:
             packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
             if packing.nbytes > SEGMENT_BYTES * (SEGMENTS - len(self.segments)):
                 raise Refused("a tensor of this size has to be fetched in pieces")
-            if self.untaken and self.untaken + packing.nbytes > self._reply_bytes:
+            waiting = self._untaken() + sum(memoryview(segment).nbytes for segment in self.segments)
+            if waiting and waiting + packing.nbytes > self._reply_bytes:
                 raise Refused("the client has not taken what it fetched before")
             data = self.machine.accelerator.to_host(packing.pack(tensor))
         described = [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
@@ -215,6 +221,7 @@ class Workspace:
 
     def _call(self, request: ask.Call) -> dict[str, Any]:
         op = operator_named(request.operator)
+        check_call(op, request.args, request.kwargs)
         tensors: list[torch.Tensor] = []
         args = [self._argument(arg, tensors) for arg in request.args]
         kwargs = {name: self._argument(arg, tensors) for name, arg in request.kwargs}
@@ -242,6 +249,8 @@ class Workspace:
         if hasattr(item, "layout"):
             if item.layout is not None:
                 return {"t": [None, None, item.layout, None, None]}
+            if min(item.buffer.shape, default=0) < 0:
+                raise Refused("an operator returned a tensor with a negative size")
             made.append(item.buffer)
             return {"t": [base + len(made) - 1, spec_to(spec_of(item.buffer)), None, item.same_as, item.base]}
         if item is None or type(item) in (bool, int, float):
@@ -319,7 +328,11 @@ class Workspace:
         self.machine.make_room(nbytes, used, self._held)
 
     def _held(self) -> int:
-        return self.nbytes() + self.others()
+        return self.nbytes() + self._untaken() + self.others()
+
+    def _untaken(self) -> int:
+        """Bytes of answers that are kept, or have not left."""
+        return max(self.untaken, self.leaving())
 
     def nbytes(self) -> int:
         """Bytes of the memory that its tensors lie in."""

@@ -1,0 +1,176 @@
+"""Every operator that a worker admits, called with what no client of ours sends, between guard pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from marid.errors import WireError
+from marid.remote import operators
+from marid.remote.checks import CHECKS
+from marid.remote.command import _import
+from marid.remote.operators import operator_named
+from tests.attacks.forge import Calls, Forger, outside
+
+HERE = Path(__file__).parent
+ENDS_ITSELF = -signal.SIGFPE
+"""A division that the processor refuses ends the process that does it, and reads nothing."""
+
+
+def admitted() -> list[str]:
+    """The names of all operators that a client may name."""
+    found = []
+    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, rest = qualified.partition("::")
+        if namespace in ("aten", "marid"):
+            base, _, overload = rest.partition(".")
+            try:
+                operator_named(name := f"{namespace}.{base}.{overload or 'default'}")
+            except WireError:
+                continue
+            found.append(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("guard pages need a C compiler, and Linux")
+    library = str(tmp_path_factory.mktemp("guard") / "guard.so")
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, str(HERE / "guard.c"), "-ldl"], check=True)
+    return library
+
+
+def attacked(guard: str, names: list[str], count: int, seed: int) -> dict[str, Any]:
+    """What became of each operator: how many calls were not refused, what ended the process, and at which call."""
+    environment = {**os.environ, "LD_PRELOAD": guard, "OMP_NUM_THREADS": "1", "MARID_COMPILE": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "tests.attacks.forge", str(count), str(seed)]
+    done = subprocess.run(
+        command,
+        input="\n".join(names),
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=HERE.parents[1],
+        check=True,
+    )
+    return {line[0]: line[1:] for line in map(json.loads, done.stdout.splitlines())}
+
+
+def crashed(found: dict[str, Any]) -> list[Any]:
+    return [(name, *rest) for name, rest in found.items() if rest[1] not in (None, "stuck", -ENDS_ITSELF)]
+
+
+def test_the_guard_notices(guard: str) -> None:
+    """What PyTorch itself takes on trust is seen to go wrong: a view that does not lie in its memory."""
+    code = (
+        "import torch\n"
+        "x = torch.ones(15)\n"
+        "print(torch.ops.aten._reshape_alias(x, [15], [1]).clone().sum().item(), flush=True)\n"
+        "torch.ops.aten._reshape_alias(x, [30], [1]).clone()\n"
+    )
+    environment = {**os.environ, "LD_PRELOAD": guard, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stdout == "15.0\n"
+
+
+def test_no_operator_leaves_its_memory(guard: str) -> None:
+    names = admitted()
+    found = attacked(guard, names, 8, int.from_bytes(os.urandom(3), "little"))
+    assert set(found) == set(names)
+    assert not crashed(found)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("seed", range(5))
+def test_no_operator_leaves_its_memory_in_many_calls(guard: str, seed: int) -> None:
+    found = attacked(guard, admitted(), 300, seed)
+    assert not crashed(found)
+    assert sum(worked > 0 for worked, *_ in found.values()) > 0.8 * len(found)  # the attacks are near what is valid
+
+
+def test_a_view_outside_of_its_memory_is_refused() -> None:
+    x = torch.ones(15)
+    for name, args in (
+        ("aten._reshape_alias.default", ([16], [1])),
+        ("aten._reshape_alias.default", ([2], [1 << 62])),
+        ("aten._reshape_alias.default", ([2, 2], [-1, 1])),
+        ("aten.as_strided_.default", ([2], [1 << 62])),
+        ("aten.as_strided_.default", ([1], [1], -1)),
+        ("aten.as_strided.default", ([16], [1])),
+        ("aten.as_strided.default", ([2, 2], [1, (1 << 63) - 1])),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            operator_named(name).call(x, *args)
+        assert not outside(x)
+    assert operator_named("aten._reshape_alias.default").call(x, [3, 5], [5, 1]).shape == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("_convert_indices_from_coo_to_csr.default", "_cummax_helper.default", "set_.source_Tensor_storage_offset"),
+        *("from_file.default", "_segment_reduce_backward.default", "_print.default", "record_stream.default"),
+        *("_sparse_mm.default", "_cudnn_rnn.default", "_foobar.default", "quantized_lstm_cell.default"),
+        *("max_pool2d_with_indices_backward.grad_input", "_fused_adam.default"),
+    ],
+)
+def test_what_is_not_in_the_list_is_refused(name: str) -> None:
+    with pytest.raises(WireError):
+        operator_named(f"aten.{name}")
+
+
+@pytest.mark.parametrize("name", ["marid.compiled.default", "marid.product.default", "prims.add.default"])
+def test_what_a_worker_puts_in_place_of_operators_cannot_be_named(name: str) -> None:
+    with pytest.raises(WireError):
+        operator_named(name)
+
+
+def test_checks_let_pass_what_pytorch_itself_calls() -> None:
+    """Of each checked operator of which PyTorch's samples have calls, one at least is let through."""
+    calls, forger = Calls(), Forger(random.Random(0))
+    refused = []
+    for name in admitted():
+        base = name.split(".")[1]
+        if base not in CHECKS or name not in calls.recorded:
+            continue
+        reasons = []
+        for args, kwargs in calls.recorded[name]:
+            try:
+                operator_named(name).call(
+                    *[forger.build(arg) for arg in args], **{key: forger.build(arg) for key, arg in kwargs.items()}
+                )
+            except (RuntimeError, ValueError, IndexError) as error:
+                reasons.append(str(error))
+        if any("do not belong together" in reason for reason in reasons):
+            refused.append((name, reasons))
+    assert not refused
+
+
+def test_every_check_is_of_an_operator_that_is_admitted() -> None:
+    bases = {name.split(".")[1] for name in admitted()}
+    assert set(CHECKS) <= bases
+
+
+def test_an_import_that_defines_no_operators_admits_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_namespaces", set(operators._namespaces))
+    before = set(operators._namespaces)
+    _import("colorsys")
+    assert operators._namespaces == before
+    operators.operator_named.cache_clear()
+    for name in ("c10d.barrier.default", "symm_mem.empty_strided_p2p.default", "quantized.add.default"):
+        with pytest.raises(WireError):
+            operator_named(name)
