@@ -143,11 +143,12 @@ def translate(program: Program, dying: list[list[int]]) -> Table:
 def _add(pointer: int, instruction: Instruction, dead: list[int], unsettled: set[int]) -> None:
     assert library is not None
     func = instruction.op.func
-    if instruction.op.call is not func._op:
+    target = instruction.op.target
+    if instruction.op.call is not target._op:
         raise Untranslatable(f"{func} is called in a way of its own")
     schema = func._schema
-    name = schema.name.encode()
-    if library.marid_program_operation(pointer, replacement(func) or name, schema.overload_name.encode()) < 0:
+    name = replacement(target) or target._schema.name.encode()
+    if library.marid_program_operation(pointer, name, schema.overload_name.encode()) < 0:
         raise Untranslatable(f"{func} is not known to the dispatcher")
     named = dict(instruction.kwargs)
     for position, formal in enumerate(schema.arguments):
@@ -161,7 +162,7 @@ def _add(pointer: int, instruction: Instruction, dead: list[int], unsettled: set
             raise Untranslatable(f"argument {formal.name} of {func}")
     out = _out_overload(instruction.op)
     if out is not None:
-        library.marid_program_out(pointer, name, out.encode())
+        library.marid_program_out(pointer, schema.name.encode(), out.encode())
     shared = shared_slots(instruction)
     for result in instruction.results:
         if len(result.path) > 2:
@@ -231,7 +232,7 @@ def _sample(dtype: torch.dtype) -> torch.Tensor:
 def _out_overload(op: Operation) -> str | None:
     """The overload of a pointwise operator that takes the same arguments and the place of its result."""
     func = op.func
-    if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags or op.mutates or op.view:
+    if op.target is not func or torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags or op.mutates or op.view:
         return None
     schema = func._schema
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":

@@ -118,16 +118,23 @@ class Spec:
 
 
 class Operation:
-    """One ATen (or custom) operator overload, as every node of it shares it."""
+    """One ATen (or custom) operator overload, as every node of it shares it.
 
-    __slots__ = ("call", "factory", "func", "mutates", "name", "view")
+    ``func`` says what it is: all that is known of operators is known of that overload. ``target`` is the overload that
+    is called, which does the same and may check its arguments first; ``call`` calls it.
+    """
+
+    __slots__ = ("call", "factory", "func", "mutates", "name", "target", "view")
 
     waits = False
     """Whether a call waits for the device that it is for."""
 
-    def __init__(self, func: torch._ops.OpOverload, mutates: bool, view: bool) -> None:
+    def __init__(
+        self, func: torch._ops.OpOverload, mutates: bool, view: bool, target: torch._ops.OpOverload | None = None
+    ) -> None:
         self.func = func
-        self.call = func._op
+        self.target = func if target is None else target
+        self.call = self.target._op
         namespace, _, rest = func._schema.name.partition("::")
         self.name = f"{namespace}::{rest}"
         self.mutates = mutates

@@ -119,8 +119,9 @@ def _given(instruction: Instruction) -> list[Any]:
     return [instruction.args[i] if i < positional else named.get(a.name) for i, a in enumerate(formals)]
 
 
-def operation_of(func: Any) -> Operation:
-    """The operation of an operator overload; a new one at each call."""
+def operation_of(func: Any, target: Any = None) -> Operation:
+    """The operation of an operator overload, which calls ``target`` in its place if there is one; a new one at each
+    call."""
     mutates = any(written_arguments(func))
     shares = any(position is not None for position in shared_arguments(func))
-    return Operation(func, mutates, shares and not mutates)
+    return Operation(func, mutates, shares and not mutates, target)

@@ -58,7 +58,7 @@ class HostOperator(Operation):
     waits = True
 
     def __init__(self, of: Operation, device: torch.device) -> None:
-        super().__init__(of.func, of.mutates, of.view)
+        super().__init__(of.func, of.mutates, of.view, of.target)
         self._device = device
         self._schema = of.func._schema
         self.call = self
@@ -83,7 +83,7 @@ class HostOperator(Operation):
             return item.to(self._device) if given is None else given
 
         named = {name: _HOST if name == "device" else to_host(arg) for name, arg in kwargs.items()}
-        returned = self.func._op(*[to_host(arg) for arg in args], **named)
+        returned = self.target._op(*[to_host(arg) for arg in args], **named)
         formals = [formal.name for formal in self._schema.arguments]
         written = dict(zip(formals, written_arguments(self.func), strict=True))
         for name, arg in [*zip(formals, args, strict=False), *kwargs.items()]:

@@ -2,8 +2,9 @@
 
 An operator is named ``namespace.name.overload``. It must be in the list (``admitted.py``), or in a namespace that an
 import has added, and its arguments and results must be of kinds that can be sent. One whose kernel trusts its arguments
-runs behind a check of them (``checks.py``): as an operator of a namespace of its own, with the same schema, so that
-whatever runs programs takes it for one like any other. Nothing else of PyTorch can be named.
+runs behind a check of them (``checks.py``): what is called, the ``target`` of its operation, is an operator of a namespace
+of its own with the same schema. What the operation is, and so what is known of it, stays. Nothing else of PyTorch can be
+named.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
 _INSIDE = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
 _INSIDE |= {"Device": torch.device, "Generator": torch.Generator}
 """What a call must not have a number for."""
-_GUARDED = "marid_guarded"
-_library = torch.library.Library(_GUARDED, "DEF")
+_CHECKED = "marid_checked"
+_library = torch.library.Library(_CHECKED, "DEF")
 _defined: set[str] = set()
 _LISTED = {"aten", "marid"}
 _namespaces = {*_LISTED, "torch_nn"}
@@ -82,7 +83,7 @@ def operator_named(name: str) -> Operation:
     if namespace in _LISTED and not is_admitted(func):
         raise WireError(f"operator {name} is not admitted: it is not in the list of what is known to be safe")
     check = CHECKS.get(base) if namespace in _LISTED else None
-    return operation_of(func if check is None else _guarded(func, check))
+    return operation_of(func, None if check is None else _checked(func, check))
 
 
 def kind_of(formal: Any) -> str:
@@ -102,14 +103,14 @@ def check_call(op: Operation, args: tuple[Any, ...], kwargs: tuple[tuple[str, An
             raise WireError(f"{op} is given no {kind} where it takes one")
 
 
-def _guarded(func: Any, check: Callable[[dict[str, Any]], None]) -> Any:
+def _checked(func: Any, check: Callable[[dict[str, Any]], None]) -> Any:
     """An operator that does what ``func`` does, behind a check of its arguments."""
     base = func._schema.name.partition("::")[2]
     if base not in _defined:
         for overload in func.overloadpacket.overloads():  # all at once: PyTorch looks only once which there are
             _define(getattr(func.overloadpacket, overload), check)
         _defined.add(base)
-    return getattr(getattr(getattr(torch.ops, _GUARDED), base), func._schema.overload_name or "default")
+    return getattr(getattr(getattr(torch.ops, _CHECKED), base), func._schema.overload_name or "default")
 
 
 def _define(func: Any, check: Callable[[dict[str, Any]], None]) -> None:
