@@ -553,7 +553,7 @@ def _generated(device: str) -> list[Any]:
 
 def test_operators_without_a_kernel_are_computed_on_the_host() -> None:
     cuda = torch.device("cuda", 0)
-    assert isinstance(operator_on(cuda, operator_named("aten.mkldnn_rnn_layer.default"), False), HostOperator)
+    assert isinstance(operator_on(cuda, operator_named("marid.lstm_layer.default"), False), HostOperator)
     assert isinstance(operator_on(cuda, operator_named("aten.histogram.bin_ct"), False), HostOperator)
     add = operator_named("aten.add.Tensor")
     assert operator_on(cuda, add, False) is add

@@ -3,7 +3,8 @@
 ``aten::mkldnn_rnn_layer`` looks at grad mode when it runs: with gradients it computes for training and returns a
 workspace for the backward pass, whose size only oneDNN knows. ``marid::lstm_layer`` has that as its argument ``keep``.
 The workspace it returns has one element, in front of memory that holds all of it; where only that one element arrives
-(because somebody copied it), the backward pass computes the workspace again.
+(because somebody copied it), or less than a layer of these sizes was seen to write, the backward pass computes the
+workspace again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = ["LSTM", "takes_onednn"]
 
 aten = torch.ops.aten
 LSTM = 2  # oneDNN's number for it
+_KNOWN = 4096  # layers of which it is remembered how long their workspace is
 
 Tensor = torch.Tensor
 
@@ -38,9 +40,21 @@ def _run_layer(tensors: Sequence[Tensor], reverse: bool, hidden_size: int, has_b
         )
 
 
+_workspace_bytes: dict[Any, int] = {}
+"""How long the workspace was, by types and sizes of a layer's tensors."""
+
+
+def _key(tensors: Sequence[Tensor]) -> Any:
+    return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+
+
 def _layer_on_cpu(*args: Any) -> Any:
     tensors, (reverse, hidden_size, has_biases, keep) = args[:7], args[7:]
     output, hy, cy, workspace = _run_layer(tensors, reverse, hidden_size[0], has_biases, keep)
+    if keep:
+        if len(_workspace_bytes) > _KNOWN:
+            _workspace_bytes.clear()
+        _workspace_bytes[_key(tensors)] = workspace.nbytes
     return output, hy, cy, aten.slice.Tensor(workspace, 0, 0, 1) if keep else None
 
 
@@ -63,7 +77,8 @@ def _layer_on_meta(*args: Any) -> Any:
 
 def _backward_on_cpu(*args: Any) -> Any:
     tensors, grads, workspace, (reverse, hidden_size, has_biases) = args[:7], args[7:13], args[13], args[14:]
-    if workspace.untyped_storage().nbytes() == workspace.nbytes:
+    held = workspace.untyped_storage().nbytes() - workspace.storage_offset() * workspace.itemsize
+    if held < _workspace_bytes.get(_key(tensors), held + 1):
         workspace = _run_layer(tensors, reverse, hidden_size[0], has_biases, True)[3]
     return aten.mkldnn_rnn_layer_backward.default(
         *tensors, *grads, reverse, LSTM, hidden_size[0], 1, has_biases, True, False, [], False, workspace

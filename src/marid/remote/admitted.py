@@ -134,7 +134,7 @@ KERNELS = set(
     "logical_or logical_or_ logical_xor logical_xor_ logit logit_ logit_backward logspace logsumexp lt lt_ "
     "masked_fill masked_fill_ masked_scatter masked_scatter_ masked_scatter_backward masked_select max "
     "max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d maximum mean median min minimum mish "
-    "mish_ mkldnn_rnn_layer_backward mm mode mse_loss mse_loss_backward mul mul_ multi_margin_loss "
+    "mish_ mm mode mse_loss mse_loss_backward mul mul_ multi_margin_loss "
     "multi_margin_loss_backward multilabel_margin_loss_backward multilabel_margin_loss_forward mv mvlgamma "
     "mvlgamma_ nan_to_num nan_to_num_ nanmedian nansum narrow_copy native_dropout_backward native_layer_norm ne ne_ "
     "neg neg_ new_empty new_empty_strided new_full new_ones new_zeros nextafter nextafter_ nll_loss2d_forward "

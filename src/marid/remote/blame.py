@@ -6,7 +6,7 @@ each operator of a program which one it comes to; so the third loss is known to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from marid.errors import WorkerLostError
 from marid.graph.node import fail
@@ -25,20 +25,21 @@ class Blame:
         self._doubtful: list[Work] = []
         self._losses = 0
 
-    @property
-    def is_careful(self) -> bool:
-        """Whether steps are to be sent one by one."""
-        self._doubtful = [step for step in self._doubtful if not step.answered]
-        if not self._doubtful:
-            self._losses = 0
+    def is_careful(self, waiting: Callable[[], list[Work]]) -> bool:
+        """Whether steps are to be sent one by one, given those that ``waiting`` returns: all that are to be done."""
+        if self._doubtful:
+            left = waiting()
+            self._doubtful = [step for step in self._doubtful if step in left]
+            if not self._doubtful:
+                self._losses = 0
         return bool(self._doubtful)
 
-    def lost(self, unanswered: Iterable[Work]) -> Work | None:
+    def lost(self, waiting: Callable[[], list[Work]], unanswered: Iterable[Work]) -> Work | None:
         """The worker was lost while these were to be done; the step that is to blame, if that is known now."""
         steps = [step for step in unanswered if step.blamable]
         if not steps:
             return None
-        if not self.is_careful:
+        if not self.is_careful(waiting):
             self._doubtful = steps
         self._losses += 1
         return steps[0] if self._losses >= LOSSES else None

@@ -116,10 +116,11 @@ class Delivery:
                 if streaming:
                     self.settle()
                 ready = self._ready(streaming)
-                if ready and self._blame.is_careful:
+                if ready and self._blame.is_careful(self.steps):
                     step = self._outbox[0]
                     self._send(1)
-                    self._await(step)
+                    if step.blamable:  # others may wait for what another device is still to be asked
+                        self._await(step)
                     continue
                 if ready:
                     self._send(ready)
@@ -213,7 +214,7 @@ class Delivery:
             self._asked.extend([(first + end, step) for end, step in message.ends])
             del self._outbox[: len(message.ends)]
 
-        self.link.send(message.requests, sent_as, self._see_to_sources, self._blame.is_careful)
+        self.link.send(message.requests, sent_as, self._see_to_sources, self._blame.is_careful(self.steps))
 
     def wait(self, step: Work) -> None:
         """Send what there is to do, and wait until ``step`` was done or refused. Raises what came before it raised."""
@@ -445,7 +446,7 @@ class Delivery:
             raise WorkerLostError(f"{_LOSSES} workers in a row were lost and had done nothing: {reason}")
         at = self.link.at
         unanswered = [(seq, step) for seq, step in self._asked if seq > self.link.applied]
-        culprit = self._blame.lost([step for _, step in unanswered])
+        culprit = self._blame.lost(self.steps, [step for _, step in unanswered])
         try:
             self._replace(reason)
         except BaseException:
