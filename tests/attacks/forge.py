@@ -243,20 +243,20 @@ def outside(found: Any) -> bool:
 
 def attack(name: str, calls: Calls, count: int, seed: int, memory: mmap.mmap) -> int:
     """Make ``count`` calls of an operator, each noted in ``memory`` before; how many were not refused."""
-    func = operator_named(name).func
+    op = operator_named(name)
     source = random.Random(f"{seed}{name}")
     torch.manual_seed(seed)
     forger = Forger(source)
-    known = calls.of(name, func, source)
+    known = calls.of(name, op.func, source)
     worked = 0
     for number in range(count):
         begin = known[number % len(known)]
-        call = begin if number < len(known) else forger.altered(func, begin)
+        call = begin if number < len(known) else forger.altered(op.func, begin)
         _note(memory, [worked, call])
         try:
             args = [forger.build(arg) for arg in call[0]]
             kwargs = {key: forger.build(arg) for key, arg in call[1].items()}
-            found = func(*args, **kwargs)
+            found = op.call(*args, **kwargs)
             parts = found if isinstance(found, (list, tuple)) else [found]
             if any(isinstance(part, torch.Tensor) and min(part.shape, default=0) < 0 for part in parts):
                 continue  # which no program takes, and no call gives

@@ -89,7 +89,7 @@ def test_the_guard_notices(guard: str) -> None:
 
 def test_no_operator_leaves_its_memory(guard: str) -> None:
     names = admitted()
-    found = attacked(guard, names, 8, int.from_bytes(os.urandom(3), "little"))
+    found = attacked(guard, names, 8, 0)
     assert set(found) == set(names)
     assert not crashed(found)
 
