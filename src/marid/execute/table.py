@@ -232,7 +232,13 @@ def _sample(dtype: torch.dtype) -> torch.Tensor:
 def _out_overload(op: Operation) -> str | None:
     """The overload of a pointwise operator that takes the same arguments and the place of its result."""
     func = op.func
-    if op.target is not func or torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags or op.mutates or op.view:
+    if (
+        op.target is not func
+        or torch.Tag.pointwise not in func.tags
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or op.mutates
+        or op.view
+    ):
         return None
     schema = func._schema
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":

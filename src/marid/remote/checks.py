@@ -243,6 +243,23 @@ def _nll_backward(of: Given) -> None:
     _within(known, 0, classes, "classes")
 
 
+def _margins_backward(of: Given) -> None:
+    """Of ``multi_margin_loss`` and ``multilabel_margin_loss``."""
+    grad, tensor, target = of["grad_output"], of["self"], of["target"]
+    _need(tensor.dim() <= 2 and tensor.numel() > 0 and 0 <= of["reduction"] <= 2, "scores")
+    rows, classes = (1, 1, *tensor.shape)[-2:]
+    _need(grad.numel() == (1 if of["reduction"] else rows), "a gradient")
+    _alike(tensor, grad, of.get("is_target"), of.get("weight"))
+    if "is_target" in of:
+        _shaped(target, tensor.shape, "classes")
+        _shaped(of["is_target"], tensor.shape, "classes")
+        _within(target, -1, classes, "classes")
+    else:
+        _need(target.numel() == rows, "classes")
+        _need(of["weight"] is None or of["weight"].numel() == classes, "weights")
+        _within(target, 0, classes, "classes")
+
+
 def _ctc(of: Given) -> None:
     scores, targets, blank = of["log_probs"], of["targets"], of["blank"]
     _need(scores.dim() == 3 and scores.numel() > 0 and targets.dim() in (1, 2), "scores")
@@ -464,8 +481,7 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "_embedding_bag_backward": _bags_backward,
     "lstm_layer": _lstm,
     "lstm_layer_backward": _lstm,
-    "_adaptive_avg_pool2d_backward": _pooled_average(2),
-    "_adaptive_avg_pool3d_backward": _pooled_average(3),
+    **{f"{name}_pool{n}d_backward": _pooled_average(n) for name in ("_adaptive_avg", "avg") for n in (2, 3)},
     "adaptive_max_pool2d_backward": _pooled_maximum(2),
     "adaptive_max_pool3d_backward": _pooled_maximum(3),
     "max_pool2d_with_indices_backward": _pooled_maximum(2),
@@ -486,6 +502,8 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "_log_softmax_backward_data": _softmax_backward,
     "nll_loss_backward": _nll_backward,
     "nll_loss2d_backward": _nll_backward,
+    "multi_margin_loss_backward": _margins_backward,
+    "multilabel_margin_loss_backward": _margins_backward,
     "_ctc_loss": _ctc,
     "_ctc_loss_backward": _ctc,
     "_embedding_bag": _bags,
