@@ -203,6 +203,8 @@ def _group_norm(of: Given) -> None:
     if "grad_out" in of:
         _shaped(of["grad_out"], tensor.shape, "a gradient")
         _alike(tensor, of["grad_out"])
+        way = torch._prims_common.suggest_memory_format(tensor)
+        _need(tensor.is_contiguous(memory_format=way) and of["grad_out"].is_contiguous(memory_format=way), "memory")
     _norm_types(of, tensor)
 
 
@@ -258,6 +260,27 @@ def _margins_backward(of: Given) -> None:
         _need(target.numel() == rows, "classes")
         _need(of["weight"] is None or of["weight"].numel() == classes, "weights")
         _within(target, 0, classes, "classes")
+
+
+def _segments(of: Given) -> None:
+    data, lengths, offsets = of["data"], of.get("lengths"), of.get("offsets")
+    axis = of.get("axis", 0)
+    ends = offsets if lengths is None else lengths
+    _need(ends is not None and 0 <= axis < data.dim() and ends.dim() == axis + 1, "segments")
+    _need(ends.shape[:-1] == data.shape[:axis] and ends.numel() > 0 and of.get("indices") is None, "segments")
+    size = data.shape[axis]
+    _within(ends, 0, size + 1, "segments")
+    if lengths is None:
+        _need(
+            bool((ends.diff() >= 0).all() and (ends[..., 0] == 0).all() and (ends[..., -1] == size).all()), "segments"
+        )
+    else:
+        _need(bool((ends.sum(-1) == size).all()), "segments")
+    if "grad" in of:
+        count = ends.shape[-1] - (lengths is None)
+        for one in (of["grad"], of["output"]):
+            _shaped(one, (*data.shape[:axis], count, *data.shape[axis + 1 :]), "a gradient")
+        _alike(data, of["grad"], of["output"])
 
 
 def _ctc(of: Given) -> None:
@@ -504,6 +527,8 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "nll_loss2d_backward": _nll_backward,
     "multi_margin_loss_backward": _margins_backward,
     "multilabel_margin_loss_backward": _margins_backward,
+    "segment_reduce": _segments,
+    "_segment_reduce_backward": _segments,
     "_ctc_loss": _ctc,
     "_ctc_loss_backward": _ctc,
     "_embedding_bag": _bags,
