@@ -229,6 +229,62 @@ def test_strides_that_mean_nothing_are_those_of_eager(layouts: list[tuple[tuple[
     assert strides(DEVICE) == strides("cpu")
 
 
+_CHANNELS_LAST = (
+    ((400, 1, 7, 7), (49, 1, 7, 1)),
+    ((90, 200, 1, 1), (200, 1, 200, 200)),
+    ((40, 30, 3, 3), (270, 1, 90, 30)),
+)
+
+
+def _foreach(device: str, layouts: Any) -> list[Any]:
+    """Operators of optimizers, on tensors that lie so, and a vector."""
+    xs, ys = ([torch.empty_strided(*layout, device=device).fill_(2) for layout in layouts] for _ in range(2))
+    xs, ys = [*xs, torch.ones(3, device=device)], [*ys, torch.ones(3, device=device)]
+    factors = [0.5 + index for index in range(len(xs))]
+    written = [x.clone() for x in xs]
+    torch._foreach_mul_(written, 0.5)
+    torch._foreach_add_(written, ys, alpha=0.1)
+    torch._foreach_lerp_(written, xs, 0.5)
+    torch._foreach_addcdiv_(written, xs, ys, factors)
+    torch._foreach_sqrt_(written)
+    return [
+        written,
+        torch._foreach_add(xs, ys, alpha=0.1),
+        torch._foreach_add(xs, 2),
+        torch._foreach_mul(xs, torch.ones((), device=device)),
+        torch._foreach_div(xs, factors),
+        torch._foreach_sqrt(xs),
+        torch._foreach_lerp(xs, ys, 0.5),
+        torch._foreach_addcdiv(xs, xs, ys, factors),
+        torch._foreach_addcmul(xs, xs, ys, 0.5),
+        torch._foreach_addcmul(xs, xs, ys, value=0.5),
+        torch._foreach_maximum(xs, ys),
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 3, 300], ids=["small", "large", "many"])
+def test_operators_for_lists_lay_each_result_out_as_the_operator_for_one(count: int) -> None:
+    """Strides of dimensions of size one too, which PyTorch's own stand-ins for these operators get wrong."""
+    small = (4, 1, 3, 3), (9, 1, 3, 1)
+    layouts = [small] if count == 1 else [*_CHANNELS_LAST, *[small] * (count - 3)]
+    on_both(lambda device: _foreach(device, layouts))
+    assert marid.stats().mispredictions == []
+    assert marid.stats().fallbacks == {}
+
+
+@pytest.mark.parametrize("shape", [(400, 1, 7, 7), (90, 200, 1, 1), (1, 300, 1, 60)])
+def test_layouts_with_sizes_of_one_are_the_same_small_and_large(shape: tuple[int, ...]) -> None:
+    """What a large call is judged by has strides that are equal where its own are."""
+
+    def results(device: str) -> list[Any]:
+        x = torch.randn(shape, device=device).contiguous(memory_format=torch.channels_last)
+        sums = x + x, x.sin(), x * 2, x.contiguous() + x, torch.where(x > 0, x, x)
+        return [x, *sums, *torch._foreach_neg([x, x.contiguous()]), *torch._foreach_ceil([x, x])]
+
+    on_both(results)
+    assert marid.stats().mispredictions == []
+
+
 def test_a_derivation_that_a_probe_contradicts_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that gets strides wrong is asked no more for that pattern; what is recorded is right."""
     asked = 0

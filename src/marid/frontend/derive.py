@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from marid.frontend import handles, infer
-from marid.frontend.rules import rules, same_as
+from marid.frontend.rules import for_each, rules, same_as
 from marid.frontend.smaller import Smaller, sizes_of
 from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.native import module
@@ -40,7 +40,7 @@ _ASK_FOR_MORE = {
 def deriver_of(recorder: Recorder) -> Derivation | None:
     """What derives the calls of an operator: given the recorder, key, arguments as recorded, and the values among them,
     it gives what is known of them, or None. Itself None where there is no such thing."""
-    rule = rules.get(recorder.func)
+    rule = rules.get(recorder.func) or for_each(recorder.func)
     if rule is not None:
         return Derivation(recorder, lambda args, kwargs: rule(*args, **dict(kwargs or ())))
     if module is None or recorder.func in _ASK_FOR_MORE:
@@ -121,11 +121,9 @@ class Derivation:
             return ran and seen == rule
         small = Smaller(self._sizes).call(args, kwargs, values)
         expected = self.rule(recorder, *small)
-        if expected is None:
-            ran, seen = infer.probe(request, rule, whole=True)
-        else:
-            rule = expected
-            ran, seen = infer.probe(_request(recorder, *small), expected)
+        if expected is not None:
+            rule, request = expected, _request(recorder, *small)
+        ran, seen = infer.probe(request, rule, whole=True)  # many small tensors are large together
         return ran and (seen is None or seen == rule)
 
 

@@ -73,9 +73,10 @@ def _is_size(argument: Any) -> bool:
 
 
 def _dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Dense strides in the memory order of ``stride``; dimensions of stride 0 stay expanded."""
+    """Dense strides in the memory order of ``stride``; dimensions of stride 0 stay expanded. One of size 1 that has the
+    stride of another one still has it: some kernels go by that."""
     result, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], shape[d] != 1, -d)):
         if stride[dim] != 0:
             result[dim] = step
             step *= max(shape[dim], 1)
