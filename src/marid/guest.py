@@ -182,6 +182,12 @@ CHANGES: list[Change] = [
         record.record_in_cpp,
     ),
     Change(
+        "c10::impl::getGlobalPyInterpreter(), detach",
+        "autograd asks it for each output that it saves, and it imports torch.distributed.tensor to look whether this "
+        "is one of its tensors; others are still its own",
+        record.detach_in_cpp,
+    ),
+    Change(
         "c10::GetCPUAllocator()",
         "runs are watched and planned; outside of them it is the allocator that was there",
         arena.install,

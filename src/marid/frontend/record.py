@@ -525,3 +525,12 @@ def record_in_cpp() -> Callable[[], None]:
     for found in _recorders.values():
         found.adopt()
     return lambda: cpp.record_calls(False)
+
+
+def detach_in_cpp() -> Callable[[], None]:
+    """Have the C++ half detach the device's tensors where autograd saves them. Returns what ends that."""
+    cpp = module
+    if cpp is None:
+        return lambda: None
+    cpp.detach_directly(True)
+    return lambda: cpp.detach_directly(False)

@@ -2,16 +2,23 @@
 //
 // Calls that are about our tensors alone go to `LazyTensor.__torch_dispatch__` without a detour: PyTorch's own way looks
 // first whether a tensor is one of torch.distributed, and imports that with the first call of a process. Autocast stays
-// as it is for them, since kernels of composite operators call operators on its lists, on the CPU too.
+// as it is for them, since kernels of composite operators call operators on its lists, on the CPU too. So does detaching
+// an output that autograd saves, which is no call but asked of the interpreter.
 #include "call.h"
 
+#include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreterHooks.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -137,6 +144,62 @@ void call_own(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   push_returned(op.schema(), stack, py::reinterpret_steal<py::object>(returned));
 }
 
+// Give a call to our own tensors if it is about them alone; false where it is not.
+bool call_if_own(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, torch::jit::Stack* stack) {
+  marid::InterpreterLock lock;
+  try {
+    if (!only_own(arguments)) return false;
+    call_own(op, stack);
+    return true;
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error own;
+    own.persist();
+    throw own;
+  } catch (python_error& error) {
+    error.persist();
+    throw;
+  }
+}
+
+// --- detaching -------------------------------------------------------------------------------------------------------
+
+using c10::impl::PyInterpreterVTable;
+using Detached = c10::intrusive_ptr<c10::TensorImpl>;
+
+// Where a virtual function is in the table of its class. The ABI of g++ and clang++ says so in a pointer to the function.
+template <typename Function>
+size_t place_of(Function function) {
+  std::uintptr_t place = 0;
+  std::memcpy(&place, &function, sizeof place);
+#if !defined(__aarch64__) && !defined(__arm__)
+  place--;  // what tells virtual functions from others; elsewhere that is in the second half
+#endif
+  return place / sizeof(void*);
+}
+
+// The interpreter's functions as PyTorch has them, with another one in the place of `detach`. Classes with these
+// functions differ between versions of PyTorch, and are known to none but itself; they hold no data.
+struct Replacement {
+  const void* const* functions;  // where objects with virtual functions have them
+  const PyInterpreterVTable* before = nullptr;
+  std::array<const void*, 128> table{};
+};
+
+Replacement replacement;
+
+Detached detach(const void*, const c10::TensorImpl* self) {
+  if (c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
+    static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
+    at::impl::MaybeSetTLSOnEntryGuard guard;
+    using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+    torch::jit::Stack stack;
+    stack.emplace_back(at::Tensor(Pointer::unsafe_reclaim_from_nonowning(const_cast<c10::TensorImpl*>(self))));
+    if (call_if_own(op, torch::jit::last(stack, 1), &stack)) return stack.back().toTensor().getIntrusivePtr();
+  }
+  return replacement.before->detach(self);
+}
+
 }  // namespace
 
 namespace marid {
@@ -163,22 +226,28 @@ void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
     op.redispatchBoxed(keys.remove(c10::DispatchKey::Python), stack);
     return;
   }
-  if (!under_mode) {
-    InterpreterLock lock;
-    try {
-      if (only_own(arguments)) return call_own(op, stack);
-    } catch (py::error_already_set& error) {
-      error.restore();
-      python_error own;
-      own.persist();
-      throw own;
-    } catch (python_error& error) {
-      error.persist();
-      throw;
-    }
-  }
+  if (!under_mode && call_if_own(op, arguments, stack)) return;
   c10::impl::ExcludeDispatchKeyGuard without(autocast);
   (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+}
+
+void detach_in_python(bool directly) {
+  c10::impl::PyInterpreter* interpreter = c10::impl::getGlobalPyInterpreter();
+  auto* ours = reinterpret_cast<const PyInterpreterVTable*>(&replacement);
+  if (directly && interpreter->vtable_ != ours) {
+    const size_t detaching = place_of(&PyInterpreterVTable::detach);
+    const size_t count = place_of(&PyInterpreterVTable::reset_backward_hooks) + 1;  // which is the last one
+    if (detaching >= count || count + 2 > replacement.table.size()) return;
+    constexpr size_t header = 2;  // what the class is, and where the object begins
+    const void* const* functions = *reinterpret_cast<const void* const* const*>(interpreter->vtable_);
+    std::copy(functions - header, functions + count, replacement.table.begin());
+    replacement.table[header + detaching] = reinterpret_cast<const void*>(&detach);
+    replacement.functions = replacement.table.data() + header;
+    replacement.before = interpreter->vtable_;
+    interpreter->vtable_ = ours;
+  } else if (!directly && interpreter->vtable_ == ours) {
+    interpreter->vtable_ = replacement.before;
+  }
 }
 
 }  // namespace marid

@@ -353,6 +353,12 @@ PyObject* record_calls(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
+// detach_directly(on): have what autograd saves detached without a detour, or as PyTorch does it again.
+PyObject* detach_directly(PyObject*, PyObject* on) {
+  marid::detach_in_python(on == Py_True);
+  Py_RETURN_NONE;
+}
+
 // use(recorders): find recorders in this dict, by identity of the operator.
 PyObject* use(PyObject*, PyObject* table) {
   Py_XSETREF(recorders, Py_NewRef(table));
@@ -379,6 +385,7 @@ PyObject* make_handles(PyObject*, PyObject* type) {
 PyMethodDef functions[] = {
     {"configure", marid::fast(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"record_calls", record_calls, METH_O, nullptr},
+    {"detach_directly", detach_directly, METH_O, nullptr},
     {"use", use, METH_O, nullptr},
     {"make_handles", make_handles, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

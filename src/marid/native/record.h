@@ -33,6 +33,9 @@ bool recorded(const Operator& op, torch::jit::Stack* stack);
 // Python: give it to Python, or to the kernel below. (dispatch.cpp)
 void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
+// Detach our own tensors without PyTorch's detour, or as PyTorch does it again. (dispatch.cpp)
+void detach_in_python(bool directly);
+
 // Whether autocast is on for the device, and not excluded. (autocast.cpp)
 bool is_autocasting();
 
