@@ -78,20 +78,55 @@ def _products(n: int, device: str) -> Any:
     return x @ w.t(), layers, torch.bmm(y, y.transpose(1, 2)), torch.addmm(b, x, w.t(), beta=0.5), y @ w.t()
 
 
+def _losses(n: int, device: str) -> Any:
+    x, y = torch.randn(n, 3, device=device, requires_grad=True), torch.rand(n, 3, device=device)
+    losses = F.mse_loss(x, y), F.smooth_l1_loss(x, y), F.huber_loss(x, y, reduction="sum")
+    more = F.binary_cross_entropy_with_logits(x, y), F.mse_loss(x, y, reduction="none")
+    return losses, more, [torch.autograd.grad(loss.sum(), x) for loss in (*losses, *more)]
+
+
+def _copies_and_spreads(n: int, device: str) -> Any:
+    x = torch.randn(n, 3, 4, device=device, requires_grad=True)
+    like = torch.ones_like(x), torch.full_like(x.transpose(0, 2), 2.0), torch.ones_like(x, dtype=torch.float64)
+    copies = x.expand(2, n, 3, 4).clone(), x[:, ::2].clone(), x.transpose(0, 1).contiguous()
+    spreads = x.std(), x.var((0, -1), keepdim=True), torch.std(x, 1, correction=0)
+    return like, copies, spreads, torch.autograd.grad(x[:, 1].sum() + x.select(-1, -1).sum(), x)
+
+
+def _trained_norm(n: int, device: str) -> Any:
+    shapes = (5, n, 3, 2), (5, n, 4), (5, n)
+    xs = [torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
+    w, b = (torch.randn(n, device=device, requires_grad=True) for _ in range(2))
+    made = [F.batch_norm(x, None, None, w, b, True) for x in xs]
+    images = xs[0].to(memory_format=torch.channels_last)
+    made.append(F.batch_norm(images, torch.zeros_like(w), torch.ones_like(w), w, None, False))
+    return made, torch.autograd.grad(sum(y.square().sum() for y in made), (*xs, w, b))  # pyright: ignore
+
+
 def _in_place(n: int, device: str) -> Any:
     x, y = torch.randn(n, 4, device=device), torch.randn(4, device=device)
     x.add_(y).mul_(2)
     x[:, 1:3].copy_(y[:2])
     torch.add(x, y, out=torch.empty(n, 4, device=device))
     torch._foreach_mul_([x, y], 2.0)
-    return x, y, x.masked_fill(x > 1, 0.0), torch.cat([x, x[:1]]), x.clone(), x.double()
+    x.div_(2.0), torch.ops.aten.add_.Scalar(x, 1), y.sub_(1)
+    return (
+        x,
+        y,
+        torch.ops.aten.mul.Scalar(x, 2.5),
+        x.masked_fill(x > 1, 0.0),
+        torch.cat([x, x[:1]]),
+        x.clone(),
+        x.double(),
+    )
 
 
 PROGRAMS = [_attention, _norm, _batch_norm, _embedding, _pointwise, _views, _reductions, _products, _in_place]
+PARTLY_INFERRED = [_losses, _copies_and_spreads, _trained_norm]
 
 
 @needs_module
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("program", [*PROGRAMS, *PARTLY_INFERRED], ids=lambda p: p.__name__)
 def test_new_sizes_give_what_eager_gives(program: Callable[[int, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, shapes, dtypes and strides, for sizes 1 and 0 too; and what is derived is what a probe says."""
     with derived.checked(monkeypatch) as found:

@@ -51,36 +51,38 @@ def test_the_first_operation_is_quick(first: str) -> None:
     assert float(seconds) < 0.2
 
 
+_FIRST_STEPS = {
+    "linear": "nn.Linear(8, 4).to(DEVICE)(x).square().mean()",
+    "mlp": "nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1), nn.ReLU()).to(DEVICE)(x).sum()",
+    "conv": "nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)).to(DEVICE)(image).mean()",
+    "classes": "F.cross_entropy(nn.Linear(8, 4).to(DEVICE)(x), torch.tensor([0, 1], device=DEVICE))",
+    "distance": "F.mse_loss(nn.Linear(8, 8).to(DEVICE)(x).tanh(), x)",
+    "logits": "F.binary_cross_entropy_with_logits(nn.Linear(8, 8).to(DEVICE)(x), torch.ones_like(x))",
+    "attention": "nn.MultiheadAttention(8, 2).to(DEVICE)(*[x.view(2, 1, 8)] * 3)[0].mean()",
+    "transformer": "nn.TransformerEncoderLayer(8, 2, 16).to(DEVICE)(x.view(2, 1, 8)).std()",
+    "words": "nn.Embedding(5, 4).to(DEVICE)(torch.tensor([1, 2], device=DEVICE)).softmax(-1).log().mean()",
+}
+
+
 @NEEDS_MODULE
-def test_convolutions_without_gradients_do_not_import_sympy() -> None:
+@pytest.mark.parametrize("step", _FIRST_STEPS)
+def test_a_first_step_imports_no_large_packages(step: str) -> None:
+    """Neither forward nor backward, nor what is read of them. Dynamo is for ``torch.compile``; PyTorch's optimizers ask
+    for it on the CPU too."""
     imported = _run(
-        """
+        f"""
         from torch import nn
+        from torch.nn import functional as F
         before = set(sys.modules)
-        layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)
-        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 3)).to(DEVICE).eval()
-        with torch.no_grad():
-            model(torch.randn(5, 1, 12, 12, device=DEVICE)).softmax(-1).argmax(-1).tolist()
-        print(*set(sys.modules) - before, sep="\\n")
-        """
-    )
-    assert [name for name in imported if name.split(".")[0] == "sympy"] == []
-
-
-@NEEDS_MODULE
-def test_a_step_without_an_optimizer_does_not_import_dynamo() -> None:
-    """Meta kernels may import sympy; Dynamo, and what it brings, is for ``torch.compile`` and optimizers."""
-    imported = _run(
-        """
-        before = set(sys.modules)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.GELU()).to(DEVICE)
-        loss = model(torch.randn(2, 4, device=DEVICE)).square().mean()
+        x, image = torch.randn(2, 8, device=DEVICE), torch.randn(2, 1, 8, 8).to(DEVICE)
+        loss = {_FIRST_STEPS[step]}
         loss.backward()
-        torch.std(loss.detach() * torch.ones(3, device=DEVICE)).item()
+        loss.item()
         print(*set(sys.modules) - before, sep="\\n")
         """
     )
-    assert [name for name in imported if name.startswith(("torch._dynamo", "torch.distributed"))] == []
+    large = "sympy", "torch.distributed", "torch._dynamo", "torch._inductor", "torch.fx.experimental"
+    assert [name for name in imported if name.startswith(large)] == []
 
 
 def test_dynamo_disables_what_it_would_have_disabled() -> None:

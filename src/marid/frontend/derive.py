@@ -49,11 +49,11 @@ def deriver_of(recorder: Recorder) -> Derivation | None:
     number = module.derives(func._schema.name, func._schema.overload_name)
     if number < 0:
         return None
+    mutates = recorder.op.mutates
     if translated is not None:
         return Derivation(
-            recorder, lambda args, kwargs: module.derive(number, *translated(*args, **dict(kwargs or ())), False)
+            recorder, lambda args, kwargs: module.derive(number, *translated(*args, **dict(kwargs or ())), mutates)
         )
-    mutates = recorder.op.mutates
     return Derivation(recorder, lambda args, kwargs: module.derive(number, args, kwargs, mutates))
 
 

@@ -22,16 +22,36 @@ aten = torch.ops.aten
 Rule = Callable[..., Any]
 rules: dict[Any, Rule] = {}
 
-same_as: dict[Any, tuple[Any, Callable[..., tuple[tuple[Any, ...], Any]]]] = {
-    aten.mean.default: (aten.mean.dim, lambda x, dtype=None: ((x, (), False), _named(dtype=dtype))),
-    aten.relu.default: (aten.clamp_min.default, lambda x: ((x, 0), None)),
-    aten.sum.default: (aten.sum.dim_IntList, lambda x, dtype=None: ((x, (), False), _named(dtype=dtype))),
-}
-"""Operators that return what another one does: that, and its positional and named arguments for a call."""
-
 
 def _named(**arguments: Any) -> tuple[tuple[str, Any], ...] | None:
     return tuple((name, value) for name, value in arguments.items() if value is not None) or None
+
+
+def _passed(*args: Any, **kwargs: Any) -> Any:
+    return args, _named(**kwargs)
+
+
+def _empty_like(x: Value, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> Any:
+    return (x,), _named(dtype=dtype, memory_format=memory_format)
+
+
+same_as: dict[Any, tuple[Any, Callable[..., tuple[tuple[Any, ...], Any]]]] = {
+    **{
+        getattr(aten, name).Scalar: (getattr(aten, name).Tensor, _passed)
+        for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
+    },
+    aten._safe_softmax.default: (
+        aten._softmax.default,
+        lambda x, dim, dtype=None: ((x, dim, False), _named(dtype=dtype)),
+    ),
+    aten.full_like.default: (aten.empty_like.default, lambda x, _value, **options: _empty_like(x, **options)),
+    aten.mean.default: (aten.mean.dim, lambda x, dtype=None: ((x, (), False), _named(dtype=dtype))),
+    aten.ones_like.default: (aten.empty_like.default, _empty_like),
+    aten.relu.default: (aten.clamp_min.default, lambda x: ((x, 0), None)),
+    aten.sum.default: (aten.sum.dim_IntList, lambda x, dtype=None: ((x, (), False), _named(dtype=dtype))),
+}
+"""Operators that return what another one does: that, and its positional and named arguments for a call. Their own
+kernels for tensors without data, where there are any, call others that are written in Python, and import sympy."""
 
 
 def rule(func: Any) -> Callable[[Rule], Rule]:
@@ -139,6 +159,20 @@ def _batch_norm(
     return [_dense(of.shape, of.dtype), saved, saved]
 
 
+@rule(aten.native_batch_norm_backward.default)
+def _batch_norm_backward(grad: Value, x: Value, weight: Value | None, *rest: Any) -> Any:
+    of, (*statistics, training, _, wanted) = _spec(x), rest
+    given = [value for value in (weight, *statistics) if value is not None]
+    if not _plain(grad, x, *given) or len(of.shape) < 2 or _spec(grad).shape != of.shape or not training:
+        return NotImplemented
+    if of.dtype not in (torch.float32, torch.float64) or not has_plain_rows(of.shape, of.stride):
+        return NotImplemented
+    if any(_spec(value).shape != of.shape[1:2] or not _spec(value).is_contiguous for value in given):
+        return NotImplemented
+    shapes = of.shape, of.shape[1:2], of.shape[1:2]
+    return [_dense(shape, of.dtype) if want else None for shape, want in zip(shapes, wanted, strict=True)]
+
+
 @rule(aten.native_layer_norm.default)
 def _layer_norm(x: Value, normalized: tuple[int, ...], weight: Value | None, bias: Value | None, *_: Any) -> Any:
     of = _spec(x)
@@ -191,6 +225,72 @@ def _embedding_backward(grad: Value, indices: Value, count: int, *_: Any) -> Any
     if not _plain(grad) or at.dtype is not torch.int64 or of.shape[:-1] != at.shape or count < 1:
         return NotImplemented
     return _dense((count, of.shape[-1]), of.dtype)
+
+
+_NOT_REDUCED = 0
+
+
+def _mean_or_sum(x: Value, target: Value, reduction: int = 1) -> Any:
+    if not _plain(x, target) or _spec(x).shape != _spec(target).shape or reduction == _NOT_REDUCED:
+        return NotImplemented
+    return _dense((), _spec(x).dtype)
+
+
+@rule(aten.mse_loss.default)
+def _mse_loss(x: Value, target: Value, reduction: int = 1) -> Any:
+    return _mean_or_sum(x, target, reduction)
+
+
+@rule(aten.smooth_l1_loss.default)
+@rule(aten.huber_loss.default)
+def _huber_loss(x: Value, target: Value, reduction: int = 1, *_: Any) -> Any:
+    return _mean_or_sum(x, target, reduction)
+
+
+@rule(aten.mse_loss_backward.default)
+@rule(aten.smooth_l1_loss_backward.default)
+@rule(aten.huber_loss_backward.default)
+def _loss_backward(grad: Value, x: Value, target: Value, *_: Any) -> Any:
+    of = _spec(x)
+    if not _plain(grad, x, target) or _spec(target).shape != of.shape or _spec(grad).shape not in ((), of.shape):
+        return NotImplemented
+    return _dense(of.shape, of.dtype) if all(_spec(value).is_contiguous for value in (x, target)) else NotImplemented
+
+
+@rule(aten.binary_cross_entropy_with_logits.default)
+def _logits_loss(x: Value, target: Value, weight: Any = None, weights: Any = None, reduction: int = 1) -> Any:
+    return NotImplemented if weight is not None or weights is not None else _mean_or_sum(x, target, reduction)
+
+
+@rule(aten._safe_softmax.default)
+def _safe_softmax(x: Value, dim: int, dtype: torch.dtype | None = None) -> Any:
+    of = _spec(x)
+    if dtype is not None or not _plain(x) or not of.is_contiguous or not -len(of.shape) <= dim < len(of.shape):
+        return NotImplemented
+    return _dense(of.shape, of.dtype)
+
+
+@rule(aten.select_backward.default)
+def _select_backward(grad: Value, sizes: tuple[int, ...], dim: int, index: int) -> Any:
+    of = _spec(grad)
+    if not of.numel or not -len(sizes) <= dim < len(sizes) or not -sizes[dim] <= index < sizes[dim]:
+        return NotImplemented
+    rest = [size for place, size in enumerate(sizes) if place != dim % len(sizes)]
+    return _dense(sizes, of.dtype) if tuple(rest) == of.shape else NotImplemented
+
+
+@rule(aten.std.correction)
+@rule(aten.var.correction)
+def _spread(x: Value, dims: tuple[int, ...] | None = None, *, keepdim: bool = False, **_: Any) -> Any:
+    of = _spec(x)
+    count = len(of.shape)
+    if not _plain(x) or any(not -count <= dim < count for dim in dims or ()):
+        return NotImplemented
+    over = {dim % count for dim in dims} if dims else set(range(count))
+    kept = [1 if dim in over else size for dim, size in enumerate(of.shape) if keepdim or dim not in over]
+    if len(over) != len(dims or over):
+        return NotImplemented
+    return _dense(kept, of.dtype)
 
 
 def attends(query: Spec, key: Spec, value: Spec) -> bool:
