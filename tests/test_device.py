@@ -415,6 +415,46 @@ def test_the_device_works_with_whatever_can_be_built(native: str, before: str, d
     assert done.stdout.split() == [devices, "True"]
 
 
+_VIEW_OF_A_LEAF = """
+import torch, marid
+from marid.errors import LazyTensorError
+x = torch.ones(4, device="remote_accelerator")
+v = x.view(2, 2).requires_grad_()
+w = v.view(4)
+
+def kind(write):
+    try:
+        write()
+    except RuntimeError as error:
+        return type(error).__name__
+    return "written"
+
+def in_place():
+    with torch.no_grad():
+        v.mul_(2)
+
+print(kind(lambda: x.add_(1)), kind(in_place), kind(lambda: x.__setitem__(0, 3.0)), kind(lambda: w.detach().zero_()))
+print(x.tolist(), w.requires_grad)
+del w
+print(kind(lambda: x.add_(1)), kind(in_place), (v * 2).sum().backward(), v.grad.tolist(), x.tolist())
+y = torch.ones(4, device="remote_accelerator", requires_grad=True)
+w = v.view(4)
+print(kind(lambda: x.mul_(y)), type(w.grad_fn).__name__)
+"""
+
+
+def test_writes_that_autograd_could_not_follow_without_a_compiler_are_refused() -> None:
+    """Under a view of a view that was made to require gradients; at the line of the write, by an error of ours."""
+    done = _python(_VIEW_OF_A_LEAF, MARID_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "LazyTensorError LazyTensorError LazyTensorError LazyTensorError",
+        "[1.0, 1.0, 1.0, 1.0] True",
+        "written written None [[2.0, 2.0], [2.0, 2.0]] [4.0, 4.0, 4.0, 4.0]",
+        "written ViewBackward0",
+    ]
+
+
 def test_the_number_of_devices_is_a_setting() -> None:
     """``MARID_DEVICES``; a bad value is refused at import, naming the variable."""
     code = "import torch, marid; print(torch.remote_accelerator.device_count())"

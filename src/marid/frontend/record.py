@@ -26,6 +26,7 @@ from marid.frontend.derive import deriver_of
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, download, overflow
 from marid.frontend.observe import observer
+from marid.frontend.replayed import note_views, refuse_write
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
 from marid.graph.operators import operation_of, written_arguments
 from marid.graph.tape import Tape
@@ -238,6 +239,8 @@ class Recorder:
     ) -> Any:
         """Add a node for a call to the tape, with the user's line at or outside ``frame``; handles for its results."""
         tape, scope = known.tape, current_scope()
+        if handles.library is None and known.writes:
+            refuse_write(tensors, known.writes)
         node = Node(
             next(tape.sequence),
             self.op,
@@ -258,6 +261,8 @@ class Recorder:
                 base = tensors[known.view_of]
                 node.root, storage = root_of(base._value), storage_of(base)
             returned = new_handle(node, known.spec, storage)
+        if handles.library is None and self.op.view:
+            note_views(tensors[0], returned)
         if self.bumps:
             torch.autograd.graph.increment_version([tensors[index] for index in known.writes])
         tape.append(node, known.cost)
