@@ -14,6 +14,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/api/include/torch/version.h>
 
 #include <algorithm>
 #include <array>
@@ -232,6 +233,7 @@ void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
 }
 
 void detach_in_python(bool directly) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 13  // later ones may have more functions behind the last
   c10::impl::PyInterpreter* interpreter = c10::impl::getGlobalPyInterpreter();
   auto* ours = reinterpret_cast<const PyInterpreterVTable*>(&replacement);
   if (directly && interpreter->vtable_ != ours) {
@@ -248,6 +250,7 @@ void detach_in_python(bool directly) {
   } else if (!directly && interpreter->vtable_ == ours) {
     interpreter->vtable_ = replacement.before;
   }
+#endif
 }
 
 }  // namespace marid
