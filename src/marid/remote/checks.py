@@ -263,9 +263,8 @@ def _margins_backward(of: Given) -> None:
 
 
 def _segments(of: Given) -> None:
-    data, lengths, offsets = of["data"], of.get("lengths"), of.get("offsets")
-    axis = of.get("axis", 0)
-    ends = offsets if lengths is None else lengths
+    data, lengths, axis = of["data"], of["lengths"], of["axis"]
+    ends = of["offsets"] if lengths is None else lengths
     _need(ends is not None and 0 <= axis < data.dim() and ends.dim() == axis + 1, "segments")
     _need(ends.shape[:-1] == data.shape[:axis] and ends.numel() > 0 and of.get("indices") is None, "segments")
     size = data.shape[axis]
