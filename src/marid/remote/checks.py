@@ -264,8 +264,10 @@ def _margins_backward(of: Given) -> None:
 
 def _segments(of: Given) -> None:
     data, lengths, axis = of["data"], of["lengths"], of["axis"]
-    ends = of["offsets"] if lengths is None else lengths
-    _need(ends is not None and 0 <= axis < data.dim() and ends.dim() == axis + 1, "segments")
+    given: list[torch.Tensor] = [one for one in (lengths, of["offsets"]) if one is not None]
+    _need(bool(given), "segments")
+    ends = given[0]
+    _need(0 <= axis < data.dim() and ends.dim() == axis + 1, "segments")
     _need(ends.shape[:-1] == data.shape[:axis] and ends.numel() > 0 and of.get("indices") is None, "segments")
     size = data.shape[axis]
     _within(ends, 0, size + 1, "segments")
