@@ -109,7 +109,8 @@ def _register(lists: Mapping[str, Sequence[str]]) -> None:
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.append(fallthrough)
-    existing = {policy: [name for name in names if _operator(name) is not None] for policy, names in lists.items()}
+    exists = torch._C._dispatch_has_kernel
+    existing = {policy: [name for name in names if exists(f"aten::{name}")] for policy, names in lists.items()}
     _listed.clear()
     _listed.update(f"aten::{name}" for names in existing.values() for name in names)
     _known.clear()

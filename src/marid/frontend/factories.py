@@ -95,9 +95,9 @@ def _recording(func: Any) -> Any:
 
 def _partly_composite() -> list[str]:
     """Operators with a CPU kernel and a decomposition: without a kernel of its own the device would get the latter."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    return [name for name in names if has_kernel(name, "CompositeImplicitAutograd") and has_kernel(name, "CPU")]
+    with_kernel = torch._C._dispatch_get_registrations_for_dispatch_key
+    names = set(with_kernel("CompositeImplicitAutograd")) & set(with_kernel("CPU"))
+    return sorted(name for name in names if name.startswith("aten::"))
 
 
 def _operator(name: str) -> Any:
