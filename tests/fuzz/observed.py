@@ -159,7 +159,7 @@ def _how_much(a: Any, b: Any) -> str:
     return f"largest difference {(a - b).abs().max().item():.3g}, values up to {a.abs().max().item():.3g}"
 
 
-_TENSOR_TYPE = re.compile(r"torch\.(\w+)Tensor|remote_accelerator(\w+)Type")
+_TENSOR_TYPE = re.compile(r"torch\.\w+Tensor|(?:CPU|remote_accelerator)\w+Type")
 
 
 def _error(error: Exception | None) -> str:
