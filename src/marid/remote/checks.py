@@ -226,6 +226,11 @@ def _softmax_backward(of: Given) -> None:
     _dimension(of["dim"], output.dim())
 
 
+def _gelu_backward(of: Given) -> None:
+    """oneDNN's kernel goes by the shape of the result."""
+    _shaped(of["grad_output"], of["self"].shape, "a gradient")
+
+
 def _noisy(of: Given) -> None:
     noise = of["noise"]
     _shaped(noise, of["self"].shape, "noise")
@@ -523,6 +528,7 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "_weight_norm_interface": _weight_norm,
     "_weight_norm_interface_backward": _weight_norm,
     "_softmax_backward_data": _softmax_backward,
+    "gelu_backward": _gelu_backward,
     "_log_softmax_backward_data": _softmax_backward,
     "nll_loss_backward": _nll_backward,
     "nll_loss2d_backward": _nll_backward,
