@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import marid
+from marid.native import module
 from tests.helpers import DEVICE
 
 Tensors = list[torch.Tensor]
@@ -21,8 +25,8 @@ def _gradients(work: Callable[[str], Tensors], device: str) -> list[tuple[torch.
     return [(gradient.cpu(), gradient.stride()) for leaf in found if (gradient := leaf.grad) is not None]
 
 
-def _compare(work: Callable[[str], Tensors]) -> None:
-    expected, found = _gradients(work, "cpu"), _gradients(work, DEVICE)
+def _compare(work: Callable[[str], Tensors], recorded: bool = False) -> None:
+    expected, found = _gradients(work, "cpu"), _gradients(marid.compile(work) if recorded else work, DEVICE)
     assert expected
     assert [stride for _, stride in found] == [stride for _, stride in expected]
     for (a, _), (b, _) in zip(found, expected, strict=True):
@@ -95,3 +99,22 @@ def test_random_graphs(part: int) -> None:
     """Leaves with dimensions of one element and odd strides there, used several times."""
     for seed in range(part * 60, (part + 1) * 60):
         _compare(_random_graph(seed))
+
+
+@pytest.mark.skipif(module is None, reason="needs the C++ half")
+def test_sums_in_recordings() -> None:
+    """A function is recorded under a dispatch mode, where autograd would add another way; not under that of Marid."""
+    for seed in range(30):
+        _compare(_random_graph(seed), recorded=True)
+
+
+def test_sums_under_a_mode_of_the_users() -> None:
+    """Autograd makes a new tensor for each, on the CPU too."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    for seed in range(30):
+        with Mode():
+            _compare(_random_graph(seed))

@@ -903,3 +903,23 @@ def test_modules_of_marids_own_package_hold_parameters_too() -> None:
     # A model that comes with the package, as those of ``marid bench`` do.
     kind = type("Scaled", (torch.nn.Linear,), {"__module__": "marid.models"})
     _compare(lambda device: kind(8, 3).to(device), replays=4)
+
+
+def test_autocast_reaches_into_what_is_composed() -> None:
+    """Of operators on its lists, below autograd: a replay computes what the function did by itself."""
+
+    def make(device: str) -> Any:
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to(device).eval()
+        turn = torch.eye(2, 3).to(device)
+
+        def step(x: torch.Tensor) -> Any:
+            with torch.autocast(device, torch.bfloat16):
+                grid = F.affine_grid(turn.expand(5, 2, 3), [5, 1, 4, 2], align_corners=False)
+                shown = F.grid_sample(x.view(5, 1, 4, 2), grid, align_corners=False)
+                with torch.no_grad():
+                    encoded = layer(x.view(5, 1, 8))
+            return grid, shown, encoded, shown.sum()
+
+        return step
+
+    assert _compare(make).stats().replays > 0

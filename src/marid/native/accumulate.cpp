@@ -13,6 +13,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
@@ -41,11 +42,11 @@ bool is_called_by_engine() {
   return code.get() == entering();
 }
 
-// Whether nobody but autograd's buffer has a tensor that is an argument on a stack, nor another that lies in its memory.
-// Python may know the tensor, and not keep it.
-bool is_unshared(const at::Tensor& tensor) {
+// Whether nobody but autograd's buffer has a tensor that is an argument on so many stacks, nor another that lies in its
+// memory. Python may know the tensor, and not keep it.
+bool is_unshared(const at::Tensor& tensor, size_t stacks) {
   const auto& slot = *tensor.unsafeGetTensorImpl()->pyobj_slot();
-  size_t others = tensor.use_count() - 2;
+  size_t others = tensor.use_count() - 1 - stacks;
   if constexpr (requires { slot.load_pyobj(); }) {  // from PyTorch 2.13 on a tensor counts its Python object
     PyObject* known = slot.load_pyobj();
     if (known != nullptr && others == 1 && Py_REFCNT(known) == 1) others = 0;
@@ -67,8 +68,10 @@ bool adds_up_gradients(const torch::jit::Stack& stack) {
   if (at::ROCmBackwardPassGuard::is_backward_pass()) return false;
   const at::Tensor& first = torch::jit::peek(stack, 0, 3).toTensor();
   if (!first.is_non_overlapping_and_dense()) return false;
+  auto modes = c10::impl::TorchDispatchModeTLS::stack_len();
+  if (modes > (is_watched() ? 1 : 0)) return false;  // under a mode of the user's own it never adds in place
   InterpreterLock lock;
-  return is_called_by_engine() && is_unshared(first);
+  return is_called_by_engine() && is_unshared(first, 1 + modes);  // with modes PyTorch boxes the call twice
 }
 
 void add_up(const at::Tensor& first, const at::Tensor& second, torch::jit::Stack* stack) {

@@ -2,8 +2,9 @@
 //
 // Calls that are about our tensors alone go to `LazyTensor.__torch_dispatch__` without a detour: PyTorch's own way looks
 // first whether a tensor is one of torch.distributed, and imports that with the first call of a process. Autocast stays
-// as it is for them, since kernels of composite operators call operators on its lists, on the CPU too. So does detaching
-// an output that autograd saves, which is no call but asked of the interpreter.
+// as it is for them, since kernels of composite operators call operators on its lists, on the CPU too, and under a mode
+// of our own that only watches (PyTorch switches it off in modes). Detaching an output that autograd saves, which is no
+// call but asked of the interpreter, takes no detour either.
 #include "call.h"
 
 #include <ATen/core/PythonFallbackKernel.h>
@@ -209,9 +210,10 @@ void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   constexpr c10::DispatchKeySet below = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
       (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
        c10::DispatchKeySet(c10::DispatchKey::Python));
-  constexpr c10::DispatchKeySet autocast(c10::DispatchKey::AutocastPrivateUse1);
+  constexpr c10::DispatchKeySet autocast = c10::autocast_dispatch_keyset;
   c10::impl::ExcludeDispatchKeyGuard guard(below - autocast);
-  bool under_mode = c10::impl::TorchDispatchModeTLS::stack_len() > 0;
+  auto modes = c10::impl::TorchDispatchModeTLS::stack_len();
+  bool under_mode = modes > 0;
   bool in_python = under_mode, known_to_python = under_mode;
   auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   each_tensor(arguments, [&](const at::Tensor& tensor) {
@@ -228,7 +230,8 @@ void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
     return;
   }
   if (!under_mode && call_if_own(op, arguments, stack)) return;
-  c10::impl::ExcludeDispatchKeyGuard without(autocast);
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> without;
+  if (modes != 1 || !is_watched()) without.emplace(autocast);
   (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
 }
 

@@ -39,6 +39,9 @@ void detach_in_python(bool directly);
 // Whether autocast is on for the device, and not excluded. (autocast.cpp)
 bool is_autocasting();
 
+// Whether there is a dispatch mode of ours on this thread that changes nothing of what a call does. (autocast.cpp)
+bool is_watched();
+
 // Give each of PyTorch's operators on tensors a kernel that records; keywords in `not_recorded` are left to Python.
 void register_kernels(PyObject* not_recorded);
 void unregister_kernels();

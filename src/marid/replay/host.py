@@ -17,8 +17,9 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from marid.frontend import handles
+from marid.frontend import autocast, handles
 from marid.graph.operators import written_arguments
+from marid.native import module
 from marid.replay.counters import CounterLog, is_of_an_optimizer
 from marid.semantics.scopes import current_site
 
@@ -51,10 +52,14 @@ class HostWatch(TorchDispatchMode):
                 for name in _READS:
                     setattr(torch.Tensor, name, _watched(name))
             _watching[threading.get_ident()] = self
+        if module is not None:
+            module.watch(True)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        if module is not None:
+            module.watch(False)
         with _lock:
             del _watching[threading.get_ident()]
             if not _watching:
@@ -84,6 +89,8 @@ class HostWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if module is None and autocast.may_call_listed(func) and autocast.calls_listed(func, args, kwargs):
+            self.refuse(f"without the C++ half autocast may not reach into {func.name()}")
         returned = func(*args, **kwargs)
         if self._paused:
             return returned
