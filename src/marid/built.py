@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -44,32 +45,34 @@ def library_path() -> Path:
 
 
 def build(path: Path) -> None:
-    """Compile the library. Raises ``OSError`` without a compiler, ``CalledProcessError`` where that fails."""
+    """Compile the library, or wait for the process that does. Raises ``OSError`` without a compiler,
+    ``CalledProcessError`` where that fails."""
+    from filelock import FileLock  # not where the library is there: PyTorch's import would load it too
+
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler (g++ or clang++) was found")
     root = Path(torch.__file__).parent
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Built under a private name and moved into place, so that processes starting together never see half a file.
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    # Built under a private name and moved into place: who does not wait never sees half a file.
+    with FileLock(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        if path.exists():
+            return
         built = Path(scratch) / "native.so"
         options = [*_OPTIONS, f"-I{root / 'include'}", f"-I{_PYTHON}"]
         if torch.backends.openmp.is_available() and "clang" not in Path(compiler).name:
             options.append("-fopenmp")  # for products; not for the linker: PyTorch brings a library of its own
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
-        compiling = [
-            (command := [compiler, *options, "-c", str(source), "-o", made], _started(command))
-            for source, made in zip(_SOURCES, objects, strict=True)
+        commands = [
+            [compiler, *options, "-c", str(source), "-o", made] for source, made in zip(_SOURCES, objects, strict=True)
         ]
-        for command, process in compiling:
-            _, errors = process.communicate()
-            if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each takes most of a gigabyte
+            list(pool.map(_run, commands))
         libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
         command = [compiler, "-shared", *objects, "-o", str(built), *libraries]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        _run(command)
         built.replace(path)
 
 
-def _started(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
