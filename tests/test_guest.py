@@ -93,7 +93,7 @@ def work(device):
     return model.weight, len(optimizer._optimizer_step_post_hooks)
 """
 # Caches that PyTorch fills as it goes.
-_CACHES = ("_cache", "_dir", "_all_leaf", "_seen", "_impls", "_registry_lock")
+_CACHES = ("_cache", "_builtin_table", "_dir", "_all_leaf", "_seen", "_impls", "_registry_lock")
 
 
 def _changed(names: list[str]) -> list[str]:
@@ -148,33 +148,41 @@ def test_a_forgotten_change_would_be_seen() -> None:
     ) == ["True True"]
 
 
-def test_the_import_changes_nothing() -> None:
-    """Nothing that PyTorch's modules and classes had is another object; and few files of Marid's are there."""
-    [*changed, count, imported] = _lines(
+_LIGHT = {"marid", "marid.registration", "marid.built", "marid.settings", "marid.uninterrupted"}
+
+
+_AUTOLOADED = "import os, marid_autoload; os.environ['MARID_AUTOLOAD'] = '1'; marid_autoload.autoload()"
+
+
+@pytest.mark.parametrize(("how", "count"), [("import marid", 200), (_AUTOLOADED, 30)])
+def test_the_import_changes_nothing(how: str, count: int) -> None:
+    """Nothing that PyTorch's modules and classes had is another object. Large packages are not imported; and where it
+    is PyTorch that imports Marid, few files are."""
+    [*changed, imported] = _lines(
         _SNAPSHOT
         + textwrap.dedent(
-            """
+            f"""
             work("cpu")
             before, around, modules = settled(), process(), set(sys.modules)
-            import marid
+            {how}
             assert process() == around
             print(*differences(before, snapshot()), sep="\\n")
-            print(len(set(sys.modules) - modules))
-            print(*[name for name in set(sys.modules) - modules if name.startswith("marid")])
+            print(*set(sys.modules) - modules)
             """
         )
     )
     renamed = ("DeviceType", "ProfilerActivity")  # PyTorch's enumerations, by its own `rename_privateuse1_backend`
     changed = [name for name in _changed(changed) if name and not any(part in renamed for part in name.split("."))]
     assert changed == ["torch.serialization._package_registry"]
-    assert int(count) < 30
-    assert set(imported.split()) <= {
-        "marid",
-        "marid.registration",
-        "marid.built",
-        "marid.settings",
-        "marid.uninterrupted",
+    modules = set(imported.split())
+    assert len(modules) < count
+    assert not {name.partition(".")[0] for name in modules} & {"sympy", "networkx", "rich", "zmq"}
+    assert {name for name in modules if name.startswith("torch.")} <= {
+        "torch.remote_accelerator",
+        "torch.utils._device",
     }
+    if "autoload" in how:
+        assert {name for name in modules if name.startswith("marid")} - {"marid_autoload"} < _LIGHT
 
 
 @pytest.mark.parametrize(
@@ -267,19 +275,31 @@ def test_parameters_stay_the_same_objects_in_the_first_move() -> None:
     ) == ["True True True", "{'LazyTensor'} True", "True {True}"]
 
 
-def test_a_module_without_shapes_as_the_first_to_move() -> None:
-    """It says that it must be moved again, and then works."""
+@pytest.mark.parametrize("move", ["to(DEVICE)", "to(DEVICE, torch.float64)", "to(DEVICE).to('cpu').to(DEVICE)"])
+def test_modules_without_shapes_as_the_first_to_move(move: str) -> None:
+    """Inside of others, with buffers: parameters stay the same objects."""
     assert _lines(
-        """
+        f"""
         import torch, marid
-        model = torch.nn.LazyLinear(2)
-        try:
-            model.to(DEVICE)
-        except RuntimeError as error:
-            print("again" in str(error))
-        print(model.to(DEVICE)(torch.ones(1, 3, device=DEVICE)).shape)
+        from torch import nn
+        lazy = nn.LazyLinear(2)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(lazy, nn.LazyBatchNorm1d()), nn.LazyLinear(2))
+        weights = list(model.parameters())
+        model.{move}
+        print(all(a is b for a, b in zip(weights, model.parameters())), {{str(p.device) for p in weights}})
+        print({{str(b.device) for b in model.buffers()}}, {{str(p.dtype) for p in weights}})
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for p in model[0].parameters(): p.fill_(1.0)
+        out = model(torch.ones(5, 4, device=DEVICE, dtype=weights[0].dtype))
+        out.sum().backward()
+        print(out.shape, all(a is b for a, b in zip(weights, model.parameters())), lazy.weight.grad.shape)
         """
-    ) == ["True", "torch.Size([1, 2])"]
+    ) == [
+        "True {'remote_accelerator:0'}",
+        f"{{'remote_accelerator:0'}} {{'torch.float{64 if '64' in move else 32}'}}",
+        "torch.Size([5, 2]) True torch.Size([2, 3])",
+    ]
 
 
 def test_unpickling_is_a_first_use() -> None:
@@ -367,18 +387,22 @@ def installed(tmp_path: Path) -> str:
     ],
 )
 def test_pytorch_knows_the_device_without_an_import(installed: str, switches: dict[str, str], known: str) -> None:
-    """Unless that is switched off; the rest is loaded with the first tensor."""
-    lines = _lines(
-        """
-        import sys, torch
-        print(hasattr(torch, DEVICE), "marid" in sys.modules, "marid.frontend" in sys.modules)
-        if not hasattr(torch, DEVICE): import marid
-        print((torch.ones(2, device=DEVICE) + 1).tolist())
-        """,
-        PYTHONPATH=installed,
-        **switches,
-    )
-    assert lines == [f"{known} {known} False", "[2.0, 2.0]"]
+    """Unless that is switched off; the rest is loaded with the first tensor, or by an import."""
+    for first in ("torch.ones(2, device=DEVICE)", "exec('import marid') or marid.LazyTensor"):
+        lines = _lines(
+            f"""
+            import sys, torch
+            print(hasattr(torch, DEVICE), "marid" in sys.modules, "marid.frontend" in sys.modules)
+            if not hasattr(torch, DEVICE): import marid
+            {first}
+            print("marid.frontend" in sys.modules, (torch.ones(2, device=DEVICE) + 1).tolist())
+            import marid
+            print(marid.stats().fallbacks, marid.graph is marid.api.graph, marid.settings.devices > 0)
+            """,
+            PYTHONPATH=installed,
+            **switches,
+        )
+        assert lines == [f"{known} False False", "True [2.0, 2.0]", "{} True True"]
 
 
 # --- forks -----------------------------------------------------------------------------------------------------------

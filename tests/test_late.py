@@ -16,7 +16,7 @@ NEEDS_MODULE = pytest.mark.skipif(native.module is None, reason="needs the C++ h
 
 def _run(script: str, *args: object) -> list[str]:
     """The lines that a script prints in a process of its own."""
-    source = "import sys, torch, marid\ntorch.remote_accelerator.init()  # what the first use loads is there\n"
+    source = "import sys, torch, marid\n"
     source += f"DEVICE = {DEVICE!r}\n" + textwrap.dedent(script)
     done = subprocess.run(
         [sys.executable, "-c", source, *map(str, args)], capture_output=True, text=True, timeout=300, check=False
@@ -38,7 +38,7 @@ def _run(script: str, *args: object) -> list[str]:
     ],
 )
 def test_the_first_operation_is_quick(first: str) -> None:
-    """It imports nothing, so it takes milliseconds; the bound is for loaded machines."""
+    """It imports nothing, so it takes milliseconds (below 20 on a quiet machine); the bound is for loaded ones."""
     seconds, *imported = _run(
         f"""
         import time
@@ -89,20 +89,22 @@ def test_dynamo_disables_what_it_would_have_disabled() -> None:
     """Once it is imported, PyTorch's reference implementations ask it again."""
     values = _run(
         """
-        from marid.frontend import late
-
-        def kept():
-            return [f.__dynamo_disable for f in late._disabling() if hasattr(f, "__dynamo_disable")]
+        def disabled():
+            function, found = torch._refs.where, False
+            while function is not None:
+                found |= hasattr(function, "__dynamo_disable")
+                function = getattr(function, "__wrapped__", None)
+            return found
 
         x = torch.randn(4, 4, device=DEVICE)
-        print(len(kept()) > 100)
+        torch._refs.where(torch.ones(2, device="meta") > 0, 1.0, 2.0)
+        print(disabled(), "torch._dynamo" in sys.modules)
         import torch._dynamo
-        print(len(kept()))
-        torch._refs.where(torch.ones(2) > 0, 1.0, 2.0)
-        print(all(hasattr(f, "_torchdynamo_disable") for f in kept()), len(kept()) > 0)
+        torch._refs.where(torch.ones(2, device="meta") > 0, 1.0, 2.0)
+        print(disabled(), hasattr(torch._compile, "getattr"))
         """
     )
-    assert values == ["True", "0", "True True"]
+    assert values == ["False False", "True False"]
 
 
 _INTERRUPTED = """
@@ -146,6 +148,7 @@ def test_ctrl_c_in_the_first_operations(seed: int) -> None:
 _IN_THE_IMPORT = """
 import importlib, random, signal
 
+torch.remote_accelerator.init()
 choose, name, interrupted = random.Random(0), sys.argv[1], 0
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 while name not in sys.modules:

@@ -1,21 +1,20 @@
 """Marid: a lazy tensor engine for PyTorch.
 
 Importing it gives PyTorch the device ``remote_accelerator``: operations on it are recorded, and run as one program when
-a value is read. That is all it does: the rest is loaded when the device, or one of the names below, is first used.
+a value is read. Nothing else of PyTorch or of the process changes before the device is first used (``guest.py``).
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-import types
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+import gc
+from typing import Any
 
-from marid import registration as _registration
-from marid.uninterrupted import Uninterrupted
+from marid import registration
 
-if TYPE_CHECKING:
+registration.register()
+_collects = gc.isenabled()
+gc.disable()  # or it looks through all that PyTorch has loaded because these files make so many objects
+try:
     from marid import errors
     from marid.api import epoch, explain, graph, mark, materialize, reset_stats, stats
     from marid.frontend.capture import capture
@@ -34,49 +33,10 @@ if TYPE_CHECKING:
     from marid.semantics.metadata import SemanticMetadata
     from marid.semantics.scopes import phase
     from marid.settings import Settings, settings
-
-_WHERE = {
-    **dict.fromkeys(("epoch", "explain", "graph", "mark", "materialize", "reset_stats", "stats"), "api"),
-    "capture": "frontend.capture",
-    "no_sync": "frontend.materialize",
-    "LazyTensor": "frontend.tensor",
-    "LazyTuple": "frontend.tuples",
-    "load_file": "frontend.weights",
-    "ComputationGraph": "graph.computation",
-    "uninstall": "guest",
-    "register_pass": "optimize.passes.registry",
-    "unregister_pass": "optimize.passes.registry",
-    "mark_dynamic": "replay.dynamic",
-    "compile": "replay.function",
-    "Explanation": "report.explain",
-    "FunctionStats": "report.stats",
-    "Stats": "report.stats",
-    "RemoteStats": "report.traffic",
-    "budget": "report.traffic",
-    "SemanticMetadata": "semantics.metadata",
-    "phase": "semantics.scopes",
-    "Settings": "settings",
-    "settings": "settings",
-}
-
-
-class _Package(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name not in _WHERE and (name.startswith("_") or find_spec(f"marid.{name}") is None):
-            raise AttributeError(f"module 'marid' has no attribute {name!r}")
-        with Uninterrupted():  # a package of which half was imported cannot be imported again
-            found: Any = importlib.import_module(f"marid.{_WHERE.get(name, name)}")
-        if name in _WHERE:
-            found = self.__dict__[name] = getattr(found, name)
-        return found
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Python makes a subpackage an attribute when it is imported: `graph` and `settings` are something else here.
-        if name not in _WHERE or not isinstance(value, types.ModuleType):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+finally:
+    if _collects:
+        gc.enable()
+        gc.collect(1)  # of these alone, and not in the middle of the first operation
 
 
 def connect(*args: Any, **kwargs: Any) -> None:
@@ -143,7 +103,3 @@ __all__ = [
     "uninstall",
     "unregister_pass",
 ]
-
-sys.modules[__name__].__class__ = _Package
-sys.modules[__name__].__dict__.pop("settings", None)  # the submodule, which registration has imported
-_registration.register()

@@ -139,11 +139,6 @@ def _collate() -> Undo:
     return lambda: default_collate_fn_map.pop(LazyTensor, None) and None
 
 
-def _spare_dynamo() -> Undo:
-    late.spare_dynamo()
-    return lambda: late.require_dynamo(for_good=False)
-
-
 def _change_dynamo() -> Undo:
     replacements = {
         "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__": dynamo.skipping,
@@ -253,9 +248,10 @@ CHANGES: list[Change] = [
     ),
     Change("sys.meta_path", "Ctrl-C leaves no package half imported", late.find_whole),
     Change(
-        "the attribute __dynamo_disable of functions in torch._refs, torch._decomp and the like",
-        "meta kernels can be called without importing Dynamo; until that is imported",
-        _spare_dynamo,
+        "torch._compile.getattr",
+        "a name that hides the builtin function there: meta kernels can be called without importing Dynamo, until that "
+        "is imported",
+        late.spare_dynamo,
     ),
     Change(
         "torch._dynamo: CatchErrorsWrapper.__call__, VariableBuilder._wrap, TensorVariable.__init__, SKIP_DIRS; and "
@@ -275,6 +271,7 @@ def first_use() -> None:
         if registration.device_module._initialized:
             return
         registration.device_module._initialized = True  # for what the changes themselves do
+        device.give_devices()
         uninitialized.made_during(_make_changes)
 
 

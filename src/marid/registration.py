@@ -1,8 +1,8 @@
 """The device as PyTorch knows it from the import on: its name, and the module ``torch.remote_accelerator``.
 
-Nothing else of Marid is loaded (by name, since it is all above this file), and nothing of PyTorch is changed
-(``guest.py``), before the device is first used: PyTorch calls ``_lazy_init`` of that module wherever it is given a
-device of this type.
+Nothing of PyTorch is changed (``guest.py``) before the device is first used: PyTorch calls ``_lazy_init`` of that
+module wherever it is given a device of this type. Where nobody has imported ``marid`` by then (``marid_autoload.py``),
+the rest of it, all above this file, is loaded at that time too.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ class _Operators(torch._ops._OpNamespace):
 
 
 def register() -> None:
-    """Make the device known to PyTorch; once per process.
+    """Make the device known to PyTorch, unless it is.
 
     Raises ``RuntimeError`` when another package has already taken PyTorch's one place for a foreign device.
     """
+    if "_lazy_init" in device_module.__dict__:
+        return
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", DEVICE_TYPE):
         raise RuntimeError(

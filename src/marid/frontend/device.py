@@ -28,6 +28,7 @@ from marid.semantics import scopes
 
 __all__ = [
     "SWITCHES",
+    "give_devices",
     "give_figures",
     "keeping",
     "memory_allocated",
@@ -45,22 +46,26 @@ class _PythonGuard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
-_keep_alive: list[Any] = []
+_guards: list[_PythonGuard] = []
 when_mispredicted(corrections.correct)
-if handles.library is None:
-    _keep_alive.append(_PythonGuard())
-    torch._C._acc.register_python_privateuseone_device_guard(_keep_alive[0])
-else:
-    # Autograd counts devices in the first backward of a process, starts a thread for each, and with any refuses to run
-    # in a fork. Ours needs none (frontend/backward.py). In a thread of its own nothing of the user's is on: no mode, no
-    # transform.
-    _first_backward = threading.Thread(  # named: the numbers of threads without a name are the user's
-        target=lambda: torch.ones((), device="cpu", requires_grad=True).backward(), name="marid-first-backward"
-    )
-    _first_backward.start()
-    _first_backward.join()
-    handles.library.marid_register_hooks()
-    handles.library.marid_set_device_count(handles.device_count)
+
+
+def give_devices() -> None:
+    """Let PyTorch count the devices, for good; once per process. Before the first use there are none."""
+    if handles.library is not None:
+        # Autograd counts devices in the first backward of a process, starts a thread for each, and with any refuses to
+        # run in a fork. Ours needs none (frontend/backward.py). In a thread of its own nothing of the user's is on: no
+        # mode, no transform.
+        first_backward = threading.Thread(  # named: the numbers of threads without a name are the user's
+            target=lambda: torch.ones((), device="cpu", requires_grad=True).backward(), name="marid-first-backward"
+        )
+        first_backward.start()
+        first_backward.join()
+        handles.library.marid_register_hooks()
+        handles.library.marid_set_device_count(handles.device_count)
+    elif not _guards:
+        _guards.append(_PythonGuard())
+        torch._C._acc.register_python_privateuseone_device_guard(_guards[0])
 
 
 # What kernels ask for when they run, and set with these functions of ``torch._C``.

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from threading import get_ident, main_thread
-from types import CellType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from torch._compile import _disable_dynamo
+import torch._compile
 
 from marid.uninterrupted import Uninterrupted
 
@@ -90,59 +90,36 @@ class _Loader(Loader):
 
 # --- Dynamo ----------------------------------------------------------------------------------------------------------
 
-# PyTorch's reference implementations, which its meta kernels call, are not to be traced: `_disable_dynamo` imports
-# Dynamo to tell it so. What is kept under this name it calls instead.
-_KEPT = "__dynamo_disable"
 _REFERENCES = ("torch._decomp", "torch._meta_registrations", "torch._prims", "torch._refs")
-_DISABLING = _disable_dynamo(lambda: None).__code__  # pyright: ignore[reportFunctionMemberAccess]
-
-_spared: list[Any] | None = None
+_spared: Callable[[], None] | None = None
 
 
-def spare_dynamo() -> None:
-    """Let PyTorch's meta kernels run without Dynamo, until that is imported; once per process."""
+def spare_dynamo() -> Callable[[], None]:
+    """Let PyTorch's reference implementations, which its meta kernels call, run without Dynamo until that is imported.
+
+    They are not to be traced: at its first call each asks for its attribute ``__dynamo_disable``, and where that is
+    missing imports Dynamo to make it. While Dynamo is missing nothing is traced, and the function is its own answer.
+    Returns what ends that.
+    """
     global _spared
-    if _spared is None:
-        with Uninterrupted():
-            disabling = _disabling() if DYNAMO not in sys.modules else []
-            _spared = [kept for kept in disabling if not hasattr(kept, _KEPT)]
-            for kept in _spared:
-                setattr(kept, _KEPT, kept)
+    if DYNAMO in sys.modules:
+        return lambda: None
+    compiling: Any = torch._compile
+
+    def answer(owner: Any, name: str, *default: Any) -> Any:
+        is_reference = name == "__dynamo_disable" and str(owner.__module__).startswith(_REFERENCES)
+        return owner if is_reference else getattr(owner, name, *default)
+
+    def end() -> None:
+        if vars(compiling).get("getattr") is answer:
+            del compiling.getattr
+
+    compiling.getattr = answer
+    _spared = end
+    return end
 
 
-def require_dynamo(for_good: bool = True) -> None:
-    """Dynamo is about to be imported (``for_good``), or may be, and can be told what not to trace."""
-    global _spared
-    with Uninterrupted():
-        spared, _spared = _spared or [], [] if for_good else None
-        for kept in spared:
-            delattr(kept, _KEPT)
-
-
-def _disabling() -> list[Any]:
-    """The reference implementations that are not to be traced."""
-    found: dict[int, Any] = {}
-    pending = [
-        thing
-        for name, module in list(sys.modules.items())
-        if name.startswith(_REFERENCES)
-        for thing in vars(module).values()
-    ]
-    seen: set[int] = set()
-    while pending:
-        function = pending.pop()
-        if type(function) is FunctionType and id(function) not in seen:
-            seen.add(id(function))
-            inside = [_contents(cell) for cell in function.__closure__ or ()]
-            if function.__code__ is _DISABLING:
-                kept: Any = inside[_DISABLING.co_freevars.index("fn")]
-                found[id(kept)] = kept
-            pending += inside
-    return list(found.values())
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+def require_dynamo() -> None:
+    """Dynamo is about to be imported, and can be told what not to trace."""
+    if _spared is not None:
+        _spared()

@@ -20,7 +20,7 @@ import torch
 from torch._C import _current_graph_task_id as current_graph_task
 from torch.utils._pytree import tree_map_only
 
-from marid.frontend import autocast, handles, infer, late, random
+from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
 from marid.frontend.handles import new_handle, storage_of
@@ -139,8 +139,8 @@ class Recorder:
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""
         if module is not None:
-            overload = "" if self.func._overloadname != "default" else ".default"
-            module.adopt(self.func.name() + overload, id(self.func), self.asks_autocast)
+            schema = self.func._schema
+            module.adopt(schema.name, schema.overload_name, id(self.func), self.asks_autocast)
 
     def is_changed_by_autocast(self, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether autocast is on and changes what this operator is composed of."""
@@ -462,7 +462,6 @@ def recorder_of(func: Any) -> Recorder:
     """The recorder of an operator overload."""
     found = _recorders.get(id(func))
     if found is None:
-        late.spare_dynamo()
         found = _recorders[id(func)] = Recorder(func)
     return found
 

@@ -9,11 +9,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch._C import _disabled_torch_function_impl
+from torch.nn.parameter import UninitializedTensorMixin
 
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, materialize, pending_nodes, read
 from marid.frontend.printing import values_text
+from marid.frontend.uninitialized import converted
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.settings import settings
@@ -199,6 +201,10 @@ class LazyTensor(torch.Tensor):
     def share_memory_(self) -> LazyTensor:
         """Nothing to do, as for other devices."""
         return self
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As of every tensor. PyTorch calls it for what an uninitialised parameter becomes when it is moved."""
+        return converted(self, cls) if issubclass(cls, UninitializedTensorMixin) else super().as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if not self.is_leaf:

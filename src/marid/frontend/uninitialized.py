@@ -8,6 +8,7 @@ when it is given a shape.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -16,10 +17,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from marid.errors import LazyTensorError
 from marid.frontend import handles
 
-__all__ = ["copying", "device_of", "made_during", "making", "materializing", "moved"]
+__all__ = ["converted", "copying", "device_of", "made_during", "making", "materializing", "moved"]
 
 _DEVICE = "_device"  # the attribute that holds the device, unless that is the tensor's own
 
@@ -36,18 +36,11 @@ def moved(tensor: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tens
 
 
 def made_during(make: Callable[[], None]) -> None:
-    """Call ``make``, which changes the constructors of these tensors and ``Module._apply``. Where one of those is
-    running, as it is when such a tensor is the first of a process, it finishes as a changed one would, or raises."""
+    """Call ``make``, which changes the constructors of these tensors. Where one of those is running, as it is when such
+    a tensor is the first of a process, it finishes as a changed one would."""
     constructors = {UninitializedParameter.__new__.__code__, UninitializedBuffer.__new__.__code__}
-    move: Any = torch.nn.Module._apply
-    running, moving = _frame_of(constructors), _frame_of({move.__code__})
+    running = _frame_of(constructors)
     make()
-    first: Any = None if moving is None else moving.f_locals.get("param", moving.f_locals.get("buf"))
-    if first is not None and is_lazy(first):
-        raise LazyTensorError(
-            f"a module without shapes yet cannot be the first thing that moves to {handles.DEVICE_TYPE}: "
-            "it can now, so move it again"
-        )
     if running is None:
         return
 
@@ -61,6 +54,25 @@ def made_during(make: Callable[[], None]) -> None:
 
     tensor_type: Any = torch.Tensor
     tensor_type._make_subclass = staticmethod(make_subclass)
+
+
+_move: Any = torch.nn.Module._apply
+_MOVE = inspect.unwrap(_move).__code__
+
+
+def converted(value: torch.Tensor, kind: Any) -> torch.Tensor:
+    """What ``to`` of an uninitialised tensor returns, of which ``value`` is what it moved to the device.
+
+    In the move of a module that is the first use, PyTorch's own ``Module._apply`` is still running: it gets the tensor
+    that it moves, which stays the same object.
+    """
+    moving = _frame_of({_MOVE})
+    tensor: Any = None if moving is None else moving.f_locals.get("buf", moving.f_locals.get("param"))
+    if not is_lazy(tensor):
+        return kind(device=value.device, dtype=value.dtype)
+    tensor.data = tensor.data.to(value.dtype)
+    setattr(tensor, _DEVICE, value.device)
+    return tensor
 
 
 def _frame_of(codes: set[Any]) -> FrameType | None:

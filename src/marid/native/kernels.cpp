@@ -12,6 +12,7 @@
 #include <ATen/ops/matmul_native.h>
 #include <ATen/ops/max_pool1d.h>
 #include <ATen/ops/max_pool1d_native.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -23,6 +24,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -82,6 +84,13 @@ bool has_plain_rows(const at::Tensor& tensor) {
   return true;
 }
 
+// Whether a function of the user's own (`torch.autograd.Function`, so a checkpoint) runs its forward. Autograd looks whether
+// what that returns is a view, as the CPU's steps may have made it.
+bool in_own_function() {
+  auto& state = c10::AutogradState::get_tls_state();
+  return !state.get_grad_mode() && !state.get_fw_grad_mode() && !state.get_inference_mode();
+}
+
 // Recorded whole where nobody differentiates it: that is one node in place of three or four, and the CPU takes it apart
 // when it runs. Whether it folds other rows than plain ones depends on what requires gradients (parameters do, also where
 // none are recorded), which is no longer known then. (frontend/overrides.py has the same rule for what arrives whole in
@@ -91,7 +100,7 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   bool required = input.requires_grad() || weight.requires_grad() || (has_bias && bias->requires_grad());
   bool simple = input.dim() == 2 || has_plain_rows(input) || (!required && input.is_contiguous());
   bool whole = is_plain(input) && is_plain(weight) && (!has_bias || is_plain(*bias)) &&
-      simple && input.device() == weight.device() &&
+      simple && !in_own_function() && input.device() == weight.device() &&
       (!has_bias || bias->device() == input.device()) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
   if (!whole) return at::native::linear(input, weight, bias);
   at::AutoDispatchBelowADInplaceOrView below;
@@ -123,17 +132,25 @@ at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
 
 // --- registering -----------------------------------------------------------------------------------------------------
 
-std::unordered_map<std::string, std::shared_ptr<Operator>> operators;
-torch::Library *library, *above;  // stay when the process ends
+std::unordered_map<c10::OperatorName, std::shared_ptr<Operator>> operators;
+std::vector<c10::RegistrationHandleRAII>* kernels;  // these two stay when the process ends
+torch::Library* above;
+PyObject* not_recorded;  // names of arguments with which a call is left to Python
+
+bool holds_tensors(const c10::Type& type) {
+  if (type.kind() == c10::TypeKind::TensorType) return true;
+  auto inner = type.containedTypes();
+  return std::any_of(inner.begin(), inner.end(), [](const c10::TypePtr& one) { return holds_tensors(*one); });
+}
 
 bool takes_tensors(const c10::FunctionSchema& schema) {
   return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
-    return argument.type()->annotation_str().find("Tensor") != std::string::npos;
+    return holds_tensors(*argument.type());
   });
 }
 
-std::shared_ptr<Operator> described(const c10::FunctionSchema& schema, PyObject* not_recorded) {
-  auto made = std::make_shared<Operator>();
+// What recording needs to know of an operator.
+void describe(Operator* made, const c10::FunctionSchema& schema) {
   for (const c10::Argument& argument : schema.arguments()) {
     Formal formal;
     formal.name = PyUnicode_InternFromString(argument.name().c_str());
@@ -153,18 +170,20 @@ std::shared_ptr<Operator> described(const c10::FunctionSchema& schema, PyObject*
   const auto& returns = schema.returns();
   made->returns = returns.size();
   made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
-  return made;
 }
 
-// adopt(name, identity, asks_autocast): the operator (`aten::add.Tensor`) is recorded by the recorder that is found by
-// this number; under autocast not without asking Python, if that is said.
+// adopt(name, overload, identity, asks_autocast): the operator (`aten::add`, `Tensor`) is recorded by the recorder that
+// is found by this number; under autocast not without asking Python, if that is said.
 PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
-  const char* name = PyUnicode_AsUTF8(given[0]);
-  if (name == nullptr) return nullptr;
-  auto found = operators.find(name);
+  const char *name = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
+  if (name == nullptr || overload == nullptr) return nullptr;
+  c10::OperatorName full(name, overload);
+  auto found = operators.find(full);
   if (found != operators.end()) {
-    Py_XSETREF(found->second->identity, Py_NewRef(given[1]));
-    found->second->asks_autocast = given[2] == Py_True;
+    Operator& own = *found->second;
+    if (own.identity == nullptr) describe(&own, c10::Dispatcher::singleton().findSchema(full)->schema());
+    Py_XSETREF(own.identity, Py_NewRef(given[2]));
+    own.asks_autocast = given[3] == Py_True;
   }
   Py_RETURN_NONE;
 }
@@ -175,30 +194,32 @@ namespace marid {
 
 // Operators are PyTorch's own again.
 void unregister_kernels() {
-  delete std::exchange(library, nullptr);
+  delete std::exchange(kernels, nullptr);
   delete std::exchange(above, nullptr);
 }
 
-// Give each of PyTorch's operators on tensors our kernel, until `unregister_kernels`.
-void register_kernels(PyObject* not_recorded) {
+// Give each of PyTorch's operators on tensors our kernel, until `unregister_kernels`. There are thousands: what is known of
+// one is found out when it is first recorded.
+void register_kernels(PyObject* names) {
   unregister_kernels();
-  library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::Python, __FILE__, __LINE__);
+  not_recorded = names;
   above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
   above->impl("linear", TORCH_FN(linear));
   above->impl("matmul", TORCH_FN(matmul));
   above->impl("max_pool1d", TORCH_FN(max_pool1d));
+  kernels = new std::vector<c10::RegistrationHandleRAII>();
   auto& dispatcher = c10::Dispatcher::singleton();
+  const c10::OperatorName sum("aten::add", "Tensor");
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findSchema(name);
     if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::Python) || !takes_tensors(op->schema())) continue;
-    std::string known = name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name);
-    std::shared_ptr<Operator>& own = operators[known];
-    if (own == nullptr) own = described(op->schema(), not_recorded);
-    std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    auto kernel = full == "aten::add.Tensor" ? torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Sum>(own))
-                                             : torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
-    library->impl(full.c_str(), std::move(kernel));
+    std::shared_ptr<Operator>& own = operators[name];
+    if (own == nullptr) own = std::make_shared<Operator>();
+    auto kernel = name == sum ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Sum>(own))
+                              : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
+    kernels->push_back(
+        dispatcher.registerImpl(name, c10::DispatchKey::Python, std::move(kernel), {}, nullptr, __FILE__));
   }
 }
 
