@@ -1,9 +1,10 @@
 """What plain PyTorch on the CPU costs beside Marid: without it, with the import, and with a tensor of the device made.
 
-    python benchmarks/guest.py [--rounds N]
+    python benchmarks/guest.py [--rounds N] [--processes N]
 
-One process for each, which take turns: a round times every piece of work once in each of them. Printed are medians, in
-microseconds, and the medians over rounds of the ratios to plain PyTorch. Then what ``import marid`` takes beyond
+Several processes for each, which take turns: a round times every piece of work once in each of them. Two processes of
+the same kind differ by some percent, by where their memory lies. So printed are means over processes of their medians
+over rounds, in microseconds, and ratios of these to those of plain PyTorch. Then what ``import marid`` takes beyond
 ``import torch``, in fresh processes.
 """
 
@@ -89,6 +90,7 @@ print(time.perf_counter() - started)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--processes", type=int, default=5, help="of each kind")
     parser.add_argument("--json", action="store_true", help="print the ratios as JSON")
     parser.add_argument("--serve", choices=STATES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -97,30 +99,33 @@ def main() -> None:
         return
     command = [sys.executable, __file__, "--serve"]
     pipe = subprocess.PIPE
-    processes = {state: subprocess.Popen([*command, state], stdin=pipe, stdout=pipe, text=True) for state in STATES}
+    turns = [state for _ in range(options.processes) for state in STATES]
+    processes = [subprocess.Popen([*command, state], stdin=pipe, stdout=pipe, text=True) for state in turns]
     names = list(_work())
-    samples: dict[str, dict[str, list[float]]] = {name: {state: [] for state in STATES} for name in names}
-    for turn in range(options.rounds):
+    samples: dict[str, list[list[float]]] = {name: [[] for _ in turns] for name in names}
+    for round_ in range(options.rounds):
         for name in names:
-            for index in range(len(STATES)):  # in another order each time
-                state = STATES[(index + turn) % len(STATES)]
-                samples[name][state].append(_ask(processes[state], name))
-    ratios = {
-        name: {
-            state: statistics.median(a / b for a, b in zip(of[state], of["plain"], strict=True)) for state in STATES[1:]
-        }
-        for name, of in samples.items()
-    }
-    for process in processes.values():
+            for turn in range(len(turns)):  # in another order each time
+                index = (round_ + turn) % len(turns)
+                samples[name][index].append(_ask(processes[index], name))
+    for process in processes:
         process.kill()
+    times = {
+        name: {
+            state: statistics.mean(statistics.median(one) for one, of in zip(each, turns, strict=True) if of == state)
+            for state in STATES
+        }
+        for name, each in samples.items()
+    }
+    ratios = {name: {state: of[state] / of["plain"] for state in STATES[1:]} for name, of in times.items()}
     if options.json:
         print(json.dumps(ratios))
         return
-    for name, of in samples.items():
-        medians = "  ".join(f"{state} {statistics.median(of[state]):8.2f}" for state in STATES)
-        print(f"{name:28} {medians}  imported {ratios[name]['imported']:.3f}  used {ratios[name]['used']:.3f}")
-    times = [float(subprocess.check_output([sys.executable, "-c", _IMPORT], text=True)) for _ in range(7)]
-    print(f"import marid: {statistics.median(times) * 1000:.1f} ms beyond import torch")
+    for name, of in times.items():
+        shown = "  ".join(f"{state} {of[state]:8.2f}" for state in STATES)
+        print(f"{name:28} {shown}  imported {ratios[name]['imported']:.3f}  used {ratios[name]['used']:.3f}")
+    loading = [float(subprocess.check_output([sys.executable, "-c", _IMPORT], text=True)) for _ in range(7)]
+    print(f"import marid: {statistics.median(loading) * 1000:.1f} ms beyond import torch")
 
 
 if __name__ == "__main__":

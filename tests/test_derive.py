@@ -89,8 +89,10 @@ def _copies_and_spreads(n: int, device: str) -> Any:
     x = torch.randn(n, 3, 4, device=device, requires_grad=True)
     like = torch.ones_like(x), torch.full_like(x.transpose(0, 2), 2.0), torch.ones_like(x, dtype=torch.float64)
     copies = x.expand(2, n, 3, 4).clone(), x[:, ::2].clone(), x.transpose(0, 1).contiguous()
+    copies = *copies, x[:, :, None, ::2].clone(), x.t().contiguous() if n < 0 else x.permute(2, 0, 1).clone()
+    stacks = torch.stack([x, x], -1), torch.stack([x[0], x[1]]) if n > 1 else x, torch.stack([x.transpose(0, 1)] * 3, 1)
     spreads = x.std(), x.var((0, -1), keepdim=True), torch.std(x, 1, correction=0)
-    return like, copies, spreads, torch.autograd.grad(x[:, 1].sum() + x.select(-1, -1).sum(), x)
+    return like, copies, stacks, spreads, torch.autograd.grad(x[:, 1].sum() + x.select(-1, -1).sum(), x)
 
 
 def _trained_norm(n: int, device: str) -> Any:

@@ -60,6 +60,7 @@ _FIRST_STEPS = {
     "logits": "F.binary_cross_entropy_with_logits(nn.Linear(8, 8).to(DEVICE)(x), torch.ones_like(x))",
     "attention": "nn.MultiheadAttention(8, 2).to(DEVICE)(*[x.view(2, 1, 8)] * 3)[0].mean()",
     "transformer": "nn.TransformerEncoderLayer(8, 2, 16).to(DEVICE)(x.view(2, 1, 8)).std()",
+    "recurrent": "torch.stack(list(nn.RNN(8, 4).to(DEVICE)(x.view(1, 2, 8))[0].unbind())).sum()",
     "words": "nn.Embedding(5, 4).to(DEVICE)(torch.tensor([1, 2], device=DEVICE)).softmax(-1).log().mean()",
 }
 

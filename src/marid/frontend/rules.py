@@ -80,6 +80,21 @@ def _like(value: Value) -> Any:
     return module.derive(module.derives("aten::empty_like", ""), (value,), None, False)
 
 
+def _packed(spec: Spec) -> Any:
+    """A new tensor whose dimensions lie in memory in the order in which those of ``spec`` do: where that has no gaps,
+    and where there is only one order."""
+    if not spec.numel or spec.conj or spec.neg:
+        return NotImplemented
+    large = [dim for dim, size in enumerate(spec.shape) if size > 1]
+    order = sorted(large, key=lambda dim: -spec.stride[dim])
+    packed = _dense([spec.shape[dim] for dim in order], spec.dtype)[1]
+    if [spec.stride[dim] for dim in order] == [*packed]:
+        return spec.shape, spec.stride, 0, spec.dtype, False, False
+    if len(large) < len(spec.shape) or 0 in spec.stride or len(set(spec.stride)) < len(order):
+        return NotImplemented
+    return _dense(spec.shape, spec.dtype, order)
+
+
 def _plain(*values: Value) -> bool:
     """Whether these are floating-point tensors of one dtype, none of them empty."""
     specs = [_spec(value) for value in values]
@@ -268,6 +283,26 @@ def _safe_softmax(x: Value, dim: int, dtype: torch.dtype | None = None) -> Any:
     if dtype is not None or not _plain(x) or not of.is_contiguous or not -len(of.shape) <= dim < len(of.shape):
         return NotImplemented
     return _dense(of.shape, of.dtype)
+
+
+@rule(aten.clone.default)
+def _clone(x: Value, *, memory_format: torch.memory_format | None = None) -> Any:
+    spec = _spec(x)
+    if memory_format is torch.contiguous_format and not (spec.conj or spec.neg):
+        return _dense(spec.shape, spec.dtype)
+    return _packed(spec) if memory_format in (None, torch.preserve_format) else NotImplemented
+
+
+@rule(aten.stack.default)
+def _stack(tensors: tuple[Value, ...], dim: int = 0) -> Any:
+    specs = [_spec(one) for one in tensors]
+    shape = specs[0].shape
+    # It is a concatenation, and takes over a format with channels last, which fewer dimensions have not.
+    alike = _plain(*tensors) and all(spec.shape == shape and (len(shape) < 3 or spec.is_contiguous) for spec in specs)
+    if not alike or not -len(shape) - 1 <= dim <= len(shape):
+        return NotImplemented
+    dim %= len(shape) + 1
+    return _dense((*shape[:dim], len(specs), *shape[dim:]), specs[0].dtype)
 
 
 @rule(aten.select_backward.default)
