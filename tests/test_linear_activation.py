@@ -17,6 +17,7 @@ op = torch.ops.marid.linear_activation
 PLAIN: dict[str, Any] = {
     "none": lambda y: y,
     "relu": torch.relu,
+    "squared_relu": lambda y: torch.relu(y).square(),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "silu": F.silu,

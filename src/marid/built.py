@@ -27,6 +27,17 @@ HAS_MODULE = (_PYTHON / "Python.h").exists()
 """Whether the library can be a Python module too: whether Python's headers are installed."""
 _OF_MODULE = "accumulate autocast call concretely cut derive dispatch geometry kernels record runs stack".split()
 _SOURCES = [path for path in sorted(_FOLDER.glob("*.cpp")) if HAS_MODULE or path.stem not in _OF_MODULE]
+_CAPABILITY = torch.backends.cpu.get_cpu_capability()
+_VECTORS = {
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+}
+_OF_KERNELS = (
+    ["-O3", f"-DCPU_CAPABILITY={_CAPABILITY}", f"-DCPU_CAPABILITY_{_CAPABILITY}", *_VECTORS[_CAPABILITY]]
+    if (_CAPABILITY in _VECTORS)
+    else ["-O3", "-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"]
+)
+"""For ``*_kernels.cpp``, which are compiled for the vector unit that PyTorch uses here, as its own kernels are."""
 _OPTIONS = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
 
 
@@ -35,7 +46,7 @@ def library_path() -> Path:
 
     That is beside its sources, like the compiled files of Python; where we may not write, with the cached files.
     """
-    identity = f"{torch.__version__} {sys.version} {sys.platform} {_OPTIONS} ".encode()
+    identity = f"{torch.__version__} {sys.version} {sys.platform} {_OPTIONS} {_OF_KERNELS} ".encode()
     identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(_FOLDER.glob("*.h"))])
     name = f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     beside, cached = _FOLDER / "_built" / name, settings.cache_dir / name
@@ -64,7 +75,8 @@ def build(path: Path) -> None:
             options.append("-fopenmp")  # for products; not for the linker: PyTorch brings a library of its own
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
         commands = [
-            [compiler, *options, "-c", str(source), "-o", made] for source, made in zip(_SOURCES, objects, strict=True)
+            [compiler, *options, *_options_of(source), "-c", str(source), "-o", made]
+            for source, made in zip(_SOURCES, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each takes most of a gigabyte
             list(pool.map(_run, commands))
@@ -76,3 +88,7 @@ def build(path: Path) -> None:
 
 def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _options_of(source: Path) -> list[str]:
+    return _OF_KERNELS if source.stem.endswith("_kernels") else []

@@ -1,7 +1,8 @@
 """``torch.ops.marid.linear_activation(x, weight, bias, activation)``: a layer and its activation as one operator.
 
 It equals ``activation(torch.nn.functional.linear(x, weight, bias))`` bit for bit; the activation is written over the
-product. On the lazy device it is one node. Under autocast it takes its operands as they are.
+product. On the lazy device it is one node. Under autocast it takes its operands as they are. On the CPU without
+gradients ``native/rwkv7.cpp`` computes it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def _silu_backward(grad: Tensor, _out: Tensor, product: Tensor) -> Tensor:
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
     "relu": torch.relu_,
+    "squared_relu": lambda y: torch.relu_(y).square_(),
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,
     "silu": lambda y: torch.nn.functional.silu(y, inplace=True),
@@ -39,13 +41,14 @@ ACTIVATIONS = tuple(_IN_PLACE)
 _BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "none": lambda grad, _out, _product: grad,
     "relu": lambda grad, out, _product: aten.threshold_backward(grad, out, 0),
+    "squared_relu": lambda grad, _out, product: grad * (2 * torch.relu(product)),
     "sigmoid": lambda grad, out, _product: aten.sigmoid_backward(grad, out),
     "tanh": lambda grad, out, _product: aten.tanh_backward(grad, out),
     "silu": _silu_backward,
     "gelu": lambda grad, _out, product: aten.gelu_backward(grad, product),
     "gelu_tanh": lambda grad, _out, product: aten.gelu_backward(grad, product, approximate="tanh"),
 }
-_NEEDS_PRODUCT = {"silu", "gelu", "gelu_tanh"}
+_NEEDS_PRODUCT = {"squared_relu", "silu", "gelu", "gelu_tanh"}
 
 _ARGUMENTS = "(Tensor x, Tensor weight, Tensor? bias, str activation)"
 _AUTOCAST = [

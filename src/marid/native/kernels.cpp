@@ -198,8 +198,8 @@ void unregister_kernels() {
   delete std::exchange(above, nullptr);
 }
 
-// Give each of PyTorch's operators on tensors our kernel, until `unregister_kernels`. There are thousands: what is known of
-// one is found out when it is first recorded.
+// Give each of PyTorch's operators on tensors, and of ours, our kernel, until `unregister_kernels`. There are thousands:
+// what is known of one is found out when it is first recorded.
 void register_kernels(PyObject* names) {
   unregister_kernels();
   not_recorded = names;
@@ -211,7 +211,7 @@ void register_kernels(PyObject* names) {
   auto& dispatcher = c10::Dispatcher::singleton();
   const c10::OperatorName sum("aten::add", "Tensor");
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0) continue;
+    if (name.name.rfind("aten::", 0) != 0 && name.name.rfind("marid::", 0) != 0) continue;
     auto op = dispatcher.findSchema(name);
     if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::Python) || !takes_tensors(op->schema())) continue;
     std::shared_ptr<Operator>& own = operators[name];

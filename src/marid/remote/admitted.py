@@ -170,8 +170,15 @@ KERNELS = set(
 )
 """Their kernels, or what PyTorch does in front of those, check sizes, dimensions and indices."""
 
-_MARID = {f"marid::{name}" for name in ("linear_activation", "_linear_activation", "lstm_layer", "lstm_layer_backward")}
-"""Marid's own that a client records; others are what a worker puts in the place of ATen's."""
+_MARID = {
+    f"marid::{name}"
+    for name in (
+        "linear_activation _linear_activation lstm_layer lstm_layer_backward lerp blend l2_norm squared_relu "
+        "add_activate control_k token_shift pack_kvakk time_first_v7 time_mix_v7 channel_mix_v7"
+    ).split()
+}
+"""Marid's own that a client records; those of RWKV-7 check sizes, and cut lengths to what is there. Others are what a
+worker puts in the place of ATen's."""
 _NAMES = VIEWS | FACTORIES | RANDOM | COMPOSITES | KERNELS
 
 
