@@ -90,6 +90,9 @@ NAIVE: dict[str, Callable[..., Any]] = {
     "l2_norm": naive_l2_norm,
     "squared_relu": lambda x: torch.where(x > 0, x * x, 0),
     "add_activate": lambda a, b, x, y, z: ACTIVATIONS[z](ACTIVATIONS[x](a) + ACTIVATIONS[y](b)),
+    "fast_linear": lambda x, w, b=None, act="none": ACTIVATIONS[act](
+        (x[..., None, :] * w).sum(-1) + (0 if b is None else b)
+    ),
     "control_k": lambda k, a, k_a: k + k * (a - 1) * k_a,
     "token_shift": naive_token_shift,
     "pack_kvakk": naive_pack,
@@ -97,6 +100,12 @@ NAIVE: dict[str, Callable[..., Any]] = {
     "time_mix_v7": naive_time_mix,
     "channel_mix_v7": naive_channel_mix,
 }
+
+
+def _layers() -> list[tuple[int, Tensor | None, str]]:
+    return [
+        (rows, _randn(8) if rows % 2 else None, name) for rows, name in zip((1, 2, 3) * 3, ACTIVATIONS, strict=False)
+    ]
 
 
 def _calls(tokens: int = 37) -> list[tuple[str, tuple[Any, ...]]]:
@@ -113,6 +122,11 @@ def _calls(tokens: int = 37) -> list[tuple[str, tuple[Any, ...]]]:
         *(("l2_norm", (x,)), ("l2_norm", (x, HEADS)), ("l2_norm", (x * 1e-3, 1, 0.5)), ("squared_relu", (x,))),
         *(("add_activate", (x, row, "none", "none", name)) for name in ACTIVATIONS),
         *(("add_activate", (x, k, "tanh", "silu", "none")), ("control_k", (k, a, row))),
+        *(
+            ("fast_linear", (x[:rows].mean(1) if tokens else x[:rows].sum(1), key, bias, name))
+            for rows, bias, name in _layers()
+        ),
+        *(("fast_linear", (given, key)) for given in (x, x[0, 0] if tokens else row, x[:, :0], x.transpose(0, 1))),
         *(("token_shift", (x, k[:, 0].clone(), a[0, :4].clone(), end)) for end in (None, lengths) if tokens >= 4),
         *(("pack_kvakk", (k, v, a, kk, HEADS)), ("time_first_v7", (x, k, packed, _randn(HEADS, SIZE)))),
         *(("time_mix_v7", (x, k, packed, state, end)) for end in (None, lengths, lengths.int())),
@@ -168,11 +182,11 @@ def test_types(name: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
         _several(getattr(ops, name)(*given)), _several(getattr(rwkv7_operators, name)(*given)), strict=True
     ):
         loose = {}
-        if "mix" in name:
+        if "mix" in name or name == "fast_linear":
             loose = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
         torch.testing.assert_close(found, plain, **loose)
     given[0] = given[0].double()
-    if name != "channel_mix_v7":
+    if name not in ("channel_mix_v7", "fast_linear"):
         for found, plain in zip(
             _several(getattr(ops, name)(*given)), _several(getattr(rwkv7_operators, name)(*given)), strict=True
         ):
@@ -231,6 +245,20 @@ def test_gradients(name: str, args: tuple[Any, ...]) -> None:
 
     for found, expected in zip(gradients(DEVICE), gradients("cpu"), strict=True):
         torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 40])
+@pytest.mark.parametrize("depth", [1, 17, 64, 200])
+def test_products(rows: int, depth: int, dtype: torch.dtype) -> None:
+    """The ways in which products are computed, of numbers whose sums are exact."""
+    torch.manual_seed(0)
+    x, weight = (torch.randint(-3, 4, shape).to(dtype) for shape in ((rows, depth), (70, depth)))
+    bias = torch.randint(-3, 4, (70,)).to(dtype)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).to(dtype)
+    assert torch.equal(ops.fast_linear(x, weight, bias), expected)
+    assert torch.equal(ops.fast_linear(x, weight.t().contiguous().t(), bias), expected)
+    assert torch.equal(ops.fast_linear(x, weight, bias, "relu"), expected.relu())
 
 
 def test_what_is_behind_a_sequence_changes_nothing() -> None:

@@ -111,11 +111,26 @@ def add_activate(a: Tensor, b: Tensor, of_a: str = "none", of_b: str = "none", o
 
 
 def control_k(k: Tensor, a: Tensor, k_a: Tensor) -> Tensor:
-    """``k * (1 + (a - 1) * k_a)``: keys ``[..., C]`` by the rate ``a`` (``[..., C]``) at which they are learned; ``k_a``
-    is ``[C]``. In BlinkDL's code a line of ``TMix``; in web-rwkv ``control_k_v7``."""
+    """``k * (1 + (a - 1) * k_a)``: keys ``[..., C]`` by the rates ``a`` (``[..., C]``) at which they are learned.
+
+    ``k_a`` is ``[C]``. In BlinkDL's code a line of ``TMix``; in web-rwkv ``control_k_v7``.
+    """
     dtype = _common(k, a, k_a)
     keys, rates, share = (tensor.to(_of_sums(dtype)) for tensor in (k, a, k_a))
     return (keys * (1 + (rates - 1) * share)).to(dtype)
+
+
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """``activation(F.linear(x, weight, bias))``, with sums in an order of its own.
+
+    ``x`` is ``[..., K]``, the weight ``[N, K]``, the bias ``[N]``, all of one type; activations have the names in
+    ``ACTIVATIONS``. The CPU multiplies a few rows, as in decoding, at the speed at which memory gives the weight. (The bits of
+    ``F.linear`` are those of ``linear_activation``.) Raises ``ValueError`` for an unknown activation.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"fast_linear() does not know the activation '{activation}'")
+    _need(x.dim() >= 1 and weight.dim() == 2, "fast_linear() takes x of a dimension at least and a weight of two")
+    return ACTIVATIONS[activation](torch.nn.functional.linear(x, weight, bias))
 
 
 # --- along tokens ----------------------------------------------------------------------------------------------------
@@ -187,8 +202,8 @@ def time_mix_v7(
         y = r @ s
 
     where ``decay = exp(-exp(-0.5) * sigmoid(w))``. ``r`` and ``w`` are ``[B, T, C]``, ``packed`` is what ``pack_kvakk``
-    gives (``[B, T, H, 4, N]``), ``state`` is ``[B, H, N, N]``, keys before values (BlinkDL's, transposed). Returns ``y``
-    like ``r``, which is zero behind ``lengths``, and the new state, in float32 (float64 where all is).
+    gives (``[B, T, H, 4, N]``), ``state`` is ``[B, H, N, N]``, keys before values (BlinkDL's, transposed). Returns
+    ``y`` like ``r``, which is zero behind ``lengths``, and the new state, in float32 (float64 where all is).
 
     In plain PyTorch it is computed in chunks of ``CHUNK`` tokens. With ``D`` the product of the decays so far, all that
     tokens of a chunk remove solves a system of equations, ``(I + tril(A Bᵀ, -1)) U = A s + tril(A Kᵀ, -1) V``, of
@@ -249,14 +264,13 @@ def channel_mix_v7(
     """
     _need(mix.dim() == 1, "channel_mix_v7() takes mix of [width]")
     mixed, last = token_shift(x, shift, mix.unsqueeze(0), lengths)
-    hidden = torch.nn.functional.linear(mixed.squeeze(0), key)
-    return torch.nn.functional.linear(squared_relu(hidden), value), last
+    return fast_linear(fast_linear(mixed.squeeze(0), key, None, "squared_relu"), value), last
 
 
 # --- registering -----------------------------------------------------------------------------------------------------
 
 _PLAIN: tuple[Callable[..., Any], ...] = (
-    *(lerp, blend, l2_norm, squared_relu, add_activate, control_k),
+    *(lerp, blend, l2_norm, squared_relu, add_activate, control_k, fast_linear),
     *(token_shift, pack_kvakk, time_first_v7, time_mix_v7, channel_mix_v7),
 )
 NAMES = tuple([function.__name__ for function in _PLAIN])

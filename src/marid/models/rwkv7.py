@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 __all__ = ["RWKV7", "Config", "State"]
 
@@ -81,9 +80,7 @@ class LowRank(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear_activation(
-            ops.linear_activation(x, self.down, None, self.inner), self.up, self.bias, self.outer
-        )
+        return ops.fast_linear(ops.fast_linear(x, self.down, None, self.inner), self.up, self.bias, self.outer)
 
 
 class TimeMix(nn.Module):
@@ -115,7 +112,8 @@ class TimeMix(nn.Module):
         """The result, the states for the next call, and the values of the first layer."""
         mixed, last = ops.token_shift(x, shift, self.mix, lengths)
         of_r, of_w, of_k, of_v, of_a, of_g = mixed.unbind()
-        r, k, v = F.linear(of_r, self.receptance), F.linear(of_k, self.key), F.linear(of_v, self.value)
+        r, k = ops.fast_linear(of_r, self.receptance), ops.fast_linear(of_k, self.key)
+        v = ops.fast_linear(of_v, self.value)
         if self.values is None:
             first = v
         else:
@@ -128,7 +126,7 @@ class TimeMix(nn.Module):
         y = self.norm(y.view(-1, y.shape[-1])).view(y.shape)
         y = ops.time_first_v7(y, r, packed, self.r_k)
         assert first is not None
-        return F.linear(y * self.gate(of_g), self.output), last, memory, first
+        return ops.fast_linear(y * self.gate(of_g), self.output), last, memory, first
 
 
 class ChannelMix(nn.Module):
@@ -199,7 +197,7 @@ class RWKV7(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """The logits of features."""
-        return self.head(self.norm(features))
+        return ops.fast_linear(self.norm(features), self.head.weight)
 
     def forward(
         self, tokens: Tensor, state: State | None = None, lengths: Tensor | None = None

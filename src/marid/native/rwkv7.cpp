@@ -1,42 +1,24 @@
-// The operators of RWKV-7 on the CPU, and marid::linear_activation. frontend/rwkv7_operators.py says what each of them is,
-// and has them in plain PyTorch.
+// The operators of RWKV-7 on the CPU. frontend/rwkv7_operators.py says what each of them is, and has
+// them in plain PyTorch.
+#include "fast_linear.h"
 #include "rwkv7_kernels.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/tanh.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
-#include <string>
-#include <string_view>
 #include <tuple>
 #include <vector>
 
 namespace {
 
+using namespace marid;
 using namespace marid::rwkv7;
 using Tensors = std::initializer_list<const at::Tensor*>;
-
-const std::array<std::string_view, kActivations> kNames{"none", "relu", "squared_relu", "sigmoid",
-                                                         "tanh", "silu", "exp",          "opposite_exp"};
-
-const std::array<std::string_view, 8> kLayers{"none", "relu", "squared_relu", "sigmoid",
-                                              "tanh", "silu", "gelu",         "gelu_tanh"};
-
-int64_t activation_named(c10::string_view name, const char* function) {
-  auto found = std::find(kNames.begin(), kNames.end(), std::string_view(name.data(), name.size()));
-  TORCH_CHECK_VALUE(found != kNames.end(), function, "() does not know the activation '", name, "'");
-  return found - kNames.begin();
-}
 
 // The type of the result: the one to which all are promoted.
 at::ScalarType common_type(Tensors tensors, const char* function) {
@@ -49,24 +31,10 @@ at::ScalarType common_type(Tensors tensors, const char* function) {
   return *type;
 }
 
-Element element_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble: return Element::kDouble;
-    case at::kFloat: return Element::kFloat;
-    case at::kHalf: return Element::kHalf;
-    case at::kBFloat16: return Element::kBFloat16;
-    default: TORCH_CHECK(false, "there is no kernel for elements of ", type);
-  }
-}
-
 at::ScalarType type_of_sums(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
-at::Tensor plain(const at::Tensor& tensor, at::ScalarType type) {
-  return tensor.to(type).contiguous().resolve_neg();
-}
-
 at::Tensor made(at::IntArrayRef sizes, at::ScalarType type) {
-  return at::empty(sizes, at::TensorOptions(type));
+  return at::detail::empty_cpu(sizes, at::TensorOptions(type));
 }
 
 void need_shape(const at::Tensor& tensor, at::IntArrayRef sizes, const char* what) {
@@ -239,53 +207,14 @@ std::tuple<at::Tensor, at::Tensor> time_mix(const at::Tensor& r, const at::Tenso
   return {y, next};
 }
 
-// The product that programs use: the same bits as ATen's, with all threads also for a single row.
-at::Tensor product_of(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias = {}) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("marid::linear", "")
-                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&)>();
-  return op.call(x, weight, bias);
-}
-
-// Writes over a product.
-void square_relu(at::Tensor& product) {
-  Rows rows{};
-  rows.width = product.dim() == 0 ? 1 : product.size(-1);
-  rows.rows = rows.width == 0 ? 0 : product.numel() / rows.width;
-  if (rows.rows == 0) return;
-  rows.a = product.const_data_ptr();
-  rows.out = product.mutable_data_ptr();
-  kernels.squared_relu(element_of(product.scalar_type()), rows);
-}
-
 std::tuple<at::Tensor, at::Tensor> channel_mix(const at::Tensor& x, const at::Tensor& shift, const at::Tensor& mix,
                                                const at::Tensor& key, const at::Tensor& value,
                                                const std::optional<at::Tensor>& lengths) {
   c10::impl::ExcludeDispatchKeyGuard as_they_are(c10::autocast_dispatch_keyset);
   TORCH_CHECK(mix.dim() == 1, "channel_mix_v7() takes mix of [width]");
   auto [mixed, last] = token_shift(x, shift, mix.unsqueeze(0), lengths);
-  at::Tensor hidden = product_of(mixed.squeeze(0), key);
-  square_relu(hidden);
-  return {product_of(hidden, value), last};
-}
-
-at::Tensor linear_activation(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                             c10::string_view activation) {
-  c10::impl::ExcludeDispatchKeyGuard as_they_are(c10::autocast_dispatch_keyset);
-  auto found = std::find(kLayers.begin(), kLayers.end(), std::string_view(activation.data(), activation.size()));
-  TORCH_CHECK_VALUE(found != kLayers.end(), "linear_activation() knows none, relu, squared_relu, sigmoid, tanh, silu, ",
-                    "gelu, gelu_tanh, but got '", activation, "'");
-  at::Tensor y = product_of(x, weight, bias);
-  switch (found - kLayers.begin()) {
-    case 1: return at::relu_(y);
-    case 2: return square_relu(y), y;
-    case 3: return at::sigmoid_(y);
-    case 4: return at::tanh_(y);
-    case 5: return at::silu_(y);
-    case 6: return at::gelu_(y);
-    case 7: return at::gelu_(y, "tanh");
-    default: return y;
-  }
+  at::Tensor hidden = marid::fast_linear(mixed.squeeze(0), key, std::nullopt, marid::kSquaredRelu);
+  return {marid::fast_linear(hidden, value, std::nullopt, marid::kNone), last};
 }
 
 TORCH_LIBRARY_IMPL(marid, CPU, library) {
@@ -300,7 +229,6 @@ TORCH_LIBRARY_IMPL(marid, CPU, library) {
   library.impl("time_first_v7", TORCH_FN(time_first));
   library.impl("time_mix_v7", TORCH_FN(time_mix));
   library.impl("channel_mix_v7", TORCH_FN(channel_mix));
-  library.impl("linear_activation", TORCH_FN(linear_activation));
 }
 
 }  // namespace

@@ -1,16 +1,13 @@
 // The inner loops of RWKV-7's operators. built.py compiles this file for this machine's vector unit.
 #include "rwkv7_kernels.h"
 
+#include "vectors.h"
+
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 namespace marid::rwkv7 {
@@ -18,65 +15,10 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 15;  // elements for which a second thread pays
 
-template <typename T>
-using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
 template <typename T, typename F>
 void parallel_rows(int64_t rows, int64_t elements_of_row, const F& f) {
   int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(elements_of_row, 1));
   at::parallel_for(0, rows, grain, f);
-}
-
-// A row as the type that sums are taken in: the row itself, or a copy in `room`.
-template <typename T>
-const Sum<T>* widened(const T* row, Sum<T>* room, int64_t count) {
-  if constexpr (std::is_same_v<T, Sum<T>>) {
-    return row;
-  } else {
-    for (int64_t j = 0; j < count; j++) room[j] = static_cast<Sum<T>>(row[j]);
-    return room;
-  }
-}
-
-// A row that is computed in `begin()`, and is in its place after `end()`.
-template <typename T>
-struct Written {
-  Written(T* row, Sum<T>* room) : row(row), room(room) {}
-  Sum<T>* begin() const {
-    if constexpr (std::is_same_v<T, Sum<T>>) {
-      return row;
-    } else {
-      return room;
-    }
-  }
-  void end(int64_t count) const {
-    if constexpr (!std::is_same_v<T, Sum<T>>) {
-      for (int64_t j = 0; j < count; j++) row[j] = static_cast<T>(room[j]);
-    }
-  }
-  T* row;
-  Sum<T>* room;
-};
-
-template <typename S>
-at::vec::Vectorized<S> sigmoid(const at::vec::Vectorized<S>& x) {
-  return at::vec::Vectorized<S>(1) / (at::vec::Vectorized<S>(1) + x.neg().exp());
-}
-
-template <typename S>
-void activate(int64_t activation, S* row, int64_t count) {
-  using Vec = at::vec::Vectorized<S>;
-  auto map = [&](auto f) { at::vec::map<S>(f, row, row, count); };
-  switch (activation) {
-    case kRelu: return map([](Vec x) { return at::vec::clamp_min(x, Vec(0)); });
-    case kSquaredRelu: return map([](Vec x) { return (x = at::vec::clamp_min(x, Vec(0))) * x; });
-    case kSigmoid: return map([](Vec x) { return sigmoid(x); });
-    case kTanh: return map([](Vec x) { return x.tanh(); });
-    case kSilu: return map([](Vec x) { return x * sigmoid(x); });
-    case kExp: return map([](Vec x) { return x.exp(); });
-    case kOppositeExp: return map([](Vec x) { return x.exp().neg(); });
-    default: return;
-  }
 }
 
 // --- element by element ----------------------------------------------------------------------------------------------
@@ -87,13 +29,13 @@ void over_rows(const Rows& of, const F& f) {
   using S = Sum<T>;
   int64_t width = of.width;
   parallel_rows<T>(of.rows, width, [&](int64_t begin, int64_t end) {
-    std::vector<S> room(4 * width);
+    Room<T> room(4 * width);
     auto row = [&](const void* data, bool one, int64_t i, int64_t at) -> const S* {
       if (data == nullptr) return nullptr;
-      return widened(static_cast<const T*>(data) + (one ? 0 : i * width), room.data() + at * width, width);
+      return widened(static_cast<const T*>(data) + (one ? 0 : i * width), room.at(at * width), width);
     };
     for (int64_t i = begin; i < end; i++) {
-      Written<T> out(static_cast<T*>(of.out) + i * width, room.data() + 3 * width);
+      Written<T> out(static_cast<T*>(of.out) + i * width, room.at(3 * width));
       f(row(of.a, of.one_a, i, 0), row(of.b, of.one_b, i, 1), row(of.c, of.one_c, i, 2), out.begin());
       out.end(width);
     }
@@ -191,14 +133,14 @@ struct Shift {
     int64_t width = of.width, tokens = of.tokens, plane = of.batch * tokens * width;
     const T *x = static_cast<const T*>(of.x), *shift = static_cast<const T*>(of.shift);
     parallel_rows<T>(of.batch * tokens, width * (of.count + 1), [&](int64_t begin, int64_t end) {
-      std::vector<S> room(4 * width);
+      Room<T> room(4 * width);
       for (int64_t i = begin; i < end; i++) {
         const T* before = i % tokens == 0 ? shift + i / tokens * width : x + (i - 1) * width;
-        const S* now = widened(x + i * width, room.data(), width);
-        const S* old = widened(before, room.data() + width, width);
+        const S* now = widened(x + i * width, room.at(0), width);
+        const S* old = widened(before, room.at(width), width);
         for (int64_t m = 0; m < of.count; m++) {
-          const S* mix = widened(static_cast<const T*>(of.mix) + m * width, room.data() + 2 * width, width);
-          Written<T> written(static_cast<T*>(of.mixed) + m * plane + i * width, room.data() + 3 * width);
+          const S* mix = widened(static_cast<const T*>(of.mix) + m * width, room.at(2 * width), width);
+          Written<T> written(static_cast<T*>(of.mixed) + m * plane + i * width, room.at(3 * width));
           S* out = written.begin();
           for (int64_t j = 0; j < width; j++) out[j] = now[j] + (old[j] - now[j]) * mix[j];
           written.end(width);
@@ -234,18 +176,18 @@ struct First {
     using S = Sum<T>;
     int64_t size = of.size;
     parallel_rows<T>(of.rows * of.heads, size, [&](int64_t begin, int64_t end) {
-      std::vector<S> room(6 * size);
+      Room<T> room(6 * size);
       for (int64_t i = begin; i < end; i++) {
         const T* packed = static_cast<const T*>(of.packed) + i * 4 * size;
-        const S* r = widened(static_cast<const T*>(of.r) + i * size, room.data(), size);
-        const S* k = widened(packed, room.data() + size, size);
-        const S* v = widened(packed + size, room.data() + 2 * size, size);
-        const S* y = widened(static_cast<const T*>(of.y) + i * size, room.data() + 3 * size, size);
+        const S* r = widened(static_cast<const T*>(of.r) + i * size, room.at(0), size);
+        const S* k = widened(packed, room.at(size), size);
+        const S* v = widened(packed + size, room.at(2 * size), size);
+        const S* y = widened(static_cast<const T*>(of.y) + i * size, room.at(3 * size), size);
         const S* bonus =
-            widened(static_cast<const T*>(of.bonus) + i % of.heads * size, room.data() + 4 * size, size);
+            widened(static_cast<const T*>(of.bonus) + i % of.heads * size, room.at(4 * size), size);
         S sum = 0;
         for (int64_t j = 0; j < size; j++) sum += r[j] * k[j] * bonus[j];
-        Written<T> written(static_cast<T*>(of.out) + i * size, room.data() + 5 * size);
+        Written<T> written(static_cast<T*>(of.out) + i * size, room.at(5 * size));
         S* out = written.begin();
         for (int64_t j = 0; j < size; j++) out[j] = y[j] + sum * v[j];
         written.end(size);
@@ -310,13 +252,14 @@ inline void step_of_any(S* __restrict s, int64_t size, const S* __restrict w, co
 
 template <typename T>
 struct Mix {
+  static constexpr int64_t kWork = 4;  // what is done with an element of the state, beside what is done elsewhere
   static void run(const TimeMix& of) {
     using S = Sum<T>;
     using Vec = at::vec::Vectorized<S>;
     int64_t size = of.size, heads = of.heads, tokens = of.tokens;
     auto any = &step_of_any<S>;
     auto one = size == 64 ? &step<S, 64> : size == 128 ? &step<S, 128> : size == 32 ? &step<S, 32> : any;
-    parallel_rows<T>(of.batch * heads, std::max<int64_t>(tokens, 1) * size * size, [&](int64_t begin, int64_t end) {
+    parallel_rows<T>(of.batch * heads, kWork * std::max<int64_t>(tokens, 1) * size * size, [&](int64_t begin, int64_t end) {
       std::vector<S> room(11 * size);
       S *decay = room.data(), *removed = decay + size, *ka = removed + size, *rooms = ka + size;
       for (int64_t task = begin; task < end; task++) {

@@ -1,12 +1,11 @@
 // The inner loops of RWKV-7's operators (rwkv7.cpp), compiled for the vector instructions of this machine (built.py).
 #pragma once
 
+#include "elements.h"
+
 #include <cstdint>
 
 namespace marid::rwkv7 {
-
-enum class Element { kDouble, kFloat, kHalf, kBFloat16 };
-enum Activation : int64_t { kNone, kRelu, kSquaredRelu, kSigmoid, kTanh, kSilu, kExp, kOppositeExp, kActivations };
 
 // All arrays are contiguous and have elements of one type, but for what is said. `lengths` says how many tokens of each
 // sequence there are, or is null. Sums are taken in float, or double for double.
