@@ -75,7 +75,7 @@ class _Operators(torch._ops._OpNamespace):
     """``torch.ops.marid``, whose operators for everybody are defined when one is first asked for."""
 
     def __getattr__(self, name: str) -> Any:
-        for module in ("linear_activation", "rwkv7_operators"):
+        for module in ("linear_activation", "rwkv7_operators", "quantized_operators"):
             importlib.import_module(f"marid.frontend.{module}").register()
         return super().__getattr__(name)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import marid.frontend.onednn  # noqa: F401  (defines operators that are admitted)
-from marid.frontend import linear_activation, rwkv7_operators
+from marid.frontend import linear_activation, quantized_operators, rwkv7_operators
 from marid.remote.operators import kind_of, operator_named
 from tests.attacks.record import FILE, Unfit, described
 
@@ -32,6 +32,7 @@ __all__ = ["Calls", "Forger"]
 
 linear_activation.register()
 rwkv7_operators.register()
+quantized_operators.register()
 
 _SCRATCH = 1 << 16
 _WORD = 1 << 63

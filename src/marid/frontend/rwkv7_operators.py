@@ -1,8 +1,6 @@
 """The operators of RWKV-7, ``torch.ops.marid.*``: what each of them is, in plain PyTorch.
 
-The plain functions are the operators wherever there is nothing else: where gradients are wanted (they are taken apart,
-and PyTorch derives them), on meta tensors and other devices, and without the C++ half. On the CPU
-``native/rwkv7.cpp`` computes the same. On the lazy device a call is one node.
+On the CPU ``native/rwkv7.cpp`` and ``native/fast_linear.cpp`` compute the same (``own_operators.py``).
 
 The model is BlinkDL's (https://github.com/BlinkDL/RWKV-LM, RWKV-v7); the operators' names and parts are those of
 web-rwkv. Shapes are written for ``B`` sequences of ``T`` tokens, width ``C`` and ``H`` heads of size ``N``. Tensors of
@@ -14,34 +12,19 @@ them changes no state. Under autocast the operators take their operands as they 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from marid import registration
-from marid.frontend.record import record_in_cpp
+from marid.frontend.own_operators import ACTIVATIONS, define
 
 __all__ = ["ACTIVATIONS", "NAMES", "register"]
-
-aten = torch.ops.aten
 
 CHUNK = 16
 """Tokens whose part of the recurrence is computed as products of matrices. A state loses at most ``exp(-0.61)`` of
 itself at a token, so 16 of them stay far inside of float32."""
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": torch.relu,
-    "squared_relu": lambda x: torch.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "silu": torch.nn.functional.silu,
-    "exp": torch.exp,
-    "opposite_exp": lambda x: -torch.exp(x),
-}
 
 
 def _common(*tensors: Tensor) -> torch.dtype:
@@ -124,8 +107,8 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activatio
     """``activation(F.linear(x, weight, bias))``, with sums in an order of its own.
 
     ``x`` is ``[..., K]``, the weight ``[N, K]``, the bias ``[N]``, all of one type; activations have the names in
-    ``ACTIVATIONS``. The CPU multiplies a few rows, as in decoding, at the speed at which memory gives the weight. (The bits of
-    ``F.linear`` are those of ``linear_activation``.) Raises ``ValueError`` for an unknown activation.
+    ``ACTIVATIONS``. The CPU multiplies a few rows, as in decoding, at the speed at which memory gives the weight. (The
+    bits of ``F.linear`` are those of ``linear_activation``.) Raises ``ValueError`` for an unknown activation.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"fast_linear() does not know the activation '{activation}'")
@@ -275,36 +258,7 @@ _PLAIN: tuple[Callable[..., Any], ...] = (
 )
 NAMES = tuple([function.__name__ for function in _PLAIN])
 
-_library: torch.library.Library | None = None
-
 
 def register() -> None:
     """Define the operators, once."""
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library("marid", "FRAGMENT")
-    for function in _PLAIN:
-        schema = torch.library.infer_schema(function, mutates_args=())
-        _library.define(function.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(function.__name__, function, "CompositeExplicitAutograd")
-        _library.impl(function.__name__, _above_autograd(function), "Autograd")
-    if registration.is_used():
-        record_in_cpp()
-
-
-def _above_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
-    packet = getattr(torch._ops._OpNamespace("marid"), function.__name__)
-    names = [name for name, kind in inspect.get_annotations(function).items() if "Tensor" in str(kind)]
-    formals = list(inspect.signature(function).parameters)
-    tensors = [index for index, name in enumerate(formals) if name in names]
-
-    def above(*args: Any, **kwargs: Any) -> Any:
-        given = [args[index] for index in tensors if index < len(args)]
-        wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
-        if wanted or torch._C._are_functorch_transforms_active():
-            return function(*args, **kwargs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return packet.default(*args, **kwargs)
-
-    return above
+    define(*_PLAIN)

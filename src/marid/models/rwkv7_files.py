@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import marid
 from marid.models.rwkv7 import RWKV7, Config
 
-__all__ = ["from_blinkdl", "load", "to_blinkdl"]
+__all__ = ["from_blinkdl", "from_gguf", "gguf_names", "load", "to_blinkdl"]
 
 _MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
+_LOW_RANK = (("w", "decay"), ("a", "rate"), ("v", "values"), ("g", "gate"))
 _MODEL = {
     "emb.weight": "embedding.weight",
     "blocks.0.ln0.weight": "first_norm.weight",
@@ -33,20 +35,46 @@ _LAYER = {
     **{f"att.{name}.weight": f"time.{name}" for name in ("receptance", "key", "value", "output")},
     **{f"att.ln_x.{part}": f"time.norm.{part}" for part in ("weight", "bias")},
     **{f"att.{name}": f"time.{name}" for name in ("k_k", "k_a", "r_k")},
-    **{f"att.{letter}0": f"time.{name}.bias" for letter, name in (("w", "decay"), ("a", "rate"), ("v", "values"))},
-    **{
-        f"att.{letter}1": f"time.{name}.down"
-        for letter, name in zip("wavg", ("decay", "rate", "values", "gate"), strict=True)
-    },
-    **{
-        f"att.{letter}2": f"time.{name}.up"
-        for letter, name in zip("wavg", ("decay", "rate", "values", "gate"), strict=True)
-    },
+    **{f"att.{letter}0": f"time.{name}.bias" for letter, name in _LOW_RANK[:3]},
+    **{f"att.{letter}1": f"time.{name}.down" for letter, name in _LOW_RANK},
+    **{f"att.{letter}2": f"time.{name}.up" for letter, name in _LOW_RANK},
     "ffn.x_k": "channel.mix",
     "ffn.key.weight": "channel.key",
     "ffn.value.weight": "channel.value",
 }
 _TRANSPOSED = re.compile(r"att\.[wavg][12]")
+
+
+_GGUF_MODEL = {
+    "token_embd.weight": "embedding.weight",
+    **{f"token_embd_norm.{part}": f"first_norm.{part}" for part in ("weight", "bias")},
+    **{f"output_norm.{part}": f"norm.{part}" for part in ("weight", "bias")},
+    "output.weight": "head.weight",
+}
+_GGUF_LAYER = {
+    **{f"attn_norm.{part}": f"time_norm.{part}" for part in ("weight", "bias")},
+    **{f"attn_norm_2.{part}": f"channel_norm.{part}" for part in ("weight", "bias")},
+    **{f"time_mix_ln.{part}": f"time.norm.{part}" for part in ("weight", "bias")},
+    "time_mix_lerp_fused.weight": "time.mix",
+    **{f"time_mix_{name}.weight": f"time.{name}" for name in ("receptance", "key", "value", "output")},
+    **{f"time_mix_{name}.weight": f"time.{name}" for name in ("k_k", "k_a", "r_k")},
+    **{f"time_mix_{letter}0.weight": f"time.{name}.bias" for letter, name in _LOW_RANK[:3]},
+    **{f"time_mix_{letter}1.weight": f"time.{name}.down" for letter, name in _LOW_RANK},
+    **{f"time_mix_{letter}2.weight": f"time.{name}.up" for letter, name in _LOW_RANK},
+    "channel_mix_lerp_k.weight": "channel.mix",
+    "channel_mix_key.weight": "channel.key",
+    "channel_mix_value.weight": "channel.value",
+}
+
+
+def gguf_names(layers: int) -> dict[str, str]:
+    """Each of our names by llama.cpp's."""
+    names = dict(_GGUF_MODEL)
+    for layer in range(layers):
+        for theirs, ours in _GGUF_LAYER.items():
+            if layer or not ours.startswith("time.values."):
+                names[f"blk.{layer}.{theirs}"] = f"layers.{layer}.{ours}"
+    return names
 
 
 def _names(layers: int) -> dict[str, str]:
@@ -99,6 +127,39 @@ def from_blinkdl(tensors: Mapping[str, Tensor], **options: Any) -> RWKV7:
     return filled(config, found)
 
 
+def from_gguf(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> RWKV7:
+    """The model of a GGUF file's tensors, by llama.cpp's names, with packed matrices as they are. Raises ``ValueError``
+    where it is no RWKV-7."""
+    architecture = metadata.get("general.architecture")
+    if architecture != "rwkv7":
+        raise ValueError(f"this is no RWKV-7, but {str(architecture)[:40]!r}")
+
+    def number(name: str, least: int = 1) -> int:
+        value = metadata.get(f"rwkv7.{name}")
+        if type(value) is not int or not least <= value < 1 << 24:
+            raise ValueError(f"this is no RWKV-7: its rwkv7.{name} is {str(value)[:40]}")
+        return value
+
+    layers, width = number("block_count"), number("embedding_length")
+    names = gguf_names(layers) if layers <= len(tensors) else {}
+    missing = [name for name in names if name not in tensors]
+    if missing or not names:
+        raise ValueError(f"this is no RWKV-7: it has no tensor {(missing or ['of every layer'])[0]!r}")
+    ranks = [tensors[f"blk.{layers - 1}.time_mix_{letter}1.weight"].shape[0] for letter, _ in _LOW_RANK]
+    config = Config(
+        layers,
+        width,
+        tensors["token_embd.weight"].shape[0],
+        number("feed_forward_length"),
+        number("wkv.head_size"),
+        (ranks[0], ranks[1], ranks[2] if layers > 1 else 1, ranks[3]),
+        float(metadata.get("rwkv7.attention.layer_norm_epsilon", 1e-5)),
+    )
+    if width % config.head_size:
+        raise ValueError(f"this is no RWKV-7: heads of {config.head_size} are no parts of {width}")
+    return filled(config, {ours: tensors[theirs] for theirs, ours in names.items()})
+
+
 def _sizes(tensor: Tensor, name: str, rank: int) -> tuple[int, ...]:
     if tensor.dim() != rank:
         raise ValueError(f"this is no RWKV-7: {name!r} has {tensor.dim()} dimensions in place of {rank}")
@@ -117,7 +178,8 @@ def filled(config: Config, tensors: Mapping[str, Tensor]) -> RWKV7:
             if tensor.numel() != parameter.numel():
                 raise ValueError(f"{name} has the shape {list(tensor.shape)} in place of {list(parameter.shape)}")
             tensor = tensor.reshape(parameter.shape)
-        made = nn.Parameter(tensor.contiguous(), requires_grad=tensor.is_floating_point())
+        packed = type(tensor) is not Tensor and hasattr(tensor, "packing")  # which has no gradient
+        made = nn.Parameter(tensor.contiguous(), requires_grad=not packed and tensor.is_floating_point())
         setattr(model.get_submodule(owner), last, made)
     return model
 
@@ -157,7 +219,17 @@ def load(
         from safetensors.torch import load_file
 
         return from_blinkdl(_moved(load_file(path), device, dtype, seen))
+    if kind == ".gguf":
+        found = marid.load_file(path, device)
+        moved = {name: tensor if dtype is None else _typed(tensor, dtype) for name, tensor in found.items()}
+        if seen is not None:
+            seen(len(moved), len(moved))
+        return from_gguf(moved, found.metadata)
     raise ValueError(f"{path} is neither a .pth, nor a .safetensors, nor a .gguf file")
+
+
+def _typed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _moved(

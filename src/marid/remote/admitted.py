@@ -174,11 +174,12 @@ _MARID = {
     f"marid::{name}"
     for name in (
         "linear_activation _linear_activation lstm_layer lstm_layer_backward lerp blend l2_norm squared_relu "
-        "add_activate control_k fast_linear token_shift pack_kvakk time_first_v7 time_mix_v7 channel_mix_v7"
+        "add_activate control_k fast_linear token_shift pack_kvakk time_first_v7 time_mix_v7 channel_mix_v7 "
+        "dequantize quantized_linear"
     ).split()
 }
-"""Marid's own that a client records; those of RWKV-7 check sizes, and cut lengths to what is there. Others are what a
-worker puts in the place of ATen's."""
+"""Marid's own that a client records; those of RWKV-7 and of packed matrices check sizes, and cut lengths to what is
+there. Others are what a worker puts in the place of ATen's."""
 _NAMES = VIEWS | FACTORIES | RANDOM | COMPOSITES | KERNELS
 
 

@@ -1,0 +1,191 @@
+// See quantized_kernels.h; built.py compiles this file for this machine's vector unit. The formats are those of ggml
+// (ggml-quants.c): an element is scale * q - minimum, where q has 4 to 8 bits, for parts of 32 elements or 16.
+#include "quantized_kernels.h"
+
+#include "vectors.h"
+
+#include <cstring>
+
+namespace marid {
+namespace {
+
+constexpr int64_t kPart = 32;
+
+using Bytes = uint8_t __attribute__((vector_size(16)));
+using Signed = int8_t __attribute__((vector_size(16)));
+using Floats = float __attribute__((vector_size(64)));
+
+template <typename V, typename T>
+inline V loaded(const T* from) {
+  V made;
+  std::memcpy(&made, from, sizeof(V));
+  return made;
+}
+
+inline float half_at(const uint8_t* at) { return static_cast<float>(c10::Half(loaded<uint16_t>(at), c10::Half::from_bits())); }
+
+inline Floats as_floats(Bytes bytes) { return __builtin_convertvector(bytes, Floats); }
+
+// The numbers of a part, with what they are multiplied by and what is taken from each product.
+struct Part {
+  Floats low, high;
+  float scale_low, scale_high, minimum;
+};
+
+// Six bits for the scale and six for the minimum of each of eight parts, in twelve bytes.
+inline void scale_and_minimum(const uint8_t* packed, int part, float& scale, float& minimum) {
+  if (part < 4) {
+    scale = packed[part] & 63;
+    minimum = packed[part + 4] & 63;
+  } else {
+    scale = (packed[part + 4] & 15) | ((packed[part - 4] >> 6) << 4);
+    minimum = (packed[part + 4] >> 4) | ((packed[part] >> 6) << 4);
+  }
+}
+
+// Calls f(index, part) for each part of a block.
+template <Packing kPacking, typename F>
+inline void each_part(const uint8_t* block, const F& f) {
+  if constexpr (kPacking == Packing::kQ8_0) {
+    float scale = half_at(block);
+    Floats low = __builtin_convertvector(loaded<Signed>(block + 2), Floats);
+    Floats high = __builtin_convertvector(loaded<Signed>(block + 18), Floats);
+    f(0, Part{low, high, scale, scale, 0});
+  } else if constexpr (kPacking == Packing::kQ4_0) {
+    float scale = half_at(block);
+    Bytes both = loaded<Bytes>(block + 2);
+    f(0, Part{as_floats(both & 15), as_floats(both >> 4), scale, scale, 8 * scale});
+  } else if constexpr (kPacking == Packing::kQ6_K) {
+    float scale = half_at(block + 208);
+    const int8_t* scales = reinterpret_cast<const int8_t*>(block + 192);
+    for (int half = 0; half < 2; half++) {
+      const uint8_t *low = block + half * 64, *high = block + 128 + half * 32;
+      for (int part = 0; part < 4; part++) {
+        const uint8_t* nibbles = low + (part & 1) * 32;
+        int shift = part < 2 ? 0 : 4;
+        Bytes a = ((loaded<Bytes>(nibbles) >> shift) & 15) | (((loaded<Bytes>(high) >> (2 * part)) & 3) << 4);
+        Bytes b = ((loaded<Bytes>(nibbles + 16) >> shift) & 15) | (((loaded<Bytes>(high + 16) >> (2 * part)) & 3) << 4);
+        int index = half * 4 + part;
+        f(index, Part{as_floats(a) - 32, as_floats(b) - 32, scale * scales[2 * index], scale * scales[2 * index + 1], 0});
+      }
+    }
+  } else {
+    float scale = half_at(block), minimum = half_at(block + 2);
+    const uint8_t *bits = block + 16, *nibbles = kPacking == Packing::kQ5_K ? block + 48 : block + 16;
+    for (int part = 0; part < 8; part++) {
+      float of_scale = 0, of_minimum = 0;
+      scale_and_minimum(block + 4, part, of_scale, of_minimum);
+      const uint8_t* from = nibbles + part / 2 * 32;
+      int shift = part % 2 * 4;
+      Bytes a = (loaded<Bytes>(from) >> shift) & 15, b = (loaded<Bytes>(from + 16) >> shift) & 15;
+      if constexpr (kPacking == Packing::kQ5_K) {
+        a |= ((loaded<Bytes>(bits) >> part) & 1) << 4;
+        b |= ((loaded<Bytes>(bits + 16) >> part) & 1) << 4;
+      }
+      f(part, Part{as_floats(a), as_floats(b), scale * of_scale, scale * of_scale, minimum * of_minimum});
+    }
+  }
+}
+
+template <Packing kPacking>
+constexpr PackingSizes sizes() {
+  return kPackings[static_cast<size_t>(kPacking)];
+}
+
+template <Packing kPacking>
+void unpacked(const uint8_t* blocks, float* to, int64_t count) {
+  constexpr PackingSizes of = sizes<kPacking>();
+  for (int64_t done = 0; done < count; done += of.elements, blocks += of.bytes) {
+    each_part<kPacking>(blocks, [&](int index, const Part& part) {
+      Floats low = part.low * part.scale_low - part.minimum, high = part.high * part.scale_high - part.minimum;
+      std::memcpy(to + done + index * kPart, &low, sizeof(low));
+      std::memcpy(to + done + index * kPart + 16, &high, sizeof(high));
+    });
+  }
+}
+
+inline float total(const Floats& sums) {
+  float sum = 0;
+  for (int i = 0; i < 16; i++) sum += sums[i];
+  return sum;
+}
+
+constexpr int64_t kAhead = 4096;
+
+template <Packing kPacking, int kRows>
+void columns(const PackedRows& of, int64_t begin, int64_t end) {
+  constexpr PackingSizes sized = sizes<kPacking>();
+  int64_t blocks = of.depth / sized.elements, parts = of.depth / kPart;
+  for (int64_t column = begin; column < end; column++) {
+    const uint8_t* row = of.matrix + column * blocks * sized.bytes;
+    Floats sums[kRows][2] = {};
+    float taken[kRows] = {};
+    for (int64_t block = 0; block < blocks; block++) {
+      const uint8_t* from = row + block * sized.bytes;
+      for (int64_t line = 0; line < sized.bytes; line += 64) __builtin_prefetch(from + kAhead + line, 0, 2);
+      int64_t at = block * (sized.elements / kPart);
+      each_part<kPacking>(from, [&](int index, const Part& part) {
+        for (int m = 0; m < kRows; m++) {
+          const float* x = of.x + m * of.depth + (at + index) * kPart;
+          Floats low = loaded<Floats>(x) * part.scale_low, high = loaded<Floats>(x + 16) * part.scale_high;
+          sums[m][0] += part.low * low;
+          sums[m][1] += part.high * high;
+          if constexpr (kPacking != Packing::kQ8_0 && kPacking != Packing::kQ6_K) {
+            taken[m] += part.minimum * of.sums[m * parts + at + index];
+          }
+        }
+      });
+    }
+    for (int m = 0; m < kRows; m++) {
+      float sum = total(sums[m][0] + sums[m][1]) - taken[m];
+      of.y[m * of.columns + column] = of.bias == nullptr ? sum : sum + of.bias[column];
+    }
+  }
+}
+
+template <Packing kPacking>
+void some_rows(const PackedRows& of, int64_t begin, int64_t end) {
+  switch (of.rows) {
+    case 1: columns<kPacking, 1>(of, begin, end); break;
+    case 2: columns<kPacking, 2>(of, begin, end); break;
+    case 3: columns<kPacking, 3>(of, begin, end); break;
+    default: columns<kPacking, 4>(of, begin, end); break;
+  }
+  for (int64_t m = 0; m < of.rows; m++) activate(of.activation, of.y + m * of.columns + begin, end - begin);
+}
+
+template <template <Packing> class K, typename... Args>
+void packed_as(Packing packing, const Args&... args) {
+  switch (packing) {
+    case Packing::kQ4_0: return K<Packing::kQ4_0>::run(args...);
+    case Packing::kQ8_0: return K<Packing::kQ8_0>::run(args...);
+    case Packing::kQ4_K: return K<Packing::kQ4_K>::run(args...);
+    case Packing::kQ5_K: return K<Packing::kQ5_K>::run(args...);
+    case Packing::kQ6_K: return K<Packing::kQ6_K>::run(args...);
+  }
+}
+
+template <Packing kPacking>
+struct Multiply {
+  static void run(const PackedRows& of, int64_t begin, int64_t end) { some_rows<kPacking>(of, begin, end); }
+};
+
+template <Packing kPacking>
+struct Unpack {
+  static void run(const uint8_t* blocks, float* to, int64_t count) { unpacked<kPacking>(blocks, to, count); }
+};
+
+void multiply(Packing packing, const PackedRows& of, int64_t begin, int64_t end) {
+  packed_as<Multiply>(packing, of, begin, end);
+}
+
+void unpack_blocks(Packing packing, const uint8_t* blocks, float* to, int64_t count) {
+  packed_as<Unpack>(packing, blocks, to, count);
+}
+
+}  // namespace
+
+extern void (*const multiply_packed)(Packing, const PackedRows&, int64_t, int64_t) = multiply;
+extern void (*const unpack)(Packing, const uint8_t*, float*, int64_t) = unpack_blocks;
+
+}  // namespace marid
