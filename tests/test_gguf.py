@@ -201,6 +201,21 @@ def test_a_model(tmp_path: Path, packing: str | None) -> None:
             assert isinstance(read.head.weight, QuantizedTensor) is (packing is not None)
 
 
+def test_a_function_of_packed_weights_is_replayed() -> None:
+    """``marid.compile`` finds what packed matrices are made of."""
+    layer = torch.nn.Linear(DEPTH, ROWS, bias=False)
+    layer.weight = torch.nn.Parameter(QuantizedTensor(random_blocks(ROWS, DEPTH, "Q8_0").to(DEVICE), "Q8_0"), False)
+    x = torch.randn(1, DEPTH).to(DEVICE)
+    step = marid.compile(lambda x: layer(x).relu())
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = layer(x).relu().cpu()
+        for _ in range(6):
+            assert_same(step(x), expected)
+    (functions,) = [one for one in marid.stats().functions if one.replays]
+    assert functions.plain == 0
+
+
 def test_packed_weights_stay_packed_on_a_worker(tmp_path: Path) -> None:
     model = random_model()
     write_model(tmp_path / "model.gguf", model, "Q8_0")

@@ -54,6 +54,13 @@ class QuantizedTensor(torch.Tensor):
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return QuantizedTensor, (self.packed, self.packing, self.turned)
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["packed"], (self.packing, self.turned)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], how: Any, _size: Any, _stride: Any) -> QuantizedTensor:
+        return QuantizedTensor(inner["packed"], *how)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,6 +90,8 @@ _ABOUT: set[Any] = {
     *(torch.Tensor.requires_grad_, torch.Tensor.is_contiguous, torch.Tensor.element_size, torch.Tensor.detach),
     *(torch.Tensor.storage_offset, torch.Tensor.is_complex, torch.Tensor.__hash__, torch.Tensor.__len__),
     *(torch.Tensor.ndimension, torch.Tensor.nelement, torch.is_floating_point, torch.is_complex),
+    *(torch.Tensor.is_inference, torch.Tensor.get_device, torch.Tensor.is_conj, torch.Tensor.is_neg),
+    *(torch.Tensor.is_signed, torch.Tensor.is_pinned, torch.Tensor.is_shared),
     *(
         function
         for name in "shape dtype device layout requires_grad is_leaf grad grad_fn ndim nbytes names is_sparse "

@@ -12,7 +12,10 @@ namespace {
 constexpr int64_t kPart = 32;
 
 using Bytes = uint8_t __attribute__((vector_size(16)));
-using Signed = int8_t __attribute__((vector_size(16)));
+using Eight = uint8_t __attribute__((vector_size(8)));
+using EightInts = int32_t __attribute__((vector_size(32)));
+using EightFloats = float __attribute__((vector_size(32)));
+using Ints = int32_t __attribute__((vector_size(64)));
 using Floats = float __attribute__((vector_size(64)));
 
 template <typename V, typename T>
@@ -24,7 +27,8 @@ inline V loaded(const T* from) {
 
 inline float half_at(const uint8_t* at) { return static_cast<float>(c10::Half(loaded<uint16_t>(at), c10::Half::from_bits())); }
 
-inline Floats as_floats(Bytes bytes) { return __builtin_convertvector(bytes, Floats); }
+// In two steps, and of numbers without a sign: else the compiler takes the vector apart.
+inline Floats as_floats(Bytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats); }
 
 // The numbers of a part, with what they are multiplied by and what is taken from each product.
 struct Part {
@@ -33,14 +37,18 @@ struct Part {
 };
 
 // Six bits for the scale and six for the minimum of each of eight parts, in twelve bytes.
-inline void scale_and_minimum(const uint8_t* packed, int part, float& scale, float& minimum) {
-  if (part < 4) {
-    scale = packed[part] & 63;
-    minimum = packed[part + 4] & 63;
-  } else {
-    scale = (packed[part + 4] & 15) | ((packed[part - 4] >> 6) << 4);
-    minimum = (packed[part + 4] >> 4) | ((packed[part] >> 6) << 4);
-  }
+inline void scales_and_minima(const uint8_t* packed, EightFloats& scales, EightFloats& minima) {
+  uint32_t words[3], found[4];
+  std::memcpy(words, packed, sizeof(words));
+  found[0] = words[0] & 0x3f3f3f3f;
+  found[1] = (words[2] & 0x0f0f0f0f) | ((words[0] >> 6 & 0x03030303) << 4);
+  found[2] = words[1] & 0x3f3f3f3f;
+  found[3] = (words[2] >> 4 & 0x0f0f0f0f) | ((words[1] >> 6 & 0x03030303) << 4);
+  auto floats = [](const uint32_t* of) {
+    return __builtin_convertvector(__builtin_convertvector(loaded<Eight>(of), EightInts), EightFloats);
+  };
+  scales = floats(found);
+  minima = floats(found + 2);
 }
 
 // Calls f(index, part) for each part of a block.
@@ -48,8 +56,8 @@ template <Packing kPacking, typename F>
 inline void each_part(const uint8_t* block, const F& f) {
   if constexpr (kPacking == Packing::kQ8_0) {
     float scale = half_at(block);
-    Floats low = __builtin_convertvector(loaded<Signed>(block + 2), Floats);
-    Floats high = __builtin_convertvector(loaded<Signed>(block + 18), Floats);
+    Floats low = as_floats(loaded<Bytes>(block + 2) ^ 128) - 128;
+    Floats high = as_floats(loaded<Bytes>(block + 18) ^ 128) - 128;
     f(0, Part{low, high, scale, scale, 0});
   } else if constexpr (kPacking == Packing::kQ4_0) {
     float scale = half_at(block);
@@ -58,8 +66,10 @@ inline void each_part(const uint8_t* block, const F& f) {
   } else if constexpr (kPacking == Packing::kQ6_K) {
     float scale = half_at(block + 208);
     const int8_t* scales = reinterpret_cast<const int8_t*>(block + 192);
+#pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       const uint8_t *low = block + half * 64, *high = block + 128 + half * 32;
+#pragma GCC unroll 4
       for (int part = 0; part < 4; part++) {
         const uint8_t* nibbles = low + (part & 1) * 32;
         int shift = part < 2 ? 0 : 4;
@@ -70,19 +80,22 @@ inline void each_part(const uint8_t* block, const F& f) {
       }
     }
   } else {
-    float scale = half_at(block), minimum = half_at(block + 2);
+    EightFloats scales, minima;
+    scales_and_minima(block + 4, scales, minima);
+    scales *= half_at(block);
+    minima *= half_at(block + 2);
     const uint8_t *bits = block + 16, *nibbles = kPacking == Packing::kQ5_K ? block + 48 : block + 16;
+#pragma GCC unroll 8
     for (int part = 0; part < 8; part++) {
-      float of_scale = 0, of_minimum = 0;
-      scale_and_minimum(block + 4, part, of_scale, of_minimum);
       const uint8_t* from = nibbles + part / 2 * 32;
-      int shift = part % 2 * 4;
-      Bytes a = (loaded<Bytes>(from) >> shift) & 15, b = (loaded<Bytes>(from + 16) >> shift) & 15;
+      Bytes a = loaded<Bytes>(from), b = loaded<Bytes>(from + 16);
+      a = part % 2 == 0 ? a & 15 : a >> 4;
+      b = part % 2 == 0 ? b & 15 : b >> 4;
       if constexpr (kPacking == Packing::kQ5_K) {
         a |= ((loaded<Bytes>(bits) >> part) & 1) << 4;
         b |= ((loaded<Bytes>(bits + 16) >> part) & 1) << 4;
       }
-      f(part, Part{as_floats(a), as_floats(b), scale * of_scale, scale * of_scale, minimum * of_minimum});
+      f(part, Part{as_floats(a), as_floats(b), scales[part], scales[part], minima[part]});
     }
   }
 }
@@ -127,9 +140,12 @@ void columns(const PackedRows& of, int64_t begin, int64_t end) {
       each_part<kPacking>(from, [&](int index, const Part& part) {
         for (int m = 0; m < kRows; m++) {
           const float* x = of.x + m * of.depth + (at + index) * kPart;
-          Floats low = loaded<Floats>(x) * part.scale_low, high = loaded<Floats>(x + 16) * part.scale_high;
-          sums[m][0] += part.low * low;
-          sums[m][1] += part.high * high;
+          if constexpr (kPacking == Packing::kQ6_K) {
+            sums[m][0] += part.low * (loaded<Floats>(x) * part.scale_low);
+            sums[m][1] += part.high * (loaded<Floats>(x + 16) * part.scale_high);
+          } else {
+            sums[m][index % 2] += (part.low * loaded<Floats>(x) + part.high * loaded<Floats>(x + 16)) * part.scale_low;
+          }
           if constexpr (kPacking != Packing::kQ8_0 && kPacking != Packing::kQ6_K) {
             taken[m] += part.minimum * of.sums[m * parts + at + index];
           }

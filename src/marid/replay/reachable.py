@@ -111,7 +111,10 @@ def reach(roots: list[tuple[str, Any]]) -> Reached:
 
 def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
     """Note ``thing``; what it leads to."""
-    if isinstance(thing, torch.Tensor):
+    if isinstance(thing, torch.Tensor) and hasattr(thing, "__tensor_flatten__"):  # a shell of others
+        for name in thing.__tensor_flatten__()[0]:
+            yield f"{path}.{name}", getattr(thing, name)
+    elif isinstance(thing, torch.Tensor):
         (found.lazy if handles.is_lazy(thing) else found.host).append(thing)
         yield from _hooks(path, thing)
     elif isinstance(thing, np.ndarray):
