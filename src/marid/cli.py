@@ -1,4 +1,4 @@
-"""The command line: ``marid run script.py``, ``marid cache info``."""
+"""The command line: ``marid run script.py``, ``marid rwkv MODEL``, ``marid cache info``."""
 
 from __future__ import annotations
 
@@ -83,6 +83,36 @@ def bench_command(
     from marid.bench.command import Bench
 
     return Bench(only, peers, quick, rounds or 0, threads or 0, timeout, json, markdown).run()
+
+
+@commands.command()
+@click.option("--prompt", help="Go on from this text; without it, chat.")
+@click.option("--worker", metavar="ADDRESS", help="Compute there: tcp://host:7070. Weights and state stay there.")
+@click.option("--key", type=click.Path(dir_okay=False, path_type=Path), help="The client's key file.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0: no chance.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.7, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Say so many at most.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of weights that are not packed.")
+@click.option("--seed", type=int, help="Draw the same tokens each time.")
+@click.argument("model", metavar="MODEL", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def rwkv(
+    model: Path,
+    prompt: str | None,
+    worker: str | None,
+    key: Path | None,
+    temperature: float,
+    top_p: float,
+    tokens: int,
+    dtype: str | None,
+    seed: int | None,
+) -> int:
+    """Let an RWKV-7 (.pth, .safetensors or .gguf) speak. Needs the extra `rwkv`.
+
+    Text goes to standard output as it comes, everything else to standard error.
+    """
+    from marid.models.rwkv7_command import talk
+
+    return talk(model, prompt, worker, key, temperature, top_p, tokens, dtype, seed)
 
 
 @commands.group()

@@ -2,7 +2,8 @@
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``products.cpp``,
-``trials.cpp``, ``multiply.cpp`` and ``multiply_row.cpp`` products of matrices. The same file is a Python module:
+``trials.cpp``, ``multiply.cpp`` and ``multiply_row.cpp`` products of matrices, ``rwkv7.cpp``, ``fast_linear.cpp`` and
+``quantized.cpp`` operators of our own, with kernels for this machine's vector unit (``*_kernels.cpp``). The same file is a Python module:
 ``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``stack.cpp`` finds where they were
 written, ``accumulate.cpp`` lays sums of gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts
 before some of them, ``derive.cpp`` tells what they return for new sizes, ``cut.cpp`` chooses what runs and finds its
