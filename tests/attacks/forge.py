@@ -26,6 +26,7 @@ import torch
 import marid.frontend.onednn  # noqa: F401  (defines operators that are admitted)
 from marid.frontend import linear_activation, quantized_operators, rwkv7_operators
 from marid.remote.operators import kind_of, operator_named
+from tests.attacks.own import own_calls
 from tests.attacks.record import FILE, Unfit, described
 
 __all__ = ["Calls", "Forger"]
@@ -51,6 +52,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.recorded: dict[str, list[Any]] = json.loads(gzip.decompress(FILE.read_bytes()))
+        self.recorded.update(own_calls())
 
     def of(self, name: str, func: Any, source: random.Random) -> list[Any]:
         """Calls to begin with: recorded ones of the operator or of the one that it is a variant of, and guesses."""

@@ -29,8 +29,11 @@ def tokenizer() -> Any:
 
 
 class Talk:
-    """A conversation with a model on a lazy device. State and weights stay there: a token is one program, and its number
-    is all that is read. ``temperature`` 0 takes the likeliest token each time."""
+    """A conversation with a model on a lazy device.
+
+    State and weights stay there: a token is one program, and its number is all that is read. ``temperature`` 0 takes
+    the likeliest token each time.
+    """
 
     def __init__(self, model: RWKV7, temperature: float = 1.0, top_p: float = 0.7) -> None:
         self.tokens = 0
