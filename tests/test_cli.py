@@ -122,6 +122,40 @@ def test_ctrl_c_ends_the_process_as_under_python(tmp_path: Path) -> None:
     assert "runner.py" not in errors
 
 
+def test_printed_tensors_are_those_of_python(tmp_path: Path) -> None:
+    """In containers, formatted, as results with names, summarised, of parameters and of the state of an optimizer."""
+    script = write(
+        tmp_path,
+        """
+        import torch
+
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.arange(6.).reshape(2, 3))
+        x = torch.tensor([[1.5, 2.0, -3.25]])
+        y = x @ w.t()
+        print(x, str(x), f"{x}", f"{x.sum()}", f"{x.sum():.2f}", "%s %r" % (y, y), w)
+        print([x, y], {"a": y.int(), "b": (y > 1,)}, repr(y))
+        print(torch.arange(3000).reshape(30, 100), torch.zeros(0, 3), torch.zeros(0), torch.zeros(0).long())
+        print(torch.randn(3).double(), torch.tensor([1 + 2j]).conj(), y.sum(), torch.tensor(3), torch.tensor(True))
+        print(x.topk(2), torch.topk(x, 2), x.split(1), x.sort(), x.max(1), x.half(), torch.randn(200, 200))
+        y.sum().backward()
+        optimizer = torch.optim.Adam([w])
+        optimizer.step()
+        print(optimizer.state_dict(), w.grad, torch.nn.Linear(2, 2).state_dict())
+        torch.set_printoptions(precision=2, sci_mode=True, edgeitems=1, threshold=5)
+        print(torch.randn(10, 10))
+        """,
+    )
+    assert_same(script)
+
+
+def test_print_materialize_decides_under_marid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sets it means it."""
+    monkeypatch.setenv("MARID_PRINT_MATERIALIZE", "0")
+    script = write(tmp_path, "import torch\nprint(torch.ones(2), [torch.ones(3)])\n")
+    assert run(MARID, script).stdout.count("lazy)") == 2
+
+
 def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
     got = run(MARID, "nowhere.py", cwd=tmp_path)
     assert got.returncode == 2

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, materialize, pending_nodes, read
-from marid.frontend.printing import values_text
+from marid.frontend.printing import text_of
 from marid.frontend.uninitialized import converted
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
@@ -112,24 +112,18 @@ class LazyTensor(torch.Tensor):
 
     # --- printing ---
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        if settings.print_materialize:
-            return f"LazyTensor({values_text(self)}, device='{self.device}')"
-        grad = ""
-        if self.grad_fn is not None:
-            grad = f", grad_fn=<{type(self.grad_fn).__name__}>"
-        elif self.requires_grad:
-            grad = ", requires_grad=True"
-        state = "materialized" if self.materialized else "lazy"
-        return (
-            f"LazyTensor(op={self.operation}, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
-            f"{grad}, {state})"
-        )
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        return text_of(self, False, tensor_contents)
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return text_of(self, True)
 
     def __format__(self, spec: str) -> str:
-        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+        if self.dim() or isinstance(self, torch.nn.Parameter):
+            return object.__format__(self, spec)
+        if not spec and settings.print_materialize is False:
+            return str(self)
+        return self.item().__format__(spec)
 
     # --- values for Python and numpy ---
 
