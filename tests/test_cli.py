@@ -156,6 +156,28 @@ def test_print_materialize_decides_under_marid_run(tmp_path: Path, monkeypatch: 
     assert run(MARID, script).stdout.count("lazy)") == 2
 
 
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [
+        ("remote_acelerator", "Did you mean 'remote_accelerator'?"),
+        ("marid:0", "Did you mean 'remote_accelerator'?"),
+        ("gpu", "Marid's device is called 'remote_accelerator'."),
+        ("cuda", "`marid run --as-cuda`"),
+        ("cuda:1", "`marid run --as-cuda`"),
+    ],
+)
+def test_a_device_that_is_not_there(tmp_path: Path, device: str, hint: str) -> None:
+    """What PyTorch says, and what there is."""
+    script = write(tmp_path, f"import torch\ntorch.zeros(2, device={device!r})\n")
+    got = run(MARID, script)
+    assert got.returncode == 1
+    *_, message, said = got.stderr.splitlines()
+    assert message == run(PYTHON, script).stderr.splitlines()[-1]
+    assert hint in said
+    use = "import torch, marid\ntorch.zeros(2, device='remote_accelerator')\n"
+    assert hint in run(PYTHON, write(tmp_path, f"{use}torch.zeros(2, device={device!r})\n", "plain.py")).stderr
+
+
 def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
     got = run(MARID, "nowhere.py", cwd=tmp_path)
     assert got.returncode == 2

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from marid.frontend import autocast, handles
+from marid.semantics.tracebacks import fold
 
 __all__ = ["install"]
 
@@ -56,15 +57,19 @@ class _Cuda(TorchFunctionMode):
     """Translates devices in the arguments of PyTorch's functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replaced = _REPLACED.get(func)
-        if replaced is not None:
-            return replaced(func, *args, **(kwargs or {}))
-        if args:
-            args = [_from_cuda(arg) if type(arg) in _DEVICE_LIKE else arg for arg in args]
-        if kwargs:
-            kwargs = {name: _from_cuda(arg) for name, arg in kwargs.items()}
-            return func(*args, **kwargs)
-        return func(*args)
+        try:
+            replaced = _REPLACED.get(func)
+            if replaced is not None:
+                return replaced(func, *args, **(kwargs or {}))
+            if args:
+                args = [_from_cuda(arg) if type(arg) in _DEVICE_LIKE else arg for arg in args]
+            if kwargs:
+                kwargs = {name: _from_cuda(arg) for name, arg in kwargs.items()}
+                return func(*args, **kwargs)
+            return func(*args)
+        except BaseException as error:
+            fold(error)
+            raise
 
 
 _DEVICE_LIKE = (str, torch.device)

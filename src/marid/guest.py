@@ -30,6 +30,7 @@ from marid.frontend import (
     dynamo,
     factories,
     group_norm,
+    hints,
     late,
     nested,
     overrides,
@@ -246,6 +247,7 @@ CHANGES: list[Change] = [
         "a loop that reads nothing runs whole steps",
         lambda: scopes.meet_optimizers(optimizer_stepped),
     ),
+    _replaced("sys.excepthook", "who asks for a device that is not there is told of this one", hints.hinting),
     Change("sys.meta_path", "Ctrl-C leaves no package half imported", late.find_whole),
     Change(
         "torch._compile.getattr",

@@ -32,6 +32,8 @@ class Settings:
     print_materialize: bool | None = None
     """Whether the text of a tensor runs what its values need: with 1 always, with 0 never. Without it ``str`` (hence
     ``print``) does and ``repr`` does not; under ``marid run`` both do."""
+    full_traceback: bool = False
+    """Tracebacks of errors show Marid's own frames."""
     log_intercepts: bool = False
     """Log every recorded operation to the logger ``marid``."""
     max_pending_nodes: int = 10_000

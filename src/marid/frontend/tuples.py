@@ -11,6 +11,7 @@ from torch.utils import _pytree
 
 from marid.frontend.materialize import materialize
 from marid.frontend.tensor import LazyTensor
+from marid.semantics.tracebacks import fold, folded
 
 __all__ = ["LazyTuple", "register"]
 
@@ -40,6 +41,7 @@ class LazyTuple(tuple):
     def __reduce__(self) -> Any:
         return LazyTuple, (tuple(self), self._kind)
 
+    @folded
     def materialize(self) -> tuple[torch.Tensor, ...]:
         """Run everything in one program; CPU copies of the elements."""
         materialize([item for item in self if isinstance(item, LazyTensor)], "materialize()", "value")
@@ -63,7 +65,11 @@ def _tupled(result: Any) -> Any:
 def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return _tupled(function(*args, **kwargs))
+        try:
+            return _tupled(function(*args, **kwargs))
+        except BaseException as error:
+            fold(error)
+            raise
 
     return wrapper
 

@@ -11,10 +11,12 @@ from marid.engine.inprocess import concretely
 from marid.engine.safetensors import read_file
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
+from marid.semantics.tracebacks import folded
 
 __all__ = ["load_file"]
 
 
+@folded
 def load_file(
     path: str | os.PathLike[str], device: torch.device | str | int = handles.DEVICE_TYPE
 ) -> dict[str, torch.Tensor]:
