@@ -290,3 +290,10 @@ for workers in (0, 2):
 def test_data_loaders(tmp_path: Path) -> None:
     """Shuffling, splitting and worker processes, in a script that names no device."""
     assert "[0.0, 1.0, 4.0] [0, 1, 2]" in assert_same(write(tmp_path, _LOADERS)).stdout
+
+
+def test_the_summary_says_that_nothing_ran_on_the_device(tmp_path: Path) -> None:
+    """Where a framework has taken another one."""
+    script = write(tmp_path, "import torch\nprint(torch.ones(2, device='cpu').sum())\n")
+    got = run([*MARID[:-1], str(script)])
+    assert "nothing ran on the device" in got.stderr

@@ -6,8 +6,9 @@ not listed there stays once it is there, and is about nothing but Marid: the dev
 a method of Marid's own class, a device guard and an allocator for the device, and what is called at a fork and at the
 exit of the process, which then finds nothing to do.
 
-Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda/``), which owns its process; and
-``marid.compile``, while it runs a function for the first times (``replay/host.py``, ``replay/impure.py``).
+Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda/``), which owns its process; ``import
+marid.lightning``, which adds to Lightning (``frameworks.py``); and ``marid.compile``, while it runs a function for the
+first times (``replay/host.py``, ``replay/impure.py``).
 """
 
 from __future__ import annotations

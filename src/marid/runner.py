@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from marid import frameworks
 from marid.api import explain, stats
 from marid.frontend import handles, printing
 from marid.registration import first_use
@@ -69,6 +70,7 @@ class Job:
             as_cuda.install()
         else:
             torch.set_default_device(handles.DEVICE_TYPE)
+            frameworks.choose_the_device()
 
 
 def _read(path: str) -> bytes:
