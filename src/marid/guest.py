@@ -28,6 +28,7 @@ from marid.frontend import (
     backward,
     convolutions,
     device,
+    distributed,
     dynamo,
     factories,
     group_norm,
@@ -38,6 +39,7 @@ from marid.frontend import (
     random,
     record,
     recurrent,
+    replicas,
     special,
     tuples,
     uninitialized,
@@ -49,7 +51,14 @@ from marid.semantics import scopes
 __all__ = ["CHANGES", "Change", "first_use", "uninstall"]
 
 Undo = Callable[[], None]
-_HANDLERS = (convolutions, group_norm, random, recurrent, special)  # importing them registers what they record
+_HANDLERS = (
+    convolutions,
+    distributed,
+    group_norm,
+    random,
+    recurrent,
+    special,
+)  # importing them registers what they record
 
 
 @dataclass(frozen=True)
@@ -228,6 +237,20 @@ CHANGES: list[Change] = [
         for name in overrides.OPTIMIZERS
     ],
     _replaced("torch.optim.sgd.sgd", "with Nesterov's momentum, foreach writes to gradients", overrides.keeping_grads),
+    _replaced(
+        "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
+        "its reducer compares memory that tensors of the device do not have",
+        distributed.telling_gradients_apart,
+    ),
+    *[
+        _replaced(f"torch.nn.parallel.comm.{name}", "tensors move between devices that are not CUDA's", make)
+        for name, make in {
+            "scatter": replicas.scattering,
+            "gather": replicas.gathering,
+            "broadcast_coalesced": replicas.broadcasting,
+            "reduce_add_coalesced": replicas.reducing,
+        }.items()
+    ],
     _listed("torch.optim.optimizer._foreach_supported_types", _EXACT_TYPE, LazyTensor),
     _listed("torch.utils._foreach_utils._foreach_supported_types", _EXACT_TYPE, LazyTensor),
     _replaced("torch.fx.experimental.proxy_tensor.HANDLED_TYPES", _EXACT_TYPE, lambda types: (*types, LazyTensor)),
