@@ -109,8 +109,14 @@ CUDA_EVERYWHERE = """
         pass
     else:
         raise AssertionError('a CPU tensor and a GPU tensor do not mix')
-    second = torch.zeros(2, device='cuda:1')
-    assert second.get_device() == 1 and second.device == torch.device('cuda:1')
+    for use in (lambda: torch.zeros(2, device='cuda:1'), lambda: x.to(torch.device('cuda', 1)), lambda: x.cuda(1),
+                lambda: torch.cuda.set_device(1), lambda: torch.cuda.get_device_name('cuda:1')):
+        try:
+            use()
+        except RuntimeError as error:
+            assert 'invalid device ordinal' in str(error)
+        else:
+            raise AssertionError('there is one device')
 """
 
 RANDOM_NUMBERS = """
@@ -191,6 +197,36 @@ THE_MODULE = """
 """
 
 
+CHECKPOINTS = """
+    import torch
+    torch.save({'w': torch.ones(2, device='cuda')}, 'gpu.pt')
+    torch.save({'w': torch.ones(2)}, 'cpu.pt')
+    for name in ('gpu.pt', 'cpu.pt'):
+        for where in ('cuda', 'cuda:0', torch.device('cuda'), lambda s, l: s.cuda(0), lambda s, l: s.cuda()):
+            loaded = torch.load(name, map_location=where)['w']
+            assert loaded.is_cuda and loaded.sum().item() == 2
+        for where in ('cpu', lambda s, l: s, {'cuda:0': 'cpu'}):
+            assert torch.load(name, map_location=where)['w'].sum().item() == 2
+            assert not torch.load(name, map_location=where)['w'].is_cuda
+    try:
+        torch.load('cpu.pt', map_location='cuda:1')
+    except RuntimeError as error:
+        assert 'torch.cuda.device_count() is 1' in str(error)
+"""
+
+EXPORT = """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).cuda()
+    x = torch.ones(2, 3).cuda()
+    exported = torch.export.export(model, (x,))
+    assert torch.equal(exported.module()(x), model(x))
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.nn.Parameter(x))
+        assert (fake * 2).sum().shape == ()
+        assert torch.empty(3, device='cuda').shape == (3,)
+"""
+
 LEGACY_TYPES = """
     import torch
     x = torch.cuda.FloatTensor([1, 2])
@@ -207,8 +243,8 @@ LEGACY_TYPES = """
 
 @pytest.mark.parametrize(
     "script",
-    [NANO_GPT_STYLE, CUDA_EVERYWHERE, RANDOM_NUMBERS, THE_MODULE, LEGACY_TYPES],
-    ids=["nano_gpt_style", "cuda_everywhere", "random_numbers", "the_module", "legacy_types"],
+    [NANO_GPT_STYLE, CUDA_EVERYWHERE, RANDOM_NUMBERS, THE_MODULE, LEGACY_TYPES, CHECKPOINTS, EXPORT],
+    ids=["nano_gpt_style", "cuda_everywhere", "random_numbers", "the_module", "legacy_types", "checkpoints", "export"],
 )
 def test_a_script_for_gpus_runs(tmp_path: Path, script: str) -> None:
     path = tmp_path / "script.py"
@@ -216,3 +252,19 @@ def test_a_script_for_gpus_runs(tmp_path: Path, script: str) -> None:
     command = [sys.executable, "-m", "marid", "run", "--as-cuda", "--no-summary", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
+
+
+SCRIPTS = sorted(path for path in (Path(__file__).parent / "gpu_scripts").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_usual_script_prints_what_it_prints_on_the_cpu(tmp_path: Path, path: Path) -> None:
+    """Losses, accuracies and samples of scripts that take a GPU where there is one."""
+    printed = []
+    for command in ([sys.executable], [sys.executable, "-m", "marid", "run", "--as-cuda", "--no-summary"]):
+        done = subprocess.run(
+            [*command, str(path)], capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]

@@ -122,6 +122,62 @@ def test_ctrl_c_ends_the_process_as_under_python(tmp_path: Path) -> None:
     assert "runner.py" not in errors
 
 
+def test_printed_tensors_are_those_of_python(tmp_path: Path) -> None:
+    """In containers, formatted, as results with names, summarised, of parameters and of the state of an optimizer."""
+    script = write(
+        tmp_path,
+        """
+        import torch
+
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.arange(6.).reshape(2, 3))
+        x = torch.tensor([[1.5, 2.0, -3.25]])
+        y = x @ w.t()
+        print(x, str(x), f"{x}", f"{x.sum()}", f"{x.sum():.2f}", "%s %r" % (y, y), w)
+        print([x, y], {"a": y.int(), "b": (y > 1,)}, repr(y))
+        print(torch.arange(3000).reshape(30, 100), torch.zeros(0, 3), torch.zeros(0), torch.zeros(0).long())
+        print(torch.randn(3).double(), torch.tensor([1 + 2j]).conj(), y.sum(), torch.tensor(3), torch.tensor(True))
+        print(x.topk(2), torch.topk(x, 2), x.split(1), x.sort(), x.max(1), x.half(), torch.randn(200, 200))
+        y.sum().backward()
+        optimizer = torch.optim.Adam([w])
+        optimizer.step()
+        print(optimizer.state_dict(), w.grad, torch.nn.Linear(2, 2).state_dict())
+        torch.set_printoptions(precision=2, sci_mode=True, edgeitems=1, threshold=5)
+        print(torch.randn(10, 10))
+        """,
+    )
+    assert_same(script)
+
+
+def test_print_materialize_decides_under_marid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sets it means it."""
+    monkeypatch.setenv("MARID_PRINT_MATERIALIZE", "0")
+    script = write(tmp_path, "import torch\nprint(torch.ones(2), [torch.ones(3)])\n")
+    assert run(MARID, script).stdout.count("lazy)") == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [
+        ("remote_acelerator", "Did you mean 'remote_accelerator'?"),
+        ("marid:0", "Did you mean 'remote_accelerator'?"),
+        ("gpu", "Marid's device is called 'remote_accelerator'."),
+        ("cuda", "`marid run --as-cuda`"),
+        ("cuda:1", "`marid run --as-cuda`"),
+    ],
+)
+def test_a_device_that_is_not_there(tmp_path: Path, device: str, hint: str) -> None:
+    """What PyTorch says, and what there is."""
+    script = write(tmp_path, f"import torch\ntorch.zeros(2, device={device!r})\n")
+    got = run(MARID, script)
+    assert got.returncode == 1
+    *_, message, said = got.stderr.splitlines()
+    assert message == run(PYTHON, script).stderr.splitlines()[-1]
+    assert hint in said
+    use = "import torch, marid\ntorch.zeros(2, device='remote_accelerator')\n"
+    assert hint in run(PYTHON, write(tmp_path, f"{use}torch.zeros(2, device={device!r})\n", "plain.py")).stderr
+
+
 def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
     got = run(MARID, "nowhere.py", cwd=tmp_path)
     assert got.returncode == 2
@@ -234,3 +290,10 @@ for workers in (0, 2):
 def test_data_loaders(tmp_path: Path) -> None:
     """Shuffling, splitting and worker processes, in a script that names no device."""
     assert "[0.0, 1.0, 4.0] [0, 1, 2]" in assert_same(write(tmp_path, _LOADERS)).stdout
+
+
+def test_the_summary_says_that_nothing_ran_on_the_device(tmp_path: Path) -> None:
+    """Where a framework has taken another one."""
+    script = write(tmp_path, "import torch\nprint(torch.ones(2, device='cpu').sum())\n")
+    got = run([*MARID[:-1], str(script)])
+    assert "nothing ran on the device" in got.stderr

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import io
 import logging
 import traceback
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -157,17 +159,73 @@ def test_errors_are_pytorchs_at_the_same_line(name: str) -> None:
     assert torch.ones(2, device=DEVICE).sum().item() == 2.0
 
 
-def test_the_traceback_of_a_mistake_ends_near_the_users_line() -> None:
-    """The user's own frame is in it, before any of Marid's."""
-    x = torch.ones(2, device=DEVICE)
-    line = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
-    try:
-        x + torch.ones(3, device=DEVICE)
-    except RuntimeError as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        assert (frames[0].filename, frames[0].lineno) == (__file__, line)
-    else:
-        pytest.fail("the shapes do not fit")
+def _own_frames(error: BaseException) -> list[str]:
+    """Where Marid stands in the traceback that is shown of an error and of its reasons."""
+    here = str(Path(marid.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    reason = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return [str(frame) for frame in frames if frame.filename.startswith(here)] + (_own_frames(reason) if reason else [])
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.filterwarnings("ignore")
+def test_tracebacks_end_at_the_users_line(name: str) -> None:
+    """Or in PyTorch, where eager PyTorch's do; Marid is not in them."""
+    for _ in range(2):  # the second call is like one that is known to be wrong
+        with pytest.raises(Exception) as found:
+            WRONG[name](DEVICE)
+        assert _own_frames(found.value) == []
+        files = [frame.filename for frame in traceback.extract_tb(found.value.__traceback__)]
+        assert files[0] == __file__
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.tolist(),
+        str,
+        lambda x: x.item(),
+        lambda x: marid.materialize(x),
+        lambda x: x.numpy(),
+        lambda x: x.cpu(),
+        lambda x: bool(x > 0),
+        lambda x: x.split(1).materialize(),
+        lambda x: torch.remote_accelerator.synchronize(),
+        lambda x: torch.save(x, io.BytesIO()),
+        lambda x: marid.compile(lambda: x.item())(),
+    ],
+)
+def test_tracebacks_of_reads_end_at_the_users_line(use: Callable[[Any], Any]) -> None:
+    """Of what fails when it runs: the message has both lines, the traceback the one that reads."""
+    x = torch.zeros(1, device=DEVICE)[torch.tensor([5], device=DEVICE)]
+    with pytest.raises(IndexError) as found:
+        use(x)
+    assert _own_frames(found.value) == []
+
+
+def test_tracebacks_of_backward_have_the_users_frames_only() -> None:
+    """Hooks and functions of the user's run between Marid's frames, and stay in it."""
+
+    def hook(_: torch.Tensor) -> None:
+        raise ValueError("in a hook")
+
+    x = torch.ones(2, device=DEVICE, requires_grad=True)
+    y = (x * 2).sum()
+    y.register_hook(hook)
+    with pytest.raises(ValueError, match="in a hook") as found:
+        y.backward()
+    names = [frame.name for frame in traceback.extract_tb(found.value.__traceback__)]
+    assert names[0].startswith("test_tracebacks_of_backward")
+    assert names[-1] == "hook"
+    assert _own_frames(found.value) == []
+
+
+def test_full_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting for those who look for a fault in Marid."""
+    monkeypatch.setattr(marid.settings, "full_traceback", True)
+    with pytest.raises(RuntimeError) as found:
+        torch.ones(2, device=DEVICE) + torch.ones(3, device=DEVICE)
+    assert _own_frames(found.value)
 
 
 def test_a_failed_statement_leaves_its_operands_alone() -> None:

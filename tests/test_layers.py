@@ -26,7 +26,8 @@ LAYERS = [
     {"remote"},
     {"frontend"},
     {"replay"},
-    {"api", "runner", "as_cuda", "guest", "report", "remote.connect", "remote.parallel"},
+    {"frameworks"},
+    {"api", "runner", "as_cuda", "guest", "lightning", "report", "remote.connect", "remote.parallel"},
     {"", "bench", "cli", "models"},
     {"__main__"},
 ]

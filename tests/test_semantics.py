@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,3 +338,81 @@ def test_threads_have_their_own_module_stacks() -> None:
     for thread in threads:
         thread.join()
     assert found == {"left": "left", "right": "right"}
+
+
+# --- lines of packages -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An installed package, whose functions call others and the user."""
+    folder = tmp_path / "site-packages" / "some_package"
+    folder.mkdir(parents=True)
+    folder.joinpath("__init__.py").write_text(
+        "from typing_extensions import deprecated\n"
+        "def double(x):\n    return x * 2\n"
+        "def deep(x, depth=60):\n    return deep(x, depth - 1) if depth else double(x)\n"
+        "def call(function):\n    return function()\n"
+        "@deprecated('long ago', category=None)\ndef old(x):\n    return x * 3\n"
+    )
+    monkeypatch.syspath_prepend(str(folder.parent))
+    yield importlib.import_module("some_package")
+    del sys.modules["some_package"]
+
+
+def test_a_line_of_a_package_stands_beside_the_users(package: Any) -> None:
+    """However much lies between the two, and the same in both languages."""
+
+    def ask(_: Any = None) -> None:
+        found.extend([scopes.current_site(), scopes.capture_site(sys._getframe())])
+
+    for call in (package.deep, package.double):
+        recorded = call(torch.ones(2, device=DEVICE))._value.node.site
+        assert str(recorded) == f"{__file__}:{_line_above()} (in some_package/__init__.py:3)"
+        assert recorded.package.file == package.__file__
+    found: list[Any] = []
+    for _ in range(2):
+        package.call(ask)  # the user's own, whoever calls it
+        found.extend(package.deep(_Asks()))
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert str(one) == str(other)
+    assert [site.package is None for site in found] == [True, True, False, False] * 2
+
+
+class _Asks:
+    """In the place of a tensor: where it is multiplied."""
+
+    __mul__ = functools.partialmethod(
+        eval(  # code of nobody's file would be the user's, so it is given one of the standard library's
+            compile("lambda self, _: (site(), capture(frame()))", scopes.__file__, "eval"),
+            {"site": scopes.current_site, "capture": scopes.capture_site, "frame": sys._getframe},
+        )
+    )
+
+
+def test_texts_have_both_lines(package: Any) -> None:
+    """Metadata, errors, counters; a decorator of a backport is no line of anybody's."""
+    x = torch.ones(2, device=DEVICE)
+    assert package.old(x).metadata.source == f"{__file__}:{_line_above() + 1} (in some_package/__init__.py:10)"
+    failed = package.double(torch.zeros(1, device=DEVICE)[torch.tensor([5], device=DEVICE)])
+    line = _line_above()
+    with pytest.raises(IndexError, match=rf"test_semantics.py:{line}\n  read at"):
+        failed.tolist()
+    package.call((x + 1).sum().item)
+    line = _line_above()
+    assert [sync.source for sync in marid.stats().syncs if sync.source.startswith(f"{__file__}:{line}")]
+    assert "package.call((x + 1).sum().item)" in str(marid.explain())
+
+
+def test_a_program_that_is_a_package_has_its_own_lines(package: Any) -> None:
+    """There is no user's line beside it."""
+    folder = Path(package.__file__).parent
+    folder.joinpath("__main__.py").write_text(
+        "import torch\nprint(torch.ones(2, device='remote_accelerator').metadata.source)\n"
+    )
+    command = [sys.executable, "-m", "some_package"]
+    path = os.pathsep.join([str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path}, timeout=120
+    )
+    assert done.stdout == f"{folder / '__main__.py'}:2\n"

@@ -6,7 +6,9 @@ import asyncio
 import operator
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -220,29 +222,93 @@ def test_a_factory_is_one_node(name: str) -> None:
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("show", [repr, str, "{!r}".format, "{}".format, lambda x: f"{x}"])
-def test_printing_never_runs_anything(show: Callable[[torch.Tensor], str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The text names operation, shape, dtype, device and state."""
+def _as_on_a_device(plain: torch.Tensor, show: Callable[[torch.Tensor], str] = str) -> str:
+    """The text of a CPU tensor as PyTorch would show it in a process where the CPU is not the default device."""
+    with mock.patch.object(torch._C, "_get_default_device", return_value="nothing"):
+        return show(plain).replace("device='cpu'", f"device='{DEVICE}:0'")
+
+
+@pytest.mark.parametrize("show", [str, "{}".format, lambda x: f"{x}", lambda x: f"{x!s}"])
+def test_printing_shows_the_values(show: Callable[[torch.Tensor], str]) -> None:
+    """As PyTorch shows those of a device, by a read that is counted at its line."""
+    x = torch.arange(3, device=DEVICE, dtype=torch.float64) * 2
+    assert show(x) == _as_on_a_device(torch.arange(3, dtype=torch.float64) * 2, show)
+    assert [(sync.reason, Path(sync.source.rpartition(":")[0]).name) for sync in marid.stats().syncs] == [
+        ("print", "test_tensor.py")
+    ]
+    with marid.no_sync():
+        show(x)
+        with pytest.raises(marid.errors.SyncForbiddenError, match="print"):
+            show(x + 1)
+
+
+def test_what_stands_behind_the_values_is_what_stands_there_in_pytorch() -> None:
+    """Device, size, dtype, gradient, in this order."""
+    for make in (
+        lambda d: torch.ones(2, 3, device=d),
+        lambda d: torch.ones(2, 3, dtype=torch.float16, device=d),
+        lambda d: torch.ones(12, dtype=torch.int8, device=d),
+        lambda d: torch.ones(12, device=d, requires_grad=True) * 2,
+        lambda d: torch.ones(11, 11, 3, device=d, requires_grad=True),
+        lambda d: nn.Parameter(torch.ones(9, device=d)),
+        lambda d: torch.ones(1500, device=d).neg().detach(),
+        lambda d: torch.zeros(0, 3, device=d),
+        lambda d: torch.zeros(0, dtype=torch.int64, device=d),
+        lambda d: torch.tensor(3 + 4j, device=d).conj(),
+    ):
+        assert str(make(DEVICE)).split() == _as_on_a_device(make("cpu")).split()  # lines are those of a longer name
+
+
+def test_lines_are_broken_as_pytorch_breaks_them() -> None:
+    """A suffix that does not fit into the line stands in the next one."""
+    x = torch.arange(3.0, device=DEVICE)
+    where = f"\n       device='{DEVICE}:0'"
+    with torch._tensor_str.printoptions(linewidth=42):
+        assert str(x) == f"tensor([0., 1., 2.],{where})"
+        x.requires_grad_()
+        assert (
+            str(nn.Parameter(x)) == f"Parameter containing:\ntensor([0., 1., 2.],{where},\n       requires_grad=True)"
+        )
+
+
+@pytest.mark.parametrize("show", [repr, "{!r}".format, lambda x: str([x]), lambda x: str({1: (x,)})])
+def test_repr_never_runs_anything(show: Callable[[torch.Tensor], str]) -> None:
+    """It names operation, shape, dtype, device and state; once the values are there, it shows them."""
     x = torch.ones(2, 3, device=DEVICE) * 2
     text = show(x)
-    print(x)
     for part in ("aten::mul", "(2, 3)", "torch.float32", f"{DEVICE}:0", "lazy"):
         assert part in text
-    assert "aten::mul" in capsys.readouterr().out
     assert marid.stats().ops_executed == 0
+    expected = str(x)
+    executed, syncs = marid.stats().ops_executed, marid.stats().syncs
+    assert expected in show(x)
+    assert (marid.stats().ops_executed, marid.stats().syncs) == (executed, syncs)
+    x.add_(1)
+    assert "aten::add_" in show(x)
+    assert marid.stats().ops_executed == executed
 
 
-def test_printing_names_the_state_and_the_gradient() -> None:
-    """Lazy or materialised; leaf or with a history."""
+def test_repr_shows_a_summary_without_recording_anything() -> None:
+    """Of a large tensor that has run, also inside of ``no_sync``."""
+    x = torch.arange(5000, device=DEVICE).reshape(50, 100)
+    marid.materialize(x)
+    captured = marid.stats().ops_captured
+    with marid.no_sync():
+        assert "..., " in repr(x)
+    assert marid.stats().ops_captured == captured
+
+
+def test_repr_names_the_gradient() -> None:
+    """Leaf or with a history, lazy or not."""
     x = torch.ones(2, device=DEVICE, requires_grad=True)
     assert "requires_grad=True" in repr(x)
     assert "MulBackward0" in repr(x * 2)
     assert repr(x).endswith("lazy)")
     x.tolist()
-    assert repr(x).endswith("materialized)")
+    assert repr(x) == f"tensor([1., 1.], device='{DEVICE}:0', requires_grad=True)"
 
 
-def test_printing_in_containers_and_modules_never_runs_anything() -> None:
+def test_repr_in_containers_and_modules_never_runs_anything() -> None:
     """Lists, dicts, parameters, tracebacks of test runners."""
     model = nn.Linear(2, 2).to(DEVICE)
     executed = marid.stats().ops_executed
@@ -250,12 +316,24 @@ def test_printing_in_containers_and_modules_never_runs_anything() -> None:
     assert marid.stats().ops_executed == executed
 
 
-def test_print_materialize_shows_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one setting that makes printing a read."""
-    monkeypatch.setattr(settings, "print_materialize", True)
-    text = repr(torch.arange(3, device=DEVICE))
-    assert "[0, 1, 2]" in text
-    assert f"{DEVICE}:0" in text
+def test_repr_of_what_failed_does_not_raise() -> None:
+    """A traceback with such a value in it can be shown."""
+    x = torch.zeros(2, device=DEVICE)[torch.tensor([5], device=DEVICE)]
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            str(x)
+        assert "aten::index" in repr(x)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_print_materialize_decides(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+    """The one setting that makes both texts read, or neither."""
+    monkeypatch.setattr(settings, "print_materialize", reads)
+    for show in (repr, str, "{}".format):
+        for make in (lambda: torch.arange(3, device=DEVICE), lambda: torch.ones((), device=DEVICE)):
+            assert ("lazy" in show(make())) is not reads
+    assert "[0, 1, 2]" in repr([torch.arange(3, device=DEVICE)]) or not reads
+    assert f"{torch.tensor(2, device=DEVICE):03d}" == "002"
 
 
 @pytest.mark.parametrize(
@@ -265,15 +343,11 @@ def test_print_materialize_shows_values(monkeypatch: pytest.MonkeyPatch) -> None
     "dtype",
     [torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16, torch.float8_e4m3fn, torch.float64],
 )
-def test_a_summary_is_that_of_pytorch(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_a_summary_is_that_of_pytorch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Widths, signs and exponents are chosen from what is shown alone."""
-    monkeypatch.setattr(settings, "print_materialize", True)
     plain = (torch.randn(shape) * 10 ** torch.randint(-3, 5, shape).double()).to(dtype)
     for view in (plain, plain.transpose(0, -1) if plain.dim() else plain):
-        text = repr(view.to(DEVICE))
-        assert text == f"LazyTensor({torch._tensor_str._tensor_str(view, 0)}, device='{DEVICE}:0')"
+        assert str(view.to(DEVICE)).startswith(f"tensor({torch._tensor_str._tensor_str(view, 7)},")
 
 
 def test_format_of_a_single_element_follows_torch() -> None:

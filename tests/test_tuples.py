@@ -130,6 +130,14 @@ def test_repr_runs_nothing() -> None:
     assert marid.stats().ops_executed == 0
 
 
+def test_repr_is_that_of_pytorch() -> None:
+    """Once the values are there, with the names of the fields where PyTorch has them."""
+    for make in MAKERS.values():
+        made = make(_matrix(DEVICE))
+        marid.materialize(*made)
+        assert repr(made).replace(f", device='{DEVICE}:0'", "") == repr(make(_matrix("cpu")))
+
+
 def test_pieces_are_views_that_write_through() -> None:
     """Writing a piece writes the tensor it was split from."""
 

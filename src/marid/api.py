@@ -19,10 +19,12 @@ from marid.report.explain import Explanation, Resident, cuts_of, fallbacks_of
 from marid.report.stats import Stats, counters, functions
 from marid.report.traffic import RemoteStats, traffic
 from marid.semantics.marks import marks
+from marid.semantics.tracebacks import folded
 
 __all__ = ["epoch", "explain", "graph", "mark", "materialize", "reset_stats", "stats"]
 
 
+@folded
 def materialize(*tensors: torch.Tensor) -> None:
     """Run what these tensors need, in one program for each device. Tensors of other devices are ignored."""
     _materialize([t for t in tensors if handles.is_lazy(t)], "materialize()")
@@ -100,6 +102,7 @@ def _remote() -> RemoteStats | None:
     return traffic.snapshot(workers) if workers or traffic.messages_up else None
 
 
+@folded
 def mark(tensor: torch.Tensor, *, role: str) -> torch.Tensor:
     """Say what a tensor is for ("weight", "gradient", "optimizer state", "activation", "kv cache", or a word of yours):
     a hint for where memory and traffic are accounted; values never depend on it. Returns the tensor.

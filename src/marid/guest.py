@@ -6,8 +6,9 @@ not listed there stays once it is there, and is about nothing but Marid: the dev
 a method of Marid's own class, a device guard and an allocator for the device, and what is called at a fork and at the
 exit of the process, which then finds nothing to do.
 
-Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda.py``), which owns its process; and
-``marid.compile``, while it runs a function for the first times (``replay/host.py``, ``replay/impure.py``).
+Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda/``), which owns its process; ``import
+marid.lightning``, which adds to Lightning (``frameworks.py``); and ``marid.compile``, while it runs a function for the
+first times (``replay/host.py``, ``replay/impure.py``).
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from marid.frontend import (
     backward,
     convolutions,
     device,
+    distributed,
     dynamo,
     factories,
     group_norm,
+    hints,
     late,
     nested,
     overrides,
     random,
     record,
     recurrent,
+    replicas,
     special,
     tuples,
     uninitialized,
@@ -47,7 +51,14 @@ from marid.semantics import scopes
 __all__ = ["CHANGES", "Change", "first_use", "uninstall"]
 
 Undo = Callable[[], None]
-_HANDLERS = (convolutions, group_norm, random, recurrent, special)  # importing them registers what they record
+_HANDLERS = (
+    convolutions,
+    distributed,
+    group_norm,
+    random,
+    recurrent,
+    special,
+)  # importing them registers what they record
 
 
 @dataclass(frozen=True)
@@ -226,6 +237,20 @@ CHANGES: list[Change] = [
         for name in overrides.OPTIMIZERS
     ],
     _replaced("torch.optim.sgd.sgd", "with Nesterov's momentum, foreach writes to gradients", overrides.keeping_grads),
+    _replaced(
+        "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
+        "its reducer compares memory that tensors of the device do not have",
+        distributed.telling_gradients_apart,
+    ),
+    *[
+        _replaced(f"torch.nn.parallel.comm.{name}", "tensors move between devices that are not CUDA's", make)
+        for name, make in {
+            "scatter": replicas.scattering,
+            "gather": replicas.gathering,
+            "broadcast_coalesced": replicas.broadcasting,
+            "reduce_add_coalesced": replicas.reducing,
+        }.items()
+    ],
     _listed("torch.optim.optimizer._foreach_supported_types", _EXACT_TYPE, LazyTensor),
     _listed("torch.utils._foreach_utils._foreach_supported_types", _EXACT_TYPE, LazyTensor),
     _replaced("torch.fx.experimental.proxy_tensor.HANDLED_TYPES", _EXACT_TYPE, lambda types: (*types, LazyTensor)),
@@ -246,6 +271,7 @@ CHANGES: list[Change] = [
         "a loop that reads nothing runs whole steps",
         lambda: scopes.meet_optimizers(optimizer_stepped),
     ),
+    _replaced("sys.excepthook", "who asks for a device that is not there is told of this one", hints.hinting),
     Change("sys.meta_path", "Ctrl-C leaves no package half imported", late.find_whole),
     Change(
         "torch._compile.getattr",

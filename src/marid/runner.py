@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from marid import frameworks
 from marid.api import explain, stats
-from marid.frontend import handles
+from marid.frontend import handles, printing
 from marid.registration import first_use
 
 __all__ = ["Job"]
@@ -60,6 +61,7 @@ class Job:
 
     def _prepare_device(self) -> None:
         first_use()
+        printing.show_as_python_does(names_device=self.as_cuda)
         # Marid compiles what it records; a second compiler in front of it would only see opaque tensors.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         if self.as_cuda:
@@ -68,6 +70,7 @@ class Job:
             as_cuda.install()
         else:
             torch.set_default_device(handles.DEVICE_TYPE)
+            frameworks.choose_the_device()
 
 
 def _read(path: str) -> bytes:

@@ -29,8 +29,11 @@ class Settings:
 
     devices: int = 8
     """How many ``remote_accelerator`` indices exist (1 to 64)."""
-    print_materialize: bool = False
-    """``print(tensor)`` runs the tensor and shows its values."""
+    print_materialize: bool | None = None
+    """Whether the text of a tensor runs what its values need: with 1 always, with 0 never. Without it ``str`` (hence
+    ``print``) does and ``repr`` does not; under ``marid run`` both do."""
+    full_traceback: bool = False
+    """Tracebacks of errors show Marid's own frames."""
     log_intercepts: bool = False
     """Log every recorded operation to the logger ``marid``."""
     max_pending_nodes: int = 10_000
@@ -130,7 +133,7 @@ class Settings:
 
 
 def _parse(name: str, text: str, kind: type) -> object:
-    if kind is bool:
+    if kind in (bool, type(None)):  # None: a switch that nobody has set
         if text.lower() in _TRUE or text.lower() in _FALSE:
             return text.lower() in _TRUE
         raise ValueError(f"{name} must be 0 or 1, but is {text!r}")

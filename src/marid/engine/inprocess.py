@@ -235,6 +235,10 @@ class InProcessEngine:
         self._drain()
         return self._twisters.at(draw)
 
+    def has(self, value: Value) -> bool:
+        with self.lock:
+            return self._needed([value]) == 0
+
     def settle(self) -> None:
         with self.lock:
             self._settle()

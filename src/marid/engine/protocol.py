@@ -91,6 +91,10 @@ class Engine(Protocol):
         whether that took any waiting. Raises as ``run``. What is needed as a buffer may still be in the making."""
         ...
 
+    def has(self, value: Value) -> bool:
+        """Whether the value of something that counts as run can be read without any wait."""
+        ...
+
     def settle(self) -> None:
         """Take note of what has ended by now; waits for nothing. Raises as ``run``."""
         ...

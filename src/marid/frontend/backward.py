@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from marid.semantics.tracebacks import fold
+
 __all__ = ["WHY", "on_this_thread"]
 
 WHY = "backward runs on the thread that called it"
@@ -29,6 +31,9 @@ def on_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
         _set_enabled(False)
         try:
             return run(*args, **kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
         finally:
             _set_enabled(before)
 

@@ -25,6 +25,7 @@ from marid.frontend.tensor import LazyTensor
 from marid.graph.node import tell
 from marid.report.stats import counters
 from marid.semantics import scopes
+from marid.semantics.tracebacks import folded
 
 __all__ = [
     "SWITCHES",
@@ -85,6 +86,7 @@ def running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]:
     """``switch``, which is one of these."""
     owner = os.getpid()
 
+    @folded
     @functools.wraps(switch)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         tapes = [handles.tape(index) for index in range(handles.device_count)]
@@ -116,6 +118,7 @@ def stacked(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.T
 def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
     """``Module._apply``, for which parameters stay the same objects."""
 
+    @folded
     @functools.wraps(move)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         results: dict[int, torch.Tensor] = {}
@@ -216,6 +219,7 @@ def _index(device: Any) -> int:
     return index
 
 
+@folded
 def synchronize(device: Any = None) -> None:
     """Run everything recorded on a device (default: the current one) that somebody still holds.
 
@@ -234,6 +238,7 @@ def synchronize(device: Any = None) -> None:
 def names() -> dict[str, Any]:
     """What ``torch.remote_accelerator`` has, apart from what it has before this file is loaded."""
 
+    @folded
     def set_device(device: Any) -> None:
         """Make a device current for this thread."""
         index = _index(device)
@@ -254,10 +259,12 @@ def names() -> dict[str, Any]:
         """Seed the current device's generator."""
         random.default_generator(handles.current_device()).manual_seed(int(seed))
 
+    @folded
     def get_rng_state(device: Any = None) -> torch.Tensor:
         """The position of a device's generator: a CPU ``uint8`` tensor of 24 bytes."""
         return random.default_generator(_index(device)).get_state()
 
+    @folded
     def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
         """Go back to a position from ``get_rng_state``."""
         random.default_generator(_index(device)).set_state(new_state)

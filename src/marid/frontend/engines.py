@@ -31,6 +31,10 @@ class _LeftBehind:
         """Nothing runs here."""
         return False if values is None else self._refuse()
 
+    def has(self, value: Value) -> bool:  # noqa: ARG002
+        """The parent has what there is."""
+        return False
+
     def memory(self, buffer: Any) -> tuple[int, int]:  # noqa: ARG002
         """None of this process's."""
         return 0, 0

@@ -13,6 +13,7 @@ import torch
 from marid.frontend import handles
 from marid.frontend.eager import unsupported
 from marid.frontend.record import Recorder, recorder_of
+from marid.semantics.tracebacks import fold
 
 __all__ = ["register"]
 
@@ -55,17 +56,21 @@ def _kernel(func: Any) -> Any:
         func = torch.ops.aten.zeros.default
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        layout = kwargs.get("layout")
-        if layout is not None and layout is not torch.strided:
-            raise unsupported(func._schema.name, f"layout {layout} was asked for")
-        if kwargs.get("pin_memory"):
-            raise RuntimeError("Only dense CPU tensors can be pinned")
-        if "dtype" not in kwargs and func in _TYPED:
-            kwargs["dtype"] = torch.get_default_dtype()
-        handles.check_index(kwargs.get("device"))
-        with handles.below_autograd():
-            recorder = recorder_of(func)
-            return (recorder.handler or Recorder.record)(recorder, args, kwargs)
+        try:
+            layout = kwargs.get("layout")
+            if layout is not None and layout is not torch.strided:
+                raise unsupported(func._schema.name, f"layout {layout} was asked for")
+            if kwargs.get("pin_memory"):
+                raise RuntimeError("Only dense CPU tensors can be pinned")
+            if "dtype" not in kwargs and func in _TYPED:
+                kwargs["dtype"] = torch.get_default_dtype()
+            handles.check_index(kwargs.get("device"))
+            with handles.below_autograd():
+                recorder = recorder_of(func)
+                return (recorder.handler or Recorder.record)(recorder, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
 
     return kernel
 
@@ -87,8 +92,12 @@ _TYPED = {
 def _recording(func: Any) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         recorder = recorder_of(func)
-        with handles.below_autograd():
-            return (recorder.handler or Recorder.record)(recorder, args, kwargs)
+        try:
+            with handles.below_autograd():
+                return (recorder.handler or Recorder.record)(recorder, args, kwargs)
+        except BaseException as error:
+            fold(error)
+            raise
 
     return kernel
 

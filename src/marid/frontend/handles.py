@@ -151,9 +151,10 @@ def below_autograd() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD)
 
 
-def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
-    """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``."""
-    if of.pattern is not None:
+def new_handle(value: Value, of: Spec, storage: Storage | None, alone: bool = False) -> LazyTensor:
+    """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``. To PyTorch's C++ all
+    handles of a spec seem to share memory, but for one that is made ``alone``."""
+    if of.pattern is not None and not alone:
         handle = _make_subclass(_handle_class, of.pattern)
         assert library is not None  # without it there are no patterns
         library.marid_view_by_strides(handle._cdata)
@@ -174,10 +175,10 @@ def new_handle(value: Value, of: Spec, storage: Storage | None) -> LazyTensor:
     return handle
 
 
-def wrap(value: Value, of: Spec, storage: Storage | None = None) -> LazyTensor:
-    """A tensor for ``value``, made anywhere."""
+def wrap(value: Value, of: Spec, storage: Storage | None = None, alone: bool = False) -> LazyTensor:
+    """A tensor for ``value``, made anywhere; see ``new_handle``."""
     with below_autograd():
-        return new_handle(value, of, storage)
+        return new_handle(value, of, storage, alone)
 
 
 def source(buffer: torch.Tensor, of: Spec, root: Value | None = None) -> Node:

@@ -20,6 +20,7 @@ from marid.frontend.cells import dropout
 from marid.frontend.record import Recorder, special
 from marid.frontend.rules import attends, has_plain_rows
 from marid.native import module
+from marid.semantics.tracebacks import folded
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def register() -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")
     for func, replacement in _replacements.items():
         if module is None or func not in _IN_CPP:
-            library.impl(func, replacement, "AutogradPrivateUse1")
+            library.impl(func, folded(replacement), "AutogradPrivateUse1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
         library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")

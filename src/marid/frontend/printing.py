@@ -1,4 +1,10 @@
-"""The values of a tensor as PyTorch prints them, of which no more is brought than what is shown."""
+"""The text of a tensor: its values as PyTorch shows them, or what is known of it without them.
+
+``str`` shows the values, which is a read like any other. ``repr``, which debuggers, the interpreter's echo and
+containers call, runs nothing and waits for nothing: it shows the values where this process has them, and else the
+operation, the shape and the dtype. ``marid.settings.print_materialize`` makes both read, or neither. Under ``marid
+run`` both read.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +12,117 @@ from typing import Any
 
 import torch
 from torch import _tensor_str
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
-from marid.frontend.materialize import download
+from marid.engine.inprocess import concretely
+from marid.frontend import handles
+from marid.frontend.engines import engine_of
+from marid.frontend.materialize import download, pending_nodes, read
+from marid.frontend.observe import observer
+from marid.settings import settings
 
-__all__ = ["values_text"]
+__all__ = ["show_as_python_does", "text_of"]
+
+_PREFIX = "tensor("
+_names_current_device = True
 
 
-def values_text(tensor: Any) -> str:
-    """What ``torch.Tensor.__repr__`` shows of the values, a summary where there are many."""
+def show_as_python_does(names_device: bool) -> None:
+    """Let the text of a tensor show values in containers too, and the device only where PyTorch would: it leaves out
+    the one that a script gets without asking."""
+    global _names_current_device
+    _names_current_device = names_device
+    if settings.print_materialize is None:
+        settings.print_materialize = True
+
+
+def text_of(tensor: Any, asked: bool, contents: str | None = None) -> str:
+    """The text of a lazy tensor; ``asked`` where a read is what the user expects (``str``). ``contents`` stands in the
+    place of the values, if given."""
+    reads = asked if settings.print_materialize is None else settings.print_materialize
+    if contents is None:
+        if reads:
+            contents = _values(tensor)
+        elif _is_here(tensor):
+            contents = _formatted(engine_of(tensor._value.spec.device).read(tensor._value.concrete))
+        else:
+            return _description(tensor)
+    text = _tensor_str._add_suffixes(_PREFIX + contents, _suffixes(tensor, asked), len(_PREFIX), False)
+    return f"Parameter containing:\n{text}" if isinstance(tensor, torch.nn.Parameter) else text
+
+
+def _is_here(tensor: Any) -> bool:
+    """Whether a read would neither run anything nor wait, nor be noticed by ``marid.compile``."""
+    value = tensor._value
+    return not pending_nodes(tensor) and observer() is None and engine_of(value.spec.device).has(value)
+
+
+def _values(tensor: Any) -> str:
+    """The values, of which no more is brought from a worker than what is shown."""
     options: Any = _tensor_str.PRINT_OPTS
-    if tensor.numel() <= options.threshold:
-        return _tensor_str._tensor_str(download(tensor, "print"), 0)
+    if tensor.numel() <= options.threshold or not engine_of(tensor._value.spec.device).elsewhere:
+        return _formatted(read(tensor, "print"))
     # A summary shows the ends of each long dimension. With one element left in the middle it is a summary still.
-    with torch.no_grad():
+    with torch.no_grad(), _python_dispatch._disable_current_modes():
         shown = tensor.detach()
         for dim, size in enumerate(tensor.shape):
             if size > 2 * options.edgeitems + 1:
                 first = shown.narrow(dim, 0, options.edgeitems + 1)
                 shown = torch.cat([first, shown.narrow(dim, size - options.edgeitems, options.edgeitems)], dim)
     with _tensor_str.printoptions(threshold=0):
-        return _tensor_str._tensor_str(download(shown, "print"), 0)
+        return _formatted(download(shown, "print"))
+
+
+def _formatted(values: torch.Tensor) -> str:
+    with concretely():
+        return _tensor_str._tensor_str(values, len(_PREFIX))
+
+
+def _suffixes(tensor: Any, asked: bool) -> list[str]:
+    """What stands behind the values, in PyTorch's order and words (``torch._tensor_str._str_intern``)."""
+    suffixes: list[str] = []
+    default = torch.get_default_dtype()
+    if _names_current_device or tensor.device.index != handles.current_device():
+        suffixes.append(f"device='{tensor.device}'")
+    if tensor.numel() == 0:
+        usual = tensor.dtype == default  # no element says of itself that it is an integer
+        sized = tensor.dim() != 1
+    else:
+        complex_default = torch.complex128 if default == torch.float64 else torch.complex64
+        usual = tensor.dtype in (default, complex_default, torch.int64, torch.bool)
+        sized = not _tensor_str.PRINT_OPTS.edgeitems
+    if sized:
+        suffixes.append(f"size={tuple(tensor.shape)}")
+    if not usual:
+        suffixes.append(f"dtype={tensor.dtype}")
+    suffixes += _gradient(tensor)
+    tangent = forward_ad.unpack_dual(tensor).tangent
+    if tangent is not None:
+        suffixes.append(f"tangent={tangent if asked else repr(tangent)}")
+    return suffixes
+
+
+def _gradient(tensor: Any) -> list[str]:
+    try:
+        function = tensor.grad_fn
+    except RuntimeError:  # of a view whose base was written to in a way that autograd refuses
+        return ["grad_fn=<Invalid>"]
+    if function is None:
+        return ["requires_grad=True"] if tensor.requires_grad else []
+    name = type(function).__name__
+    return [f"grad_fn=<{function.name().rpartition('::')[2] if name == 'CppFunction' else name}>"]
+
+
+def _description(tensor: Any) -> str:
+    """What is known of a tensor without its values."""
+    state = "lazy" if pending_nodes(tensor) else "materialized"
+    facts = [
+        f"op={tensor.operation}",
+        f"shape={tuple(tensor.shape)}",
+        f"dtype={tensor.dtype}",
+        f"device='{tensor.device}'",
+        *_gradient(tensor),
+        state,
+    ]
+    return f"LazyTensor({', '.join(facts)})"

@@ -33,6 +33,7 @@ from marid.graph.tape import Tape
 from marid.native import module
 from marid.semantics import scopes
 from marid.semantics.scopes import capture_site, current_scope, current_site
+from marid.semantics.tracebacks import fold
 from marid.settings import settings
 
 __all__ = ["Recorder", "dispatch", "follow_switches", "recorder_of", "special"]
@@ -468,17 +469,21 @@ def recorder_of(func: Any) -> Recorder:
 
 def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """``__torch_dispatch__``: record one operation."""
-    recorder = recorder_of(func)
-    if recorder.asks_autocast and recorder.is_changed_by_autocast(args, kwargs):
-        return autocast.taken_apart(func, args, kwargs or {})
-    if recorder.plain:
-        taken = take(cls, args, kwargs, recorder.exact_floats, recorder.exact_lists)
-        if taken is not None:
-            key, values, named, tensors = taken
-            known = recorder.known.get(recorder.key_of(key, tensors))
-            if known is not None and known.repeats:
-                return recorder.append(known, values, named, tensors, getframe().f_back)
-    return _record(func, args, kwargs)
+    try:
+        recorder = recorder_of(func)
+        if recorder.asks_autocast and recorder.is_changed_by_autocast(args, kwargs):
+            return autocast.taken_apart(func, args, kwargs or {})
+        if recorder.plain:
+            taken = take(cls, args, kwargs, recorder.exact_floats, recorder.exact_lists)
+            if taken is not None:
+                key, values, named, tensors = taken
+                known = recorder.known.get(recorder.key_of(key, tensors))
+                if known is not None and known.repeats:
+                    return recorder.append(known, values, named, tensors, getframe().f_back)
+        return _record(func, args, kwargs)
+    except BaseException as error:
+        fold(error)
+        raise
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

@@ -14,10 +14,11 @@ from torch.nn.parameter import UninitializedTensorMixin
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, materialize, pending_nodes, read
-from marid.frontend.printing import values_text
+from marid.frontend.printing import text_of
 from marid.frontend.uninitialized import converted
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
+from marid.semantics.tracebacks import folded
 from marid.settings import settings
 
 __all__ = ["LazyTensor"]
@@ -90,6 +91,7 @@ class LazyTensor(torch.Tensor):
         """A CPU copy of the value if it exists, else None. Runs nothing."""
         return download(self, "concrete_value") if self.materialized else None
 
+    @folded
     def materialize(self) -> torch.Tensor:
         """Run what this value needs; a CPU copy of it, without gradient."""
         return download(self, "materialize()")
@@ -112,31 +114,30 @@ class LazyTensor(torch.Tensor):
 
     # --- printing ---
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        if settings.print_materialize:
-            return f"LazyTensor({values_text(self)}, device='{self.device}')"
-        grad = ""
-        if self.grad_fn is not None:
-            grad = f", grad_fn=<{type(self.grad_fn).__name__}>"
-        elif self.requires_grad:
-            grad = ", requires_grad=True"
-        state = "materialized" if self.materialized else "lazy"
-        return (
-            f"LazyTensor(op={self.operation}, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
-            f"{grad}, {state})"
-        )
+    @folded
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        return text_of(self, False, tensor_contents)
 
-    __str__ = __repr__
+    @folded
+    def __str__(self) -> str:
+        return text_of(self, True)
 
+    @folded
     def __format__(self, spec: str) -> str:
-        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+        if self.dim() or isinstance(self, torch.nn.Parameter):
+            return object.__format__(self, spec)
+        if not spec and settings.print_materialize is False:
+            return str(self)
+        return self.item().__format__(spec)
 
     # --- values for Python and numpy ---
 
+    @folded
     def tolist(self) -> Any:
         """The values as nested lists of Python numbers."""
         return read(self, "tolist()").tolist()
 
+    @folded
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """A copy of the values as an array. Raises ``RuntimeError`` if gradients are recorded, unless ``force``."""
         if self.requires_grad and not force:
@@ -149,12 +150,14 @@ class LazyTensor(torch.Tensor):
                 )
         return download(self, "numpy()").numpy()
 
+    @folded
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("a lazy tensor's values must be copied to become an array; do not ask for copy=False")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    @folded
     def __dlpack__(self, **_: Any) -> Any:
         raise BufferError(f"a {handles.DEVICE_TYPE} tensor has no memory to share; use tensor.cpu()")
 
@@ -167,6 +170,7 @@ class LazyTensor(torch.Tensor):
         return handles.wrap(self._value, self._value.spec, handles.storage_of(self))  # pyright: ignore
 
     @data.setter
+    @folded
     def data(self, other: torch.Tensor) -> None:
         if not isinstance(other, LazyTensor):
             raise RuntimeError(
@@ -206,6 +210,7 @@ class LazyTensor(torch.Tensor):
         """As of every tensor. PyTorch calls it for what an uninitialised parameter becomes when it is moved."""
         return converted(self, cls) if issubclass(cls, UninitializedTensorMixin) else super().as_subclass(cls)
 
+    @folded
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if not self.is_leaf:
             raise RuntimeError(
@@ -237,6 +242,7 @@ class LazyTensor(torch.Tensor):
         made.__dict__.update(user_attributes(self))
         return made
 
+    @folded
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return serialize.reduce(self)
 

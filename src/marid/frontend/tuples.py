@@ -11,6 +11,7 @@ from torch.utils import _pytree
 
 from marid.frontend.materialize import materialize
 from marid.frontend.tensor import LazyTensor
+from marid.semantics.tracebacks import fold, folded
 
 __all__ = ["LazyTuple", "register"]
 
@@ -18,24 +19,29 @@ __all__ = ["LazyTuple", "register"]
 class LazyTuple(tuple):
     """A tuple of lazy tensors. Reading one element runs, and moves, that element only.
 
-    Results that PyTorch returns under names (``values``, ``indices``) have them here too.
+    Results that PyTorch returns under names (``values``, ``indices``) have them here too: ``kind`` is the class in
+    ``torch.return_types`` that PyTorch returns.
     """
 
-    _names: tuple[str, ...]
+    _kind: Any
 
-    def __new__(cls, items: Iterable[Any], names: tuple[str, ...] = ()) -> Self:
+    def __new__(cls, items: Iterable[Any], kind: Any = None) -> Self:
         self = super().__new__(cls, items)
-        self._names = names
+        self._kind = kind
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in self._names:
-            return self[self._names.index(name)]
+        if not name.startswith("_") and self._kind is not None and name in self._kind.__match_args__:
+            return self[self._kind.__match_args__.index(name)]
         raise AttributeError(f"'LazyTuple' object has no attribute {name!r}")
 
-    def __reduce__(self) -> Any:
-        return LazyTuple, (tuple(self), self._names)
+    def __repr__(self) -> str:
+        return super().__repr__() if self._kind is None else repr(self._kind(tuple(self)))
 
+    def __reduce__(self) -> Any:
+        return LazyTuple, (tuple(self), self._kind)
+
+    @folded
     def materialize(self) -> tuple[torch.Tensor, ...]:
         """Run everything in one program; CPU copies of the elements."""
         materialize([item for item in self if isinstance(item, LazyTensor)], "materialize()", "value")
@@ -52,20 +58,18 @@ def _tupled(result: Any) -> Any:
     if isinstance(result, (tuple, list)) and not isinstance(result, LazyTuple):
         if not result or any(type(item) is not LazyTensor for item in result):
             return result
-        named = type(result).__module__ == "torch.return_types"
-        names = [name for name in dir(result) if name in _FIELDS] if named else []
-        names.sort(key=lambda name: [item is getattr(result, name) for item in result].index(True))
-        return LazyTuple(result, tuple(names))
+        return LazyTuple(result, type(result) if type(result).__module__ == "torch.return_types" else None)
     return result
-
-
-_FIELDS = {"values", "indices", "min", "max", "mantissa", "exponent"}
 
 
 def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return _tupled(function(*args, **kwargs))
+        try:
+            return _tupled(function(*args, **kwargs))
+        except BaseException as error:
+            fold(error)
+            raise
 
     return wrapper
 
@@ -79,7 +83,7 @@ def register() -> Callable[[], None]:
     """Let PyTorch's pytrees look into a ``LazyTuple``. Returns what undoes it."""
     _pytree.register_pytree_node(
         LazyTuple,
-        lambda t: (list(t), t._names),
+        lambda t: (list(t), t._kind),
         LazyTuple,
         serialized_type_name="marid.LazyTuple",
     )

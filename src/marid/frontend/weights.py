@@ -12,6 +12,7 @@ from marid.engine.inprocess import concretely
 from marid.engine.safetensors import Entry, read_file
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
+from marid.semantics.tracebacks import folded
 
 __all__ = ["Weights", "load_file"]
 
@@ -22,6 +23,7 @@ class Weights(dict[str, torch.Tensor]):
     metadata: dict[str, Any]
 
 
+@folded
 def load_file(path: str | os.PathLike[str], device: torch.device | str | int = handles.DEVICE_TYPE) -> Weights:
     """The tensors of a safetensors or GGUF file (``.gguf``), by name; for ``module.load_state_dict``. The metadata of a
     GGUF file is in the attribute ``metadata``.

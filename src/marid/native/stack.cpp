@@ -19,7 +19,8 @@ using marid::Ref;
 
 // --- what `configure_stack` is told ----------------------------------------------------------------------------------
 
-PyObject *sites, *internal, *site_table, *site_at, *thread_state, *child_scope, *optimizer_scope, *meet, *walk;
+PyObject *sites, *internal, *site_table, *site_at, *called_in, *thread_state, *child_scope, *optimizer_scope, *meet;
+PyObject* walk;
 PyCodeObject *module_code, *optimizer_code;
 Py_ssize_t optimizer_self;
 PyObject* outside_name;
@@ -66,16 +67,43 @@ PyObject* table_of(PyCodeObject* code) {
   return table.get();
 }
 
-// The site in a frame; empty where that is no user's code, or after an error.
-Ref site_in(Frame* frame, PyCodeObject* code) {
+// The site in a frame, and whether that is in an installed package (whose tables are of a subclass of dict); empty where
+// it is internal, or after an error.
+Ref site_in(Frame* frame, PyCodeObject* code, bool* in_package) {
   PyObject* table = table_of(code);
   if (table == nullptr || table == internal) return Ref();
+  *in_package = !PyDict_CheckExact(table);
   Ref instruction(PyLong_FromLong(_PyInterpreterFrame_LASTI(frame) * static_cast<long>(sizeof(_Py_CODEUNIT))));
   if (!instruction) return Ref();
   PyObject* site = PyDict_GetItemWithError(table, instruction.get());
   if (site != nullptr) return Ref::to(site);
   if (PyErr_Occurred()) return Ref();
   return Ref(PyObject_CallFunctionObjArgs(site_at, reinterpret_cast<PyObject*>(code), instruction.get(), nullptr));
+}
+
+// Code that is not the user's, by the lower bits of its address: frames of packages are often many, and lie between the
+// line of a package and the user's. Code objects that have a table are kept for good.
+constexpr size_t kPassed = 1 << 10;
+PyCodeObject* passed[kPassed];
+PyCodeObject*& passed_at(PyCodeObject* code) {
+  auto address = reinterpret_cast<size_t>(code);
+  return passed[(address >> 4 ^ address >> 14) % kPassed];
+}
+
+struct TwoHash {
+  size_t operator()(const std::pair<PyObject*, PyObject*>& two) const {
+    return (reinterpret_cast<size_t>(two.first) >> 4) * 31 + (reinterpret_cast<size_t>(two.second) >> 4);
+  }
+};
+auto& calls = *new std::unordered_map<std::pair<PyObject*, PyObject*>, PyObject*, TwoHash>;  // sites live for good
+
+// The user's site that has called a line of a package; empty after an error.
+Ref site_calling(PyObject* site, PyObject* package) {
+  auto found = calls.find({site, package});
+  if (found != calls.end()) return Ref::to(found->second);
+  Ref made(PyObject_CallFunctionObjArgs(called_in, site, package, nullptr));
+  if (made) calls.emplace(std::pair{site, package}, made.get());
+  return made;
 }
 
 // --- the scope -------------------------------------------------------------------------------------------------------
@@ -150,16 +178,26 @@ bool marid::where(Ref* site, Ref* scope) {
 #ifdef MARID_HAS_FRAMES
   c10::SmallVector<PyObject*, 16> modules;  // from the innermost outward; their frames hold them
   PyObject* optimizer = nullptr;
+  Ref package;  // the innermost line of an installed package, until the user's is found
   for (Frame* frame = innermost(); frame != nullptr; frame = frame->previous) {
-    if (site == nullptr || *site) {  // from here on only these matter: the rest of the stack is passed over quickly
-      auto* any = reinterpret_cast<PyCodeObject*>(F_CODE(frame));
+    auto* any = reinterpret_cast<PyCodeObject*>(F_CODE(frame));
+    // Once the site is known only these matter, and the rest of the stack is passed over quickly.
+    if (site == nullptr || *site || (package && passed_at(any) == any)) {
       if (any != module_code && any != optimizer_code) continue;
     }
     PyCodeObject* code = code_of(frame);
     if (code == nullptr) continue;
     if (site != nullptr && !*site) {
-      *site = site_in(frame, code);
-      if (!*site && PyErr_Occurred()) return false;
+      bool in_package = false;
+      Ref found = site_in(frame, code, &in_package);
+      if (!found && PyErr_Occurred()) return false;
+      if (!found || in_package) {
+        passed_at(code) = code;
+        if (!package) package = std::move(found);
+      } else {
+        *site = package ? site_calling(found.get(), package.get()) : std::move(found);
+        if (!*site) return false;
+      }
       if (*site && scope == nullptr) return true;
     }
     if (scope == nullptr || optimizer != nullptr) continue;
@@ -171,7 +209,7 @@ bool marid::where(Ref* site, Ref* scope) {
       if (optimizer != nullptr && site != nullptr && *site) break;  // what called it has no part in this
     }
   }
-  if (site != nullptr && !*site) *site = Ref::to(Py_None);
+  if (site != nullptr && !*site) *site = package ? std::move(package) : Ref::to(Py_None);
   if (scope == nullptr) return true;
   if (optimizer != nullptr && !met(optimizer)) return false;
   if (modules.empty() && optimizer != nullptr) {
@@ -202,6 +240,7 @@ PyObject* configure_stack(PyObject*, PyObject*, PyObject* names) {
   PyObject *module, *optimizer, *self;
   std::pair<const char*, PyObject**> wanted[] = {
       {"sites", &sites}, {"internal", &internal}, {"site_table", &site_table}, {"site_at", &site_at},
+      {"called_in", &called_in},
       {"state", &thread_state}, {"child_scope", &child_scope}, {"optimizer_scope", &optimizer_scope}, {"meet", &meet},
       {"walk", &walk}, {"module_code", &module}, {"optimizer_code", &optimizer}, {"optimizer_self", &self}};
   for (auto [name, place] : wanted) {

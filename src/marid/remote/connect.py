@@ -18,6 +18,7 @@ from marid.remote.engine import RemoteEngine
 from marid.remote.keys import ClientKey
 from marid.remote.link import Link
 from marid.remote.local import LocalWorker, start_workers
+from marid.semantics.tracebacks import folded
 from marid.settings import settings
 
 __all__ = ["connect", "connection_of", "disconnect"]
@@ -85,6 +86,7 @@ _connected: dict[int, tuple[RemoteEngine, Any]] = {}
 os.register_at_fork(after_in_child=_connected.clear)  # the workers are the parent's, also when the child ends
 
 
+@folded
 def connect(
     *addresses: str,
     key: str | os.PathLike[str] | None = None,
@@ -155,6 +157,7 @@ def connection_of(index: int) -> Any:
     return _connected[index][1]
 
 
+@folded
 def disconnect(*indices: int, force: bool = False) -> None:
     """Let these devices (all that are connected, if none is named) be this process again, and end workers that
     ``connect`` has started. Raises ``LazyTensorError`` when tensors live there still, unless they may be lost

@@ -185,6 +185,9 @@ class RemoteEngine:
         self._unsent = 0
         self.delivery.wait(step)
 
+    def has(self, value: Value) -> bool:  # noqa: ARG002
+        return False  # the worker has it
+
     def settle(self) -> None:
         with self.lock:
             self.delivery.settle()

@@ -27,6 +27,7 @@ from marid.remote.requests import Join, Leave, Meet
 from marid.remote.transfers import ReduceWork, TakeWork
 from marid.remote.work import AskWork
 from marid.semantics.scopes import current_site
+from marid.semantics.tracebacks import folded
 
 __all__ = ["ProcessGroup", "all_reduce", "process_group"]
 
@@ -94,6 +95,7 @@ class ProcessGroup:
                     engine.ask(Leave(number))
 
 
+@folded
 def process_group(devices: Sequence[str | int | torch.device], *, timeout: int = 60) -> ProcessGroup:
     """Devices that reduce together (``marid.all_reduce``); each must be a worker of its own (``marid.connect``).
 
@@ -116,6 +118,7 @@ def process_group(devices: Sequence[str | int | torch.device], *, timeout: int =
     return group
 
 
+@folded
 def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", *, group: ProcessGroup) -> list[torch.Tensor]:
     """New tensors, one for each member of ``group``: what the given ones, one on each member's device, in its order,
     are together. ``op`` is "sum", "mean" (of floating-point numbers), "max" or "min". No gradient flows through.

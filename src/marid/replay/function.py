@@ -20,6 +20,7 @@ from marid.replay.recording import Recording
 from marid.replay.run import Run
 from marid.replay.template import Fit, Template
 from marid.report.stats import FunctionStats, functions
+from marid.semantics.tracebacks import folded
 from marid.settings import settings
 
 __all__ = ["Compiled", "compile"]
@@ -57,6 +58,7 @@ class Compiled(Wrapper):
         self._stats = FunctionStats(getattr(function, "__qualname__", type(function).__qualname__))
         functions.add(self._stats)
 
+    @folded
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if observer() is not None:  # part of a function that is being recorded
             return self._function(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from marid.report.differences import Recompile
 from marid.report.stats import Counters, Misprediction, Sync
 from marid.report.units import bytes_text, seconds_text
-from marid.semantics.scopes import Site
+from marid.semantics.scopes import BESIDE, Site
 
 if TYPE_CHECKING:  # rich takes as long to import as much of Marid, so only who prints waits for it
     from rich.console import RenderableType
@@ -190,8 +190,8 @@ def _recompile(one: Recompile) -> Text:
 
 
 def _with_code(source: str) -> str:
-    """``file:line`` and what is written there."""
-    file, _, line = source.rpartition(":")
+    """The line of a site, and what is written there."""
+    file, _, line = source.partition(BESIDE)[0].rpartition(":")
     code = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
     return f"{short(source)}  {code[:80]}".rstrip()
 

@@ -43,7 +43,9 @@ def render(stats: Stats) -> RenderableType:
     facts.add_column(style="bold")
     facts.add_column()
     rows = {
-        "operations": f"{stats.ops_captured:,} captured, {stats.ops_executed:,} executed",
+        "operations": f"{stats.ops_captured:,} captured, {stats.ops_executed:,} executed"
+        if stats.ops_captured
+        else "none: nothing ran on the device",
         "programs": f"{stats.programs_built:,} built, {stats.programs_reused:,} reused",
         "fallbacks": _counts(stats.fallbacks),
         "data-dependent": _counts(stats.dynamic),

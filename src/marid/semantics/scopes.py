@@ -11,6 +11,7 @@ parents has the path of the parent that called it, and there is nothing to put r
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import weakref
@@ -20,9 +21,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import typing_extensions  # which PyTorch requires
 
 __all__ = [
     "BACKWARD",
+    "BESIDE",
+    "CONTESTANTS",
     "FORWARD",
     "INTERNAL",
     "OPTIMIZER",
@@ -43,13 +47,15 @@ FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 
 class Site:
-    """A place in the user's source. ``file``, ``line`` and ``function`` are worked out on demand."""
+    """A place in the user's source, and the line of an installed ``package`` that was called from there, if the
+    operation is written in one. ``file``, ``line`` and ``function`` are worked out on demand."""
 
-    __slots__ = ("code", "instruction")
+    __slots__ = ("code", "instruction", "package")
 
-    def __init__(self, code: CodeType, instruction: int) -> None:
+    def __init__(self, code: CodeType, instruction: int, package: Site | None = None) -> None:
         self.code = code
         self.instruction = instruction
+        self.package = package
 
     @property
     def file(self) -> str:
@@ -67,10 +73,17 @@ class Site:
         return self.code.co_firstlineno
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        place = f"{self.file}:{self.line}"
+        if self.package is None:
+            return place
+        return f"{place}{BESIDE}{_PACKAGES.split(self.package.file)[-1]}:{self.package.line})"
 
     def __repr__(self) -> str:
         return f"Site({self})"
+
+
+BESIDE = " (in "
+"""What stands between the user's line and that of the package in a text of both."""
 
 
 def _instruction_lines(code: CodeType) -> list[tuple[int, int, int]]:
@@ -136,14 +149,35 @@ _INTERNAL_FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
     for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 )
-_CONTESTANTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "bench", "contestants") + os.sep
+CONTESTANTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "bench", "contestants") + os.sep
 """What ``marid bench`` measures is user code."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_BACKPORTS = os.path.normpath(typing_extensions.__file__)
+"""What the standard library will have: PyTorch's decorators come from it."""
+
+
+class _PackageSites(dict[int, Site]):
+    """The sites in code of an installed package."""
+
+
+_calls: dict[tuple[Site, Site], Site] = {}
+
+
+def _called_in(site: Site, package: Site) -> Site:
+    """The user's line that has called a line of a package; interned."""
+    found = _calls.get((site, package))
+    if found is None:
+        found = _calls[site, package] = Site(site.code, site.instruction, package)
+    return found
 
 
 def capture_site(frame: FrameType | None) -> Site | None:
-    """The innermost frame of user code at or outside ``frame``; None when there is none (interpreter exit)."""
+    """The innermost frame of user code at or outside ``frame``, with that of the installed package which it has called;
+    only the latter where there is no user code (a program that is a package); None when there is neither (interpreter
+    exit)."""
     tables = _sites
+    package: Site | None = None
     while frame is not None:
         code = frame.f_code
         table = tables.get(id(code))
@@ -152,9 +186,14 @@ def capture_site(frame: FrameType | None) -> Site | None:
         if table is INTERNAL:
             frame = frame.f_back
             continue
-        site = table.get(frame.f_lasti)
-        return _site_at(code, frame.f_lasti) if site is None else site
-    return None
+        if type(table) is dict or package is None:
+            site = table.get(frame.f_lasti)
+            site = _site_at(code, frame.f_lasti) if site is None else site
+            if type(table) is dict:
+                return site if package is None else _called_in(site, package)
+            package = site
+        frame = frame.f_back
+    return package
 
 
 def _site_at(code: CodeType, instruction: int) -> Site:
@@ -174,6 +213,7 @@ def use(module: Any) -> None:
         internal=INTERNAL,
         site_table=site_table,
         site_at=_site_at,
+        called_in=_called_in,
         state=_state,
         child_scope=child_scope,
         optimizer_scope=_OUTSIDE_OPTIMIZER,
@@ -197,16 +237,20 @@ def is_of_the_standard_library(file: str) -> bool:
 
 
 def site_table(code: CodeType) -> Any:
-    """``INTERNAL`` for code of PyTorch, Marid and the standard library; else the sites in it."""
+    """``INTERNAL`` for code of PyTorch, Marid and the standard library; else the sites in it, as ``_PackageSites`` for
+    code of other installed packages."""
     table = _sites.get(id(code))
     return _classify(code) if table is None else table
 
 
 def _classify(code: CodeType) -> Any:
     name = code.co_filename
-    internal = name.startswith(_INTERNAL_FOLDERS) or is_of_the_standard_library(name)
-    internal = internal and not name.startswith(_CONTESTANTS)
-    table: Any = INTERNAL if internal else {}
+    table: Any = {}
+    if not name.startswith(CONTESTANTS):
+        if name.startswith(_INTERNAL_FOLDERS) or name == _BACKPORTS or is_of_the_standard_library(name):
+            table = INTERNAL
+        elif _PACKAGES.search(name):
+            table = _PackageSites()
     _codes.append(code)
     _sites[id(code)] = table
     return table

@@ -1,0 +1,24 @@
+"""``marid run --as-cuda``: a process in which ``"cuda"`` means ``remote_accelerator``.
+
+A script written for GPUs sees the world of a machine with one GPU: the default device is the CPU, ``torch.cuda`` says
+that a device is there, ``.cuda()``, ``"cuda"`` and ``torch.device("cuda:0")`` lead to it, and tensors on it say that
+they are on ``cuda:0``. A ``TorchFunctionMode`` translates what passes through PyTorch's functions, in every thread; the
+few entry points that function modes do not see are replaced.
+
+Not covered, because they need CUDA itself: CUDA graphs, custom kernels, NCCL.
+"""
+
+from __future__ import annotations
+
+from marid.as_cuda.entries import replace_entries
+from marid.as_cuda.functions import enter_in_every_thread
+from marid.as_cuda.module import replace_torch_cuda
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Let ``"cuda"`` mean the device from now on, in this process. There is no way back."""
+    replace_torch_cuda()
+    replace_entries()
+    enter_in_every_thread()

@@ -1,0 +1,130 @@
+"""What function modes do not see: autocast, generators, default devices, files, storages, fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch.amp import autocast_mode
+from torch.utils import _device
+
+from marid.as_cuda.devices import COUNT, CUDA, OURS, from_cuda, index_of, to_cuda
+from marid.as_cuda.functions import legacy_type
+from marid.frontend import autocast, serialize
+
+__all__ = ["replace_entries"]
+
+
+def _translate_first(function: Callable[..., Any], default: str | None = None) -> Callable[..., Any]:
+    """``function`` with its first argument, a device or its type, translated; ``default`` stands for none given."""
+
+    @functools.wraps(function)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (from_cuda(args[0]), *args[1:])
+        elif default is not None and not kwargs:
+            args = (default,)
+        return function(*args, **{name: from_cuda(arg) for name, arg in kwargs.items()})
+
+    return translated
+
+
+def _replace_autocast() -> None:
+    autocast.use_cuda_lists()
+    initialise = autocast_mode.autocast.__init__
+
+    @functools.wraps(initialise)
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        initialise(self, from_cuda(device_type), *args, **kwargs)
+
+    autocast_mode.autocast.__init__ = __init__
+    for name in ("get_autocast_dtype", "set_autocast_dtype"):
+        setattr(torch, name, _translate_first(getattr(torch, name)))
+    # Without a device these two mean "cuda".
+    torch.is_autocast_enabled = _translate_first(torch.is_autocast_enabled, OURS)
+    set_enabled = _translate_first(torch.set_autocast_enabled)
+    torch.set_autocast_enabled = lambda *args: set_enabled(*(args if len(args) > 1 else (OURS, *args)))
+    torch.get_autocast_gpu_dtype = lambda: torch.get_autocast_dtype(OURS)
+    torch.set_autocast_gpu_dtype = lambda dtype: torch.set_autocast_dtype(OURS, dtype)
+
+
+def _replace_generator() -> None:
+    class Kind(type(torch._C.Generator)):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, torch._C.Generator)
+
+    class Generator(torch._C.Generator, metaclass=Kind):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return torch._C.Generator(device=from_cuda(device))
+
+    torch.Generator = Generator
+
+
+def _replace_device_contexts() -> None:
+    """``with torch.device("cuda"):`` and ``torch.set_default_device("cuda")``."""
+    initialise = _device.DeviceContext.__init__
+
+    @functools.wraps(initialise)
+    def __init__(self: Any, device: Any) -> None:
+        initialise(self, from_cuda(torch.device(device)))
+
+    _device.DeviceContext.__init__ = __init__
+    set_type = torch.set_default_tensor_type
+
+    def set_default_tensor_type(kind: Any) -> None:
+        legacy = legacy_type(kind)
+        if legacy is None:
+            set_type(kind)
+        else:
+            torch.set_default_dtype(legacy.dtype)
+            torch.set_default_device(CUDA)
+
+    torch.set_default_tensor_type = set_default_tensor_type
+    default = torch.get_default_device
+    torch.get_default_device = functools.wraps(default)(lambda: to_cuda(default()))
+
+
+def _replace_loading() -> None:
+    """Files whose tensors were on a GPU, and ``torch.load(map_location="cuda")``."""
+
+    def restore(storage: Any, location: str) -> Any:
+        if not location.startswith(CUDA):
+            return None
+        index = torch.device(location).index or 0
+        if index >= COUNT:
+            raise RuntimeError(
+                f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is {COUNT}. "
+                "Please use torch.load with map_location to map your storages to an existing device."
+            )
+        return serialize.restore(storage, f"{OURS}:{index}")
+
+    def cuda(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> Any:  # noqa: ARG001
+        return serialize.restore(self, f"{OURS}:{index_of(device)}")
+
+    torch.serialization.register_package(4, lambda _storage: None, restore)  # before the one of PyTorch's CUDA, at 20
+    torch.UntypedStorage.cuda = cuda
+
+
+def _replace_fake_tensors() -> None:
+    """A fake tensor is made for the device that a tensor says it is on; autograd would ask PyTorch's CUDA for it, and
+    end the process."""
+    make = fake_tensor.FakeTensor.__new__
+
+    @functools.wraps(make)
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        named = {name: from_cuda(arg) for name, arg in kwargs.items()}
+        return make(cls, *[from_cuda(arg) for arg in args], **named)
+
+    fake_tensor.FakeTensor.__new__ = staticmethod(__new__)
+
+
+def replace_entries() -> None:
+    """Let all of these translate devices, for good."""
+    _replace_autocast()
+    _replace_generator()
+    _replace_device_contexts()
+    _replace_loading()
+    _replace_fake_tensors()

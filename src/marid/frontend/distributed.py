@@ -1,0 +1,104 @@
+"""Collectives of ``torch.distributed`` on tensors of the device: the group's backend for the CPU does them.
+
+Gloo reads and writes memory, on threads of its own, and knows nothing of what is recorded. So it is given snapshots on
+the host, is waited for, and what it has written is recorded as a write. Its ranks are processes; devices of one
+process reduce among themselves through ``marid.process_group``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from marid.frontend import handles
+from marid.frontend.eager import unsupported
+from marid.frontend.materialize import download
+from marid.frontend.record import Recorder, special
+
+__all__ = ["telling_gradients_apart"]
+
+_READING = "send barrier monitored_barrier_ check_for_nan".split()
+_WAITED_ONCE = {"c10d::send", "c10d::recv_"}  # gloo would wait for another message the second time
+_WRITING = """
+    _allgather_base_ _reduce_scatter_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ allreduce_
+    allreduce_coalesced_ alltoall_ alltoall_base_ broadcast_ gather_ recv_ reduce_ reduce_scatter_
+    reduce_scatter_tensor_coalesced_ scatter_
+""".split()
+"""What these write is in their first argument."""
+
+
+def _operators(names: Sequence[str]) -> list[Any]:
+    return [getattr(torch.ops.c10d, name).default for name in names if hasattr(torch.ops.c10d, name)]
+
+
+def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[int, Any]]:
+    """What the operator returned, having been waited for, and the snapshots that it was given, by tensor."""
+    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def snapshot(thing: Any) -> Any:
+        if not handles.is_lazy(thing):
+            return thing
+        if id(thing) not in given:
+            given[id(thing)] = thing, download(thing, recorder.op.name).contiguous()
+        return given[id(thing)][1]
+
+    args, kwargs = tree_map(snapshot, (args, kwargs))
+    returned = recorder.func(*args, **kwargs)
+    work = returned[-1] if isinstance(returned, tuple) else returned
+    if isinstance(work, torch.ScriptObject):
+        distributed = torch._C._distributed_c10d
+        distributed.Work.unbox(work).wait()
+        if recorder.op.name in _WAITED_ONCE:
+            returned = distributed.Work.boxed(distributed.FakeWork())  # one that is done
+    return returned, given
+
+
+@special(*_operators(_READING))
+def _read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _on_the_host(recorder, args, kwargs)[0]
+
+
+@special(*_operators(["recv_any_source_"]))
+def _refuse(recorder: Recorder, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    raise unsupported(recorder.op.name, "a message is received from whoever sends one")
+
+
+@special(*_operators(_WRITING))
+def _written(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    returned, given = _on_the_host(recorder, args, kwargs)
+
+    def write(thing: Any) -> Any:
+        if id(thing) in given:
+            tensor, snapshot = given[id(thing)]
+            tensor.copy_(snapshot)
+        return thing
+
+    tree_map(write, args[0])
+    return (args[0], returned[-1]) if isinstance(returned, tuple) else returned
+
+
+# --- DistributedDataParallel -----------------------------------------------------------------------------------------
+
+
+def telling_gradients_apart(initialise: Callable[..., Any]) -> Callable[..., Any]:
+    """``DistributedDataParallel._ddp_init_helper``. Its reducer asks whether a gradient lies in a bucket already, by
+    memory that handles of the device seem to share; so gradients get handles of their own before it looks."""
+
+    @functools.wraps(initialise)
+    def wrapper(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        for parameter in parameters:
+            if handles.is_lazy(parameter):
+                parameter.register_post_accumulate_grad_hook(_stand_alone)
+        return initialise(self, parameters, *args, **kwargs)
+
+    return wrapper
+
+
+def _stand_alone(parameter: torch.Tensor) -> None:
+    grad: Any = parameter.grad
+    if handles.is_lazy(grad) and not grad.requires_grad:
+        parameter.grad = handles.wrap(grad._value, grad._value.spec, handles.storage_of(grad), alone=True)
