@@ -252,8 +252,8 @@ def test_the_summary_comes_once_and_after_the_output(tmp_path: Path) -> None:
         check=False,
         env={**os.environ, "PYTHONUNBUFFERED": ""},
     )
-    assert got.stdout.count("captured") == 1
-    assert got.stdout.index("done") < got.stdout.index("captured")
+    assert got.stdout.count("materialisations") == 1
+    assert got.stdout.index("done") < got.stdout.index("materialisations")
 
 
 def test_lines_of_the_summary_are_summed_and_sorted() -> None:
