@@ -610,22 +610,50 @@ def test_bytes_that_are_no_zeromq(worker: LocalWorker) -> None:
     assert _resident(worker) - before < 64 << 20
 
 
-def test_a_frame_that_claims_a_terabyte(worker: LocalWorker) -> None:
-    """A proper handshake (ZMTP 3, no security), then a frame with such a length."""
+@contextlib.contextmanager
+def _shaken_hands(worker: LocalWorker) -> Iterator[socket.socket]:
+    """A connection on which ZMTP 3 (RFC 23) without security has been agreed."""
     host, port = worker.address.removeprefix("tcp://").split(":")
-    before = _resident(worker)
     with socket.create_connection((host, int(port)), 5) as raw:
         raw.sendall(b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32)
         ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
         raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
         raw.settimeout(5)
         assert raw.recv(1000)
+        yield raw
+
+
+def test_a_frame_that_claims_a_terabyte(worker: LocalWorker) -> None:
+    before = _resident(worker)
+    with _shaken_hands(worker) as raw:
         raw.sendall(b"\x02" + (1 << 40).to_bytes(8, "big") + b"x" * 1000)
         with contextlib.suppress(OSError):
             while raw.recv(1000):  # until the worker hangs up
                 pass
     assert _resident(worker) - before < 16 << 20
     _is_well(worker)
+
+
+def test_a_message_that_never_ends(worker: LocalWorker) -> None:
+    """ZeroMQ holds the segments of a message until its last one has come, however many they are."""
+    ping = wire.encode({"v": 1, "kind": "ping"})
+    segment = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)  # more of the message follows
+    resident = []
+    for _ in range(4):
+        sent = 0
+        with _shaken_hands(worker) as raw:
+            raw.sendall(b"\0" + bytes([len(ping)]) + ping)  # a whole message comes first: it is no pending connection
+            time.sleep(0.2)
+            with pytest.raises(OSError):
+                while sent < 8 << 30:
+                    raw.sendall(segment)
+                    sent += len(segment)
+                    if sent % (32 * len(segment)) == 0:
+                        time.sleep(0.05)
+        assert 100 << 20 < sent < 2 << 30
+        _is_well(worker)
+        resident.append(_resident(worker))
+    assert resident[-1] - resident[0] < 512 << 20, "what was held is free again"
 
 
 def test_a_header_that_is_too_long(worker: LocalWorker, attacker: Attacker) -> None:

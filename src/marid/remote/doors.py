@@ -1,8 +1,13 @@
-"""Connections before anything is known of them: how many there may be, for how long, and how much they may send.
+"""Limits for the connections of a listening socket: before a key is proved, and while a message is incomplete.
 
-ZeroMQ takes every connection and waits for its handshake. It tells of each, and a first message says that its sender
-has proved its key; what has not come so far is *pending*. The oldest of too many, what is pending for too long, and
-what has sent more than a handshake takes is shut down, before it has cost much memory or the last descriptor.
+ZeroMQ accepts every connection and waits for its handshake. It reports each, and a first message says that its sender
+has proved its key; a connection without one is *pending*. The oldest of too many pending connections, one that is
+pending for too long, and one that has sent more than a handshake takes are shut down, before they have cost much memory
+or the last descriptor.
+
+ZeroMQ delivers a message of several segments when its last one has come, and holds the others until then, without a
+limit of its own. The bytes that a connection has sent since its last message are therefore bounded, for each connection
+and for each owner.
 """
 
 from __future__ import annotations
@@ -19,7 +24,10 @@ _PENDING = 256  # connections that may be there without having said anything
 _PATIENCE = 10.0  # seconds that they may take for it
 _HANDSHAKE_BYTES = 16 << 10  # some 500 are enough for the handshake; a first message comes right behind
 _RESERVE = 128  # descriptors that are kept for the worker itself
-_EVERY = 0.05  # seconds between looks
+_EVERY = 0.05  # seconds between looks at pending connections
+_EVERY_ADMITTED = 0.25  # seconds between looks at the others
+_INCOMPLETE = 128 << 20  # bytes of one message that may wait for its end: clients send at most 49 MB in one
+_INCOMPLETE_OF_OWNER = 1 << 30  # the same over all connections of an owner
 _BYTES_RECEIVED = slice(128, 136)  # of struct tcp_info (linux/tcp.h): tcpi_bytes_received
 
 
@@ -33,18 +41,17 @@ class Doors:
         self._pending: OrderedDict[int, float] = OrderedDict()  # by descriptor: since when
         self._routes: dict[bytes, int] = {}
         self._descriptors: dict[int, bytes] = {}
+        self._owners: dict[int, bytes] = {}
+        self._complete: dict[int, int] = {}  # by descriptor: bytes received when a message had come last
+        self._heard: set[int] = set()  # descriptors of which a message has come since the last look
         self._looked = 0.0
+        self._looked_at_admitted = 0.0
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
                 soft = hard
         self._most = max(soft - _RESERVE, 16) if soft != resource.RLIM_INFINITY else 1 << 20
-
-    @property
-    def is_time(self) -> bool:
-        """Whether to look again."""
-        return bool(self._pending) and time.monotonic() - self._looked > _EVERY
 
     def wait(self, milliseconds: int) -> int:
         """How long to wait until then, at most so long."""
@@ -61,6 +68,9 @@ class Doors:
 
     def _forget(self, descriptor: int) -> None:
         self._pending.pop(descriptor, None)
+        self._owners.pop(descriptor, None)
+        self._complete.pop(descriptor, None)
+        self._heard.discard(descriptor)
         route = self._descriptors.pop(descriptor, None)
         if route is not None:
             self._routes.pop(route, None)
@@ -69,19 +79,45 @@ class Doors:
         """Whether a message has come from there before."""
         return route in self._routes
 
-    def enter(self, route: bytes, descriptor: int) -> None:
-        """A first message has come, of somebody who was let in."""
+    def enter(self, route: bytes, descriptor: int, owner: bytes) -> None:
+        """A first message has come, from a client of ``owner`` that was let in."""
         self._pending.pop(descriptor, None)
         if descriptor < 0:
             return
-        before = self._descriptors.pop(descriptor, None)
-        if before is not None:
-            self._routes.pop(before, None)
-        self._routes[route], self._descriptors[descriptor] = descriptor, route
+        self._forget(descriptor)
+        self._routes[route], self._descriptors[descriptor], self._owners[descriptor] = descriptor, route, owner
+
+    def heard(self, route: bytes) -> None:
+        """A whole message has come from there."""
+        descriptor = self._routes.get(route)
+        if descriptor is not None:
+            self._heard.add(descriptor)
 
     def look(self) -> None:
-        """Shut down what is there for too long, has sent too much, or is too much."""
-        self._looked = now = time.monotonic()
+        """Shut down the connections that are beyond a limit, if it is time to look. To be called when the messages
+        that have come were taken."""
+        now = time.monotonic()
+        if self._pending and now - self._looked > _EVERY:
+            self._looked = now
+            self._look_at_pending(now)
+        if self._descriptors and now - self._looked_at_admitted > _EVERY_ADMITTED:
+            self._looked_at_admitted = now
+            self._look_at_admitted()
+
+    def _look_at_admitted(self) -> None:
+        incomplete: dict[bytes, int] = {}
+        for descriptor, owner in list(self._owners.items()):
+            received = self._received(descriptor)
+            if descriptor in self._heard or descriptor not in self._complete:
+                self._complete[descriptor] = received
+            nbytes = received - self._complete[descriptor]
+            incomplete[owner] = incomplete.get(owner, 0) + nbytes
+            if nbytes > _INCOMPLETE or nbytes and incomplete[owner] > _INCOMPLETE_OF_OWNER:
+                incomplete[owner] -= nbytes
+                self._shut(descriptor)
+        self._heard.clear()
+
+    def _look_at_pending(self, now: float) -> None:
         while len(self._pending) > _PENDING or (
             self._pending and len(self._pending) + len(self._descriptors) > self._most
         ):

@@ -197,15 +197,15 @@ class ServerSocket:
             self._authenticate()
         if self._monitor in ready:
             self._note_events()
-        if self._doors.is_time:
-            self._doors.look()
         if self._router in ready:
             for frames in received(self._router):
-                route = frames[0].bytes
+                route, owner = frames[0].bytes, self._owner(frames[0])
                 if not self._doors.knows(route):
                     self._note_events()  # that it was accepted comes before what it says
-                    self._doors.enter(route, _descriptor(frames[0]))
-                yield route, self._owner(frames[0]), frames[1:]
+                    self._doors.enter(route, _descriptor(frames[0]), owner)
+                self._doors.heard(route)
+                yield route, owner, frames[1:]
+        self._doors.look()
 
     def _note_events(self) -> None:
         for event, value in _events(self._monitor):
