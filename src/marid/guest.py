@@ -236,7 +236,6 @@ CHANGES: list[Change] = [
         _replaced(f"torch.optim.{name}._default_to_fused_or_foreach", _NO_FOREACH, overrides.chosen_as_on_the_cpu(name))
         for name in overrides.OPTIMIZERS
     ],
-    _replaced("torch.optim.sgd.sgd", "with Nesterov's momentum, foreach writes to gradients", overrides.keeping_grads),
     _replaced(
         "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
         "its reducer compares memory that tensors of the device do not have",

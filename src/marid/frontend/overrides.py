@@ -7,6 +7,7 @@ taken apart when they arrive whole (in inference mode, when autograd is off).
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -252,34 +253,25 @@ def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[.
     never = name in _ANOTHER_ORDER
 
     def replacement(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
-        @functools.wraps(choose)
-        def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[bool, bool]:
-            chosen = choose(params, *args, **kwargs)
-            if any(chosen):  # parameters on the CPU need not be looked at
+        def wrapper(
+            params: list[torch.Tensor], differentiable: bool, use_fused: bool = False
+        ) -> tuple[bool, bool]:  # no wider signature: parameters on the CPU pass through here too
+            fused, foreach = choose(params, differentiable, use_fused)
+            if fused or foreach:  # parameters on the CPU need not be looked at
                 lazy = [p for p in params if p is not None and p.device.type == handles.DEVICE_TYPE]
-                if lazy and (never or any(p.dtype not in _EQUAL_WITH_FOREACH for p in lazy)):
+                if lazy and (never or any(p.dtype not in _EQUAL_WITH_FOREACH for p in lazy) or _adds_to_gradients()):
                     return False, False
-            return chosen
+            return fused, foreach
 
-        return wrapper
+        return functools.update_wrapper(wrapper, choose)
 
     return replacement
 
 
-# With foreach operators, Nesterov's momentum is added to the gradients themselves.
-
-
-def keeping_grads(sgd: Callable[..., None]) -> Callable[..., None]:
-    """``torch.optim.sgd.sgd``, which leaves gradients as they are."""
-
-    @functools.wraps(sgd)
-    def wrapper(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        chosen = len(args) > 3 or kwargs.get("foreach") is not None or kwargs.get("fused") is not None
-        if not chosen and kwargs.get("nesterov") and any(p.device.type == handles.DEVICE_TYPE for p in params):
-            kwargs["foreach"] = False
-        sgd(params, *args, **kwargs)
-
-    return wrapper
+def _adds_to_gradients() -> bool:
+    """Whether foreach operators would add Nesterov's momentum to the gradients themselves: only the caller of what
+    chooses, ``torch.optim.sgd.sgd``, knows of it."""
+    return bool(sys._getframe(2).f_locals.get("nesterov"))
 
 
 @functools.lru_cache(maxsize=4096)
