@@ -112,7 +112,7 @@ class Doors:
                 self._complete[descriptor] = received
             nbytes = received - self._complete[descriptor]
             incomplete[owner] = incomplete.get(owner, 0) + nbytes
-            if nbytes > _INCOMPLETE or nbytes and incomplete[owner] > _INCOMPLETE_OF_OWNER:
+            if nbytes > _INCOMPLETE or (nbytes and incomplete[owner] > _INCOMPLETE_OF_OWNER):
                 incomplete[owner] -= nbytes
                 self._shut(descriptor)
         self._heard.clear()
