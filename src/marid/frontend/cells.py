@@ -1,4 +1,7 @@
-"""Recurrent cells and layers as the CPU computes them, operation by operation in the order of PyTorch's ``RNN.cpp``."""
+"""Recurrent cells and layers as the CPU computes them, operation by operation in the order of PyTorch's ``RNN.cpp``.
+
+The steps of a layer are composites in C++ (``native/cells.cpp``), and written out here for where these cannot be built.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from marid.native import module
 
 __all__ = [
     "Cell",
@@ -56,6 +61,8 @@ def simple_cell(nonlinearity: Any) -> Cell:
 
 def lstm_cell(input: Tensor, hidden: Hidden, params: Params, computed: bool) -> Hidden:
     hx, cx = hidden
+    if module is not None and computed and params.w_hr is None:
+        return torch.ops.marid.lstm_step.default(input, hx, cx, params.w_hh, params.b_hh)
     gates = params.linear_hh(hx)
     gates = aten.add_.Tensor(gates, input if computed else params.linear_ih(input))
     i, f, g, o = aten.unsafe_chunk.default(gates, 4, 1)
@@ -70,6 +77,9 @@ def lstm_cell(input: Tensor, hidden: Hidden, params: Params, computed: bool) -> 
 
 
 def gru_cell(input: Tensor, hidden: Hidden, params: Params, computed: bool) -> Hidden:
+    if module is not None:
+        from_input = input if computed else params.linear_ih(input)
+        return (torch.ops.marid.gru_step.default(from_input, hidden[0], params.w_hh, params.b_hh),)
     inputs = aten.unsafe_chunk.default(input if computed else params.linear_ih(input), 3, 1)
     hiddens = aten.unsafe_chunk.default(params.linear_hh(hidden[0]), 3, 1)
     reset = aten.sigmoid_.default(aten.add_.Tensor(hiddens[0], inputs[0]))

@@ -39,12 +39,14 @@ __all__ = [
     "spec_of",
     "storage_of",
     "tape",
+    "tapes",
     "user_attributes",
     "wrap",
 ]
 
 device_count = settings.devices if library is not None else 1
-_tapes = [Tape(index) for index in range(device_count)]
+tapes = [Tape(index) for index in range(device_count)]
+"""Of each device, by its index."""
 _handle_class: Any = None
 _specs: weakref.WeakValueDictionary[tuple[Any, ...], Spec] = weakref.WeakValueDictionary()
 _specs_lock = threading.Lock()
@@ -83,7 +85,7 @@ def is_lazy(thing: Any) -> bool:
 
 def tape(index: int) -> Tape:
     """The tape of device ``index``."""
-    return _tapes[index]
+    return tapes[index]
 
 
 def spec(
@@ -185,7 +187,7 @@ def source(buffer: torch.Tensor, of: Spec, root: Value | None = None) -> Node:
     """A value that already is concrete."""
     if not device_module._initialized:
         first_use()
-    on = _tapes[of.device]
+    on = tapes[of.device]
     node = Node(next(on.sequence), None, None, None, of, root, current_site(), current_scope())
     node.concrete = buffer
     on.note_resident([node])
@@ -202,5 +204,5 @@ def storage_of(handle: LazyTensor) -> Storage:
     found = handle._storage
     if found is None:
         # Reads before this moment were not noted, so any of them may still be pending.
-        found = handle._storage = Storage(next(_tapes[handle._value.spec.device].sequence))  # pyright: ignore[reportOptionalMemberAccess]
+        found = handle._storage = Storage(next(tapes[handle._value.spec.device].sequence))  # pyright: ignore[reportOptionalMemberAccess]
     return found

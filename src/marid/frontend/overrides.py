@@ -28,8 +28,14 @@ aten = torch.ops.aten
 # Not ``.decompose``, which prefers PyTorch's decomposition in Python.
 _whole_matmul = functools.partial(aten.matmul.default._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 _replacements: dict[Any, Callable[..., Any]] = {}
-_IN_CPP = {aten.matmul.default}
-"""Replaced above autograd by ``native/kernels.cpp``, where that can be built."""
+_IN_CPP = {
+    aten.matmul.default,
+    aten.gru_cell.default,
+    aten.lstm_cell.default,
+    aten.rnn_tanh_cell.default,
+    aten.rnn_relu_cell.default,
+}
+"""Replaced above autograd by ``native/kernels.cpp`` and ``native/cells.cpp``, where these can be built."""
 
 
 def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

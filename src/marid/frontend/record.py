@@ -518,7 +518,7 @@ if module is not None:
         Known=Known,
         not_recorded=NOT_RECORDED,
         bucket=bucket,
-        storage_of=storage_of,
+        tapes=handles.tapes,
         last_write=last_write,
     )
     module.use(_recorders)

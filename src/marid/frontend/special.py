@@ -52,7 +52,7 @@ def _is_set_to(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, An
 # --- copies --------------------------------------------------------------------------------------------------------
 
 
-@special(aten._to_copy.default)
+@special(aten._to_copy.default, by_key=True)
 def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layout = kwargs.get("layout")
     if layout is not None and layout is not torch.strided:

@@ -195,8 +195,19 @@ Detached detach(const void*, const c10::TensorImpl* self) {
     static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
     at::impl::MaybeSetTLSOnEntryGuard guard;
     using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+    at::Tensor tensor(Pointer::unsafe_reclaim_from_nonowning(const_cast<c10::TensorImpl*>(self)));
+    {
+      marid::InterpreterLock lock;
+      at::Tensor made = marid::detached(tensor);
+      if (made.defined()) return made.getIntrusivePtr();
+      if (PyErr_Occurred()) {
+        python_error error;
+        error.persist();
+        throw error;
+      }
+    }
     torch::jit::Stack stack;
-    stack.emplace_back(at::Tensor(Pointer::unsafe_reclaim_from_nonowning(const_cast<c10::TensorImpl*>(self))));
+    stack.emplace_back(std::move(tensor));
     if (call_if_own(op, torch::jit::last(stack, 1), &stack)) return stack.back().toTensor().getIntrusivePtr();
   }
   return replacement.before->detach(self);

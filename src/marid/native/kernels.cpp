@@ -1,6 +1,7 @@
-// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python; and how two composite
-// operators are taken apart above autograd, or are not.
+// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python; and how some
+// composite operators are taken apart above autograd, or are not.
 #include "accumulate.h"
+#include "cells.h"
 #include "record.h"
 
 #include <ATen/Tensor.h>
@@ -207,6 +208,7 @@ void register_kernels(PyObject* names) {
   above->impl("linear", TORCH_FN(linear));
   above->impl("matmul", TORCH_FN(matmul));
   above->impl("max_pool1d", TORCH_FN(max_pool1d));
+  marid::register_cells(*above);
   kernels = new std::vector<c10::RegistrationHandleRAII>();
   auto& dispatcher = c10::Dispatcher::singleton();
   const c10::OperatorName sum("aten::add", "Tensor");

@@ -16,6 +16,7 @@
 #include <exception>
 
 // From PyTorch's Python half, whose headers take long to compile.
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
 extern "C" void marid_view_by_strides(void* tensor);  // device.cpp
 namespace torch::autograd {
@@ -37,10 +38,10 @@ enum TapeSlot { kSequence, kEntries, kRoom };
 
 PyObject* torch_function;  // of handles
 PyObject *not_recorded, *bucket;  // see frontend/calls.py
-PyObject* storage_of;  // see frontend/handles.py
+PyObject* tapes;  // see frontend/handles.py
 PyObject* last_write_of;  // see graph/node.py
 PyObject* recorders;  // by identity of the operator
-PyObject *backward_name, *pattern_name, *address_name;  // attributes
+PyObject *backward_name, *pattern_name, *address_name, *device_name;  // attributes
 
 // --- the order of reads and writes -----------------------------------------------------------------------------------
 
@@ -115,6 +116,10 @@ bool order(PyObject* of, PyObject* on, const Call& call, PyObject* writes) {
 }
 
 // --- recording -------------------------------------------------------------------------------------------------------
+
+bool is_in_python(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+}
 
 // A tensor copied from a pattern, with its Python object; undefined after an error.
 at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
@@ -253,28 +258,41 @@ Ref derived(PyObject* by, PyObject* key, const Call& call) {
   return made && Py_TYPE(made.get()) == known.type ? std::move(made) : Ref();
 }
 
-// A second tensor for the value of the first argument: no operation at all.
+// A second tensor for the value of one of ours: no operation at all. Undefined where Python has to make it, or after an
+// error.
+at::Tensor same_value(const at::Tensor& tensor) {
+  Ref handle(THPVariable_Wrap(tensor)), made;
+  if (!handle || Py_TYPE(handle.get()) != handle_type) return at::Tensor();
+  Ref value(PyObject_GetAttr(handle.get(), value_name));
+  if (!value || !is_value(value.get())) return at::Tensor();
+  PyObject* spec = spec_of(value.get());
+  // Not a copy of the tensor itself: PyTorch asks Python how to detach one that is implemented there.
+  Ref pattern(PyObject_GetAttr(spec, pattern_name)), device(PyObject_GetAttr(spec, device_name));
+  if (!device || !pattern || pattern.get() == Py_None) return at::Tensor();
+  PyObject* on = PyList_GetItem(tapes, PyLong_AsSsize_t(device.get()));
+  Ref own = on == nullptr ? Ref() : storage_behind(handle.get(), on);
+  Ref address(PyObject_GetAttr(pattern.get(), address_name));
+  if (!own || !address) return at::Tensor();
+  at::Tensor second = new_handle(address.get(), value.get(), made);
+  if (!second.defined() || PyObject_SetAttr(made.get(), storage_name, own.get()) < 0) return at::Tensor();
+  return second;
+}
+
 bool same_value(const Operator& op, torch::jit::Stack* stack) {
   const c10::IValue& first = torch::jit::peek(*stack, 0, op.formals.size());
-  Call call{true, true};
-  PyObject *part = nullptr, *stored = nullptr;
-  if (op.formals.size() != 1 || read_argument(first, true, call, &part, &stored) != Outcome::kDone) return false;
-  Ref key(part), value(stored), handle;
-  if (call.impls.size() != 1) return false;
-  // Not of the tensor itself: PyTorch asks Python how to detach one that is implemented there.
-  Ref pattern(PyObject_GetAttr(key.get(), pattern_name));
-  if (!pattern || pattern.get() == Py_None) return false;
-  Ref address(PyObject_GetAttr(pattern.get(), address_name));
-  if (!address) return false;
-  at::Tensor made = new_handle(address.get(), value.get(), handle);
-  Ref own(PyObject_CallOneArg(storage_of, call.tensors[0].get()));
-  if (!made.defined() || !own || PyObject_SetAttr(handle.get(), storage_name, own.get()) < 0) return false;
+  if (op.formals.size() != 1 || !first.isTensor() || !is_in_python(first.toTensor())) return false;
+  at::Tensor made = same_value(first.toTensor());
+  if (!made.defined()) return false;
   torch::jit::drop(*stack, 1);
   stack->emplace_back(std::move(made));
   return true;
 }
 
 }  // namespace
+
+at::Tensor marid::detached(const at::Tensor& tensor) {
+  return handle_type == nullptr || tapes == nullptr ? at::Tensor() : same_value(tensor);
+}
 
 bool marid::recorded(const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
@@ -322,7 +340,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   std::pair<const char*, PyObject**> wanted[] = {
       {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"not_recorded", &not_recorded},
-      {"bucket", &bucket}, {"storage_of", &storage_of}, {"last_write", &last_write_of}};
+      {"bucket", &bucket}, {"tapes", &tapes}, {"last_write", &last_write_of}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);
@@ -405,6 +423,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
   backward_name = PyUnicode_InternFromString("backward");
   pattern_name = PyUnicode_InternFromString("pattern");
   address_name = PyUnicode_InternFromString("_cdata");
+  device_name = PyUnicode_InternFromString("device");
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions,

@@ -2,6 +2,7 @@
 #pragma once
 #include "python.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
@@ -28,6 +29,10 @@ struct Operator {
 // Record a call like one that was recorded before, with the interpreter's lock; false to leave it to Python, and nothing
 // was recorded. Then an error may be set.
 bool recorded(const Operator& op, torch::jit::Stack* stack);
+
+// One of our tensors without its gradient's history, with the interpreter's lock: a second tensor for its value. Undefined
+// for other tensors, where Python has to make it, and after an error, which is set then.
+at::Tensor detached(const at::Tensor& tensor);
 
 // Do with a call that is not recorded what PyTorch does with operators that have no kernel for tensors implemented in
 // Python: give it to Python, or to the kernel below. (dispatch.cpp)
