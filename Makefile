@@ -23,7 +23,7 @@ help:
 	@echo "make conformance  the long tests"
 	@echo "make conformance-worker  the suite with the device on a worker process, the long tests too"
 	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs and NETWORKS=$(NETWORKS) networks against eager PyTorch"
-	@echo "make bench        what recording an operation costs, and a quick run of marid bench"
+	@echo "make bench        what recording an operation costs, and a quick run of the workloads"
 	@echo "make clean        remove what was built, the virtual environment too"
 
 # PyTorch comes first and alone, so that exactly this build is used.
@@ -67,7 +67,7 @@ fuzz: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/capture.py
-	$(BIN)/marid bench --quick
+	$(BIN)/python -m benchmarks.suite --quick
 
 clean:
 	rm -rf $(VENV) build dist src/marid/native/_built .pytest_cache .ruff_cache .hypothesis src/*.egg-info
