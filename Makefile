@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
 
-.PHONY: help demo test check conformance conformance-worker fuzz bench clean
+.PHONY: help demo test check conformance conformance-worker fuzz bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make conformance-worker  the suite with the device on a worker process, the long tests too"
 	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs and NETWORKS=$(NETWORKS) networks against eager PyTorch"
 	@echo "make bench        what recording an operation costs, and a quick run of the workloads"
+	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make clean        remove what was built, the virtual environment too"
 
 # PyTorch comes first and alone, so that exactly this build is used.
@@ -68,6 +69,10 @@ fuzz: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/capture.py
 	$(BIN)/python -m benchmarks.suite --quick
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) build dist src/marid/native/_built .pytest_cache .ruff_cache .hypothesis src/*.egg-info
