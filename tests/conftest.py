@@ -8,6 +8,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+
+# Threads of kernels that wait for each other by spinning take the processors from tests beside them, and wait for
+# those: twice the time in all. OpenMP reads it when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 os.environ.setdefault("MARID_COMPILE", "0")  # what is compared bit for bit must not be compiled

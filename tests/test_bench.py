@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from benchmarks.suite import process, tables
+from benchmarks.suite.__main__ import suite
 from benchmarks.suite.checks import Wrong, compare_arrays, compare_sequences
 from benchmarks.suite.command import Bench
 from benchmarks.suite.harness import Plan, run
@@ -446,13 +448,12 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_the_list_and_wrong_names() -> None:
-    command = [sys.executable, "-m", "benchmarks.suite"]
-    done = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [w.name for w in WORKLOADS]
-    done = subprocess.run([*command, "--only", "nothing"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "nothing" in done.stderr
+    listed = CliRunner().invoke(suite, ["--list"])
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == [w.name for w in WORKLOADS]
+    wrong = CliRunner().invoke(suite, ["--only", "nothing"])
+    assert wrong.exit_code == 2
+    assert "nothing" in wrong.output
 
 
 def test_a_wrong_output_ends_with_status_1(
