@@ -7,13 +7,15 @@ PROGRAMS ?= 50000
 NETWORKS ?= 20000
 WORKER_PROGRAMS ?= 2000
 WORKER_NETWORKS ?= 1000
+TORCHES ?= 2.11.0 2.12.0 2.13.0
+PYTHONS ?= 3.11 3.12 3.13 3.14
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
 
-.PHONY: help demo test check conformance conformance-worker fuzz bench clean
+.PHONY: help demo test check conformance conformance-worker fuzz bench docs matrix clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,7 +25,9 @@ help:
 	@echo "make conformance  the long tests"
 	@echo "make conformance-worker  the suite with the device on a worker process, the long tests too"
 	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs and NETWORKS=$(NETWORKS) networks against eager PyTorch"
-	@echo "make bench        what recording an operation costs, and a quick run of marid bench"
+	@echo "make bench        what recording an operation costs, and a quick run of the workloads"
+	@echo "make docs         the documentation as a site, in build/site"
+	@echo "make matrix       the core of the suite on PyTorch $(TORCHES) and Python $(PYTHONS), those that can be had"
 	@echo "make clean        remove what was built, the virtual environment too"
 
 # PyTorch comes first and alone, so that exactly this build is used.
@@ -67,7 +71,14 @@ fuzz: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/capture.py
-	$(BIN)/marid bench --quick
+	$(BIN)/python -m benchmarks.suite --quick
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+matrix:
+	$(PYTHON) tests/matrix.py --torch $(TORCHES) --python $(PYTHONS)
 
 clean:
 	rm -rf $(VENV) build dist src/marid/native/_built .pytest_cache .ruff_cache .hypothesis src/*.egg-info

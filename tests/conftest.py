@@ -8,11 +8,16 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-import torch
 
+# Threads of kernels that wait for each other by spinning take the processors from tests beside them, and wait for
+# those: twice the time in all. OpenMP reads it when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MARID_COMPILE", "0")  # what is compared bit for bit must not be compiled
 os.environ.setdefault("MARID_PASS_COST", "0")  # every program that comes again is improved
 os.environ.setdefault("MARID_COMPILE_NICENESS", "0")  # tests wait for it, and keep the machine busy
+# Behind the variables: PyTorch's entry point for backends reads Marid's settings.
+import torch
+
 import marid
 
 

@@ -1,4 +1,4 @@
-"""``marid bench``: its statistics, its checks, and that no time is ever shown for a wrong output."""
+"""``python -m benchmarks.suite``: its statistics, its checks, and that no time is ever shown for a wrong output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from marid.bench import process, tables
-from marid.bench.checks import Wrong, compare_arrays, compare_sequences
-from marid.bench.command import Bench
-from marid.bench.harness import Plan, run
-from marid.bench.process import Contestant, Failure, environment
-from marid.bench.results import Report, Row, paired_ratio, spread
-from marid.bench.workloads import WORKLOADS, Tolerance, Workload
+from benchmarks.suite import process, tables
+from benchmarks.suite.__main__ import suite
+from benchmarks.suite.checks import Wrong, compare_arrays, compare_sequences
+from benchmarks.suite.command import Bench
+from benchmarks.suite.harness import Plan, run
+from benchmarks.suite.process import Contestant, Failure, environment
+from benchmarks.suite.results import Report, Row, paired_ratio, spread
+from benchmarks.suite.workloads import WORKLOADS, Tolerance, Workload
 
 EXACT = Tolerance(0, 0)
 
@@ -409,7 +411,18 @@ def test_workloads_are_well_formed() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     """Two tiny workloads, from the command line to the files."""
-    command = [sys.executable, "-m", "marid", "bench", "--quick", "--only", "tiny", "--only", "mlp", "--peers", "marid"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.suite",
+        "--quick",
+        "--only",
+        "tiny",
+        "--only",
+        "mlp",
+        "--peers",
+        "marid",
+    ]
     files = [tmp_path / "figures.json", tmp_path / "figures.md"]
     done = subprocess.run(
         [*command, "--rounds", "2", "--threads", "1", "--json", str(files[0]), "--markdown", str(files[1])],
@@ -435,13 +448,12 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_the_list_and_wrong_names() -> None:
-    command = [sys.executable, "-m", "marid", "bench"]
-    done = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [w.name for w in WORKLOADS]
-    done = subprocess.run([*command, "--only", "nothing"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "nothing" in done.stderr
+    listed = CliRunner().invoke(suite, ["--list"])
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == [w.name for w in WORKLOADS]
+    wrong = CliRunner().invoke(suite, ["--only", "nothing"])
+    assert wrong.exit_code == 2
+    assert "nothing" in wrong.output
 
 
 def test_a_wrong_output_ends_with_status_1(

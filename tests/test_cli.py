@@ -47,7 +47,7 @@ def test_a_script_finds_nothing_imported_that_it_does_not_need(tmp_path: Path) -
         import torch
 
         assert (torch.ones(3) + 1).sum().item() == 6.0
-        unwanted = ("marid.bench.harness", "marid.remote", "marid.execute.compiled.lower", "rich", "zmq", "msgpack",
+        unwanted = ("marid.remote", "marid.execute.compiled.lower", "rich", "zmq", "msgpack",
                     "blake3", "ray", "networkx", "safetensors", "torch._inductor.compile_fx")
         print([name for name in unwanted if name in sys.modules])
         """,

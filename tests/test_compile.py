@@ -900,7 +900,7 @@ def test_dynamic_dimensions() -> None:
 
 
 def test_modules_of_marids_own_package_hold_parameters_too() -> None:
-    # A model that comes with the package, as those of ``marid bench`` do.
+    # As RWKV-7's does.
     kind = type("Scaled", (torch.nn.Linear,), {"__module__": "marid.models"})
     _compare(lambda device: kind(8, 3).to(device), replays=4)
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import marid
-from marid.execute import products
 from marid.execute.cache import ProgramCache
 from marid.execute.compiled import lower, tier, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
@@ -29,6 +28,7 @@ from marid.execute.compiled.form import _evaluate
 from marid.execute.compiled.parts import Part, choose
 from marid.frontend.engines import local_engine as engine
 from marid.graph.program import Program, Task
+from marid.native import gemm
 
 from .helpers import DEVICE
 
@@ -480,7 +480,7 @@ def test_compiled_products_of_one_row_are_right() -> None:
 @pytest.mark.usefixtures("compiling")
 def test_products_in_parts_are_run_by_the_faster_kernel() -> None:
     """In all the forms in which they come; and with few rows, which are ATen's affair there too."""
-    products.configure(also_slower=True, share=1.0, uses=0, work=0.0)
+    gemm.configure(also_slower=True, share=1.0, uses=0, work=0.0)
     x, batch, few, bias = lazy(64, 48), lazy(3, 32, 64), lazy(4, 48), lazy(64)
 
     def function(x: torch.Tensor, batch: torch.Tensor, few: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -493,11 +493,11 @@ def test_products_in_parts_are_run_by_the_faster_kernel() -> None:
         expected = function(*(t.cpu() for t in (x, batch, few, bias)))
         _wait_for(lambda: torch.testing.assert_close(function(x, batch, few, bias).cpu(), expected))
         assert marid.stats().compile_failures == 0
-        before = products.count()
+        before = gemm.count()
         _wait_for(lambda: function(x, batch, few, bias).cpu(), runs=3)
-        assert products.count() >= before + 3 * 4 or products.count() == 0  # where BLAS adds up in another order
+        assert gemm.count() >= before + 3 * 4 or gemm.count() == 0  # where BLAS adds up in another order
     finally:
-        products.configure()
+        gemm.configure()
 
 
 @needs_library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import networkx
@@ -28,7 +29,7 @@ LAYERS = [
     {"replay"},
     {"frameworks"},
     {"api", "runner", "as_cuda", "guest", "lightning", "report", "remote.connect", "remote.parallel"},
-    {"", "bench", "cli", "models"},
+    {"", "cli", "models"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -108,6 +109,11 @@ def test_the_graph_layer_knows_nothing_of_recording() -> None:
     assert not outside
 
 
+def test_the_package_knows_no_benchmark() -> None:
+    """Neither by an import nor by a name: what is measured is a user's program like any other."""
+    assert not [path for path in ROOT.rglob("*.py") if re.search(r"benchmarks\b|contestant", path.read_text(), re.I)]
+
+
 _FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "asarray", "rand"}
 
 
@@ -125,6 +131,6 @@ def _says_nowhere(node: ast.AST) -> bool:
 
 def test_factories_say_where() -> None:
     """A user's ``torch.set_default_device`` also holds for calls in here, wherever they are not below all dispatch."""
-    own = [path for path in ROOT.rglob("*.py") if not {"bench", "models"} & {*path.relative_to(ROOT).parts}]
+    own = [path for path in ROOT.rglob("*.py") if "models" not in path.relative_to(ROOT).parts]
     nodes = [(path.name, node) for path in own for node in ast.walk(ast.parse(path.read_text()))]
     assert not [f"{name}:{node.lineno}" for name, node in nodes if _says_nowhere(node)]  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import marid
-from marid.execute import products
-from marid.native import library
+from marid.native import gemm, library
 
 DEVICE = "remote_accelerator"
 pytestmark = [
@@ -22,11 +21,11 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def at_once() -> Iterator[None]:
     """Try every class when it is first met, and whatever the speed; nothing is compiled."""
-    products.configure(also_slower=True, share=1.0, uses=0, work=0.0)
+    gemm.configure(also_slower=True, share=1.0, uses=0, work=0.0)
     before, marid.settings.compile = marid.settings.compile, False
     yield
     marid.settings.compile = before
-    products.configure()
+    gemm.configure()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +40,7 @@ def ran(function: Callable[..., torch.Tensor], *given: torch.Tensor, times: int 
     counts = []
     for _ in range(times):
         torch.testing.assert_close(bits(function(*moved)), wanted, rtol=0, atol=0)
-        counts.append(products.count())
+        counts.append(gemm.count())
     return counts[-1] - counts[0]
 
 
@@ -161,10 +160,10 @@ def test_alpha_and_beta_are_ATens_affair() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
 def test_other_types_are_ATens_affair(dtype: torch.dtype) -> None:
     a = torch.randn(32, 32).to(dtype)
-    before = products.count()
+    before = gemm.count()
     for _ in range(3):
         assert torch.equal((a.to(DEVICE) @ a.to(DEVICE)).cpu(), a @ a)
-    assert products.count() == before
+    assert gemm.count() == before
 
 
 def test_conjugate_and_negative_views_are_not_resolved() -> None:
@@ -184,7 +183,7 @@ def test_conjugate_and_negative_views_are_not_resolved() -> None:
 
 def test_a_wrong_order_of_summation_is_noticed() -> None:
     """Were BLAS to add up in another order than was found out, its kernel would be used."""
-    products.configure(also_slower=True, share=1.0, uses=0, work=0.0, block=24)
+    gemm.configure(also_slower=True, share=1.0, uses=0, work=0.0, block=24)
     assert ran(lambda a, b: a @ b, torch.randn(64, 100), torch.randn(100, 64)) == 0
     assert ran(lambda a, b, c: torch.addmm(c, a, b), torch.randn(64, 100), torch.randn(100, 64), torch.randn(64)) == 0
 
@@ -215,10 +214,10 @@ def test_few_products_are_not_worth_a_trial() -> None:
 
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     used = ran(product, a, b) > 0  # and no new program any more
-    products.configure(also_slower=True, share=1.0, uses=3, work=0.0)
+    gemm.configure(also_slower=True, share=1.0, uses=3, work=0.0)
     assert ran(product, a, b, times=3) == 0
     assert ran(product, a, b, times=3) == 2 * used
-    products.configure(also_slower=True, share=1.0, uses=0, work=3.5 * 2 * 64**3)
+    gemm.configure(also_slower=True, share=1.0, uses=0, work=3.5 * 2 * 64**3)
     assert ran(product, a, b, times=4) == 0
     assert ran(product, a, b, times=3) == 2 * used
 
@@ -239,6 +238,6 @@ def test_a_training_step_is_bitwise_equal() -> None:
         return seen
 
     wanted = losses("cpu")
-    before = products.count()
+    before = gemm.count()
     assert losses(DEVICE) == wanted
-    assert products.count() > before or not is_used()
+    assert gemm.count() > before or not is_used()

@@ -26,7 +26,7 @@ _PYTHON = Path(sysconfig.get_paths()["include"])
 HAS_MODULE = (_PYTHON / "Python.h").exists()
 """Whether the library can be a Python module too: whether Python's headers are installed."""
 _OF_MODULE = "accumulate autocast call concretely cut derive dispatch geometry kernels record runs stack".split()
-_SOURCES = [path for path in sorted(_FOLDER.glob("*.cpp")) if HAS_MODULE or path.stem not in _OF_MODULE]
+_SOURCES = [path for path in sorted(_FOLDER.rglob("*.cpp")) if HAS_MODULE or path.stem not in _OF_MODULE]
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
 _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -47,7 +47,7 @@ def library_path() -> Path:
     That is beside its sources, like the compiled files of Python; where we may not write, with the cached files.
     """
     identity = f"{torch.__version__} {sys.version} {sys.platform} {_OPTIONS} {_OF_KERNELS} ".encode()
-    identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(_FOLDER.glob("*.h"))])
+    identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(_FOLDER.rglob("*.h"))])
     name = f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     beside, cached = _FOLDER / "_built" / name, settings.cache_dir / name
     if beside.exists() or (not cached.exists() and os.access(_FOLDER, os.W_OK)):
@@ -70,10 +70,10 @@ def build(path: Path) -> None:
         if path.exists():
             return
         built = Path(scratch) / "native.so"
-        options = [*_OPTIONS, f"-I{root / 'include'}", f"-I{_PYTHON}"]
+        options = [*_OPTIONS, f"-I{_FOLDER}", f"-I{root / 'include'}", f"-I{_PYTHON}"]
         if torch.backends.openmp.is_available() and "clang" not in Path(compiler).name:
             options.append("-fopenmp")  # for products; not for the linker: PyTorch brings a library of its own
-        objects = [str(Path(scratch) / f"{source.stem}.o") for source in _SOURCES]
+        objects = [str(Path(scratch) / f"{index}-{source.stem}.o") for index, source in enumerate(_SOURCES)]
         commands = [
             [compiler, *options, *_options_of(source), "-c", str(source), "-o", made]
             for source, made in zip(_SOURCES, objects, strict=True)

@@ -9,7 +9,6 @@ import click
 
 import marid
 from marid import runner
-from marid.bench.workloads import WORKLOADS
 from marid.execute.compiled.disk import DiskCache
 from marid.execute.compiled.tier import folder
 from marid.registration import first_use
@@ -40,49 +39,6 @@ def run(as_cuda: bool, no_summary: bool, explain: bool, script: str, arguments: 
     Everything after SCRIPT belongs to the script.
     """
     return runner.Job(script, arguments, as_cuda=as_cuda, summary=not no_summary, explain=explain)
-
-
-@commands.command("bench")
-@click.option("--list", "list_only", is_flag=True, help="Only list the workloads.")
-@click.option(
-    "--only",
-    metavar="NAME",
-    multiple=True,
-    type=click.Choice([workload.name for workload in WORKLOADS]),
-    help="Run this workload; repeat it.",
-)
-@click.option(
-    "--peers", metavar="NAME", multiple=True, help="Let only these take part, beside eager: beginnings of names."
-)
-@click.option("--quick", is_flag=True, help="Small sizes and few rounds, to see that everything works.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Rounds in place of each workload's own.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch; its own choice without.")
-@click.option("--timeout", type=float, default=900.0, show_default=True, help="Seconds that an answer may take.")
-@click.option("--json", type=click.Path(dir_okay=False, path_type=Path), help="Write all samples to this file.")
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables to this file.")
-def bench_command(
-    list_only: bool,
-    only: tuple[str, ...],
-    peers: tuple[str, ...],
-    quick: bool,
-    rounds: int | None,
-    threads: int | None,
-    timeout: float,
-    json: Path | None,
-    markdown: Path | None,
-) -> int:
-    """Measure Marid beside eager PyTorch and the other peers that are installed.
-
-    Outputs are checked, and no time is shown for a wrong one: the exit status is then 1. Nothing else should run on the
-    machine. docs/benchmarks.md says what the rows mean.
-    """
-    if list_only:
-        for workload in WORKLOADS:
-            click.echo(f"{workload.name:12} {workload.title}")
-        return 0
-    from marid.bench.command import Bench
-
-    return Bench(only, peers, quick, rounds or 0, threads or 0, timeout, json, markdown).run()
 
 
 @commands.command()

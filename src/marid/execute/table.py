@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from marid.execute.products import replacement
 from marid.graph.node import Operation, Spec
 from marid.graph.operators import resized_slots, shared_slots, unsettled_slots
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot, Task
 from marid.native import int64s, library, module
+from marid.native.gemm import replacement
 
 __all__ = ["AGAIN", "DONE", "DRAWS", "RAISED", "Table", "TableRun", "Untranslatable", "donors", "translate"]
 

@@ -30,7 +30,6 @@ from marid.frontend.tensor import LazyTensor
 __all__ = ["leave_alone", "refusing", "refusing_devices", "skipping", "when_imported"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TRACED = ("bench",)  # its models are compiled as a user's are
 _TRIES = 8  # times that a function is traced in vain before it is left to Python for good
 
 
@@ -56,8 +55,7 @@ def leave_alone() -> Callable[[], None]:
 
     before = list(trace_rules.SKIP_DIRS)
     for module in pkgutil.iter_modules([_PACKAGE]):
-        if module.name not in _TRACED:
-            trace_rules.add(f"marid.{module.name}")
+        trace_rules.add(f"marid.{module.name}")
     added = [path for path in trace_rules.SKIP_DIRS if path not in before]
 
     def undo() -> None:

@@ -2,7 +2,7 @@
 
 It equals ``activation(torch.nn.functional.linear(x, weight, bias))`` bit for bit; the activation is written over the
 product. On the lazy device it is one node. Under autocast it takes its operands as they are. On the CPU without
-gradients ``native/fast_linear.cpp`` computes it.
+gradients ``native/gemm/fast_linear.cpp`` computes it.
 """
 
 from __future__ import annotations

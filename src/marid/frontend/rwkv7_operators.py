@@ -1,6 +1,6 @@
 """The operators of RWKV-7, ``torch.ops.marid.*``: what each of them is, in plain PyTorch.
 
-On the CPU ``native/rwkv7.cpp`` and ``native/fast_linear.cpp`` compute the same (``own_operators.py``).
+On the CPU ``native/rwkv7.cpp`` and ``native/gemm/fast_linear.cpp`` compute the same (``own_operators.py``).
 
 The model is BlinkDL's (https://github.com/BlinkDL/RWKV-LM, RWKV-v7); the operators' names and parts are those of
 web-rwkv. Shapes are written for ``B`` sequences of ``T`` tokens, width ``C`` and ``H`` heads of size ``N``. Tensors of

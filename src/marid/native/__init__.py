@@ -1,14 +1,14 @@
 """The C++ half of Marid, built once per PyTorch and Python version when it is first needed (``marid/built.py``).
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
-``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``products.cpp``,
-``trials.cpp``, ``multiply.cpp`` and ``multiply_row.cpp`` products of matrices, ``rwkv7.cpp``, ``fast_linear.cpp`` and
-``quantized.cpp`` operators of our own, with kernels for this machine's vector unit (``*_kernels.cpp``). The same file
-is a Python module: ``kernels.cpp``, ``call.cpp`` and ``record.cpp`` record the usual operations, ``stack.cpp`` finds
-where they were written, ``accumulate.cpp`` lays sums of gradients out, ``dispatch.cpp`` leaves others to Python,
-``autocast.cpp`` casts before some of them, ``derive.cpp`` tells what they return for new sizes, ``cut.cpp`` chooses
-what runs and finds its program, ``runs.cpp`` begins runs and hands out their results, ``concretely.cpp`` sets the state
-of dispatch. Where Python's headers are not installed those are left out, and Python does it all.
+``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``rwkv7.cpp`` the
+operators of a model; ``gemm/`` multiplies matrices, and has a page of its own (``docs/matrix_kernels.md``). Kernels for
+this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python module: ``kernels.cpp``, ``call.cpp`` and
+``record.cpp`` record the usual operations, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums of
+gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them, ``derive.cpp`` says
+what they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands
+out their results, ``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are
+left out, and Python does it all.
 
 Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
 for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that

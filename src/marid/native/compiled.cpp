@@ -164,7 +164,7 @@ void compiled(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   torch::jit::push(*stack, c10::List<at::Tensor>(run(*instance, inputs, numbers)));
 }
 
-// Parts call functions of this library (products.cpp), which Python loads where others do not see it.
+// Parts call functions of this library (gemm/products.cpp), which Python loads where others do not see it.
 bool make_visible() {
   static const bool done = [] {
     Dl_info info;

@@ -1,6 +1,6 @@
 // The operators of RWKV-7 on the CPU. frontend/rwkv7_operators.py says what each of them is, and has
 // them in plain PyTorch.
-#include "fast_linear.h"
+#include "gemm/fast_linear.h"
 #include "rwkv7_kernels.h"
 
 #include <ATen/EmptyTensor.h>

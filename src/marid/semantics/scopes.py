@@ -26,7 +26,6 @@ import typing_extensions  # which PyTorch requires
 __all__ = [
     "BACKWARD",
     "BESIDE",
-    "CONTESTANTS",
     "FORWARD",
     "INTERNAL",
     "OPTIMIZER",
@@ -149,8 +148,6 @@ _INTERNAL_FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
     for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 )
-CONTESTANTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "bench", "contestants") + os.sep
-"""What ``marid bench`` measures is user code."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _BACKPORTS = os.path.normpath(typing_extensions.__file__)
@@ -246,11 +243,10 @@ def site_table(code: CodeType) -> Any:
 def _classify(code: CodeType) -> Any:
     name = code.co_filename
     table: Any = {}
-    if not name.startswith(CONTESTANTS):
-        if name.startswith(_INTERNAL_FOLDERS) or name == _BACKPORTS or is_of_the_standard_library(name):
-            table = INTERNAL
-        elif _PACKAGES.search(name):
-            table = _PackageSites()
+    if name.startswith(_INTERNAL_FOLDERS) or name == _BACKPORTS or is_of_the_standard_library(name):
+        table = INTERNAL
+    elif _PACKAGES.search(name):
+        table = _PackageSites()
     _codes.append(code)
     _sites[id(code)] = table
     return table

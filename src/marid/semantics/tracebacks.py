@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
-from marid.semantics.scopes import CONTESTANTS
 from marid.settings import settings
 
 __all__ = ["fold", "folded"]
@@ -63,4 +62,4 @@ def _without_own(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_own(code: CodeType) -> bool:
-    return code.co_filename.startswith(_OWN) and not code.co_filename.startswith(CONTESTANTS)
+    return code.co_filename.startswith(_OWN)

@@ -159,7 +159,7 @@ _LEAST = 16  # columns, and rows but for a single one; smaller products are alwa
 
 
 def _is_product(instruction: dict[str, Any]) -> bool:
-    """Whether ``native/products.cpp`` may have a faster kernel for it."""
+    """Whether ``native/gemm/products.cpp`` may have a faster kernel for it."""
     known = _PRODUCTS.get(instruction["op"])
     if known is None or not instruction["args"].keys() <= known:
         return False
@@ -171,7 +171,7 @@ def _is_product(instruction: dict[str, Any]) -> bool:
 
 
 class _Products:
-    """The operators of ``native/products.cpp`` as far as tracing needs them, and the C functions that parts call."""
+    """The operators of ``native/gemm/products.cpp`` as far as tracing needs them, and the C functions for parts."""
 
     def __init__(self) -> None:
         if not hasattr(torch.ops.marid, "product"):  # as in the worker, which has no C++ half
@@ -327,7 +327,7 @@ class _Builder:
         return self.call("reshape", "default", sums, size)
 
     def emit_product(self, name: str, arguments: dict[str, Any], size: list[Any]) -> Any:
-        """``mm``, ``bmm``, ``addmm`` or ``linear``, by the operators of ``native/products.cpp``."""
+        """``mm``, ``bmm``, ``addmm`` or ``linear``, by the operators of ``native/gemm/products.cpp``."""
         operators = _products()
         if name != "linear":
             target = operators.product_add if name == "addmm" else operators.product

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import marid
-from marid.bench.workloads import Workload
+from benchmarks.suite.workloads import Workload
 from marid.settings import settings
 
 __all__ = ["Contestant", "Failure", "cold_caches", "environment"]

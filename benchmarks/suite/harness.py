@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from marid.bench.checks import Wrong, compare_arrays, compare_sequences
-from marid.bench.process import Contestant, Failure, cold_caches, environment
-from marid.bench.results import Row
-from marid.bench.workloads import Workload
+from benchmarks.suite.checks import Wrong, compare_arrays, compare_sequences
+from benchmarks.suite.process import Contestant, Failure, cold_caches, environment
+from benchmarks.suite.results import Row
+from benchmarks.suite.workloads import Workload
 
 __all__ = ["Plan", "run"]
 

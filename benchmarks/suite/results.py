@@ -85,7 +85,7 @@ def spread(samples: Sequence[float]) -> float | None:
 
 @dataclass
 class Report:
-    """All of a run of ``marid bench``: what ``--json`` writes."""
+    """All of a run of ``python -m benchmarks.suite``: what ``--json`` writes."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -122,7 +122,7 @@ class Report:
                 raise ValueError("a row has an unknown status")
             return cls(**data, rows=rows)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as figures of marid bench: {error}") from error
+            raise ValueError(f"{path} cannot be read as figures of the suite: {error}") from error
 
 
 def _finite(item: Any) -> Any:

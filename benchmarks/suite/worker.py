@@ -170,9 +170,10 @@ def _limit_threads(threads: int) -> None:
 
 def _save(output: Any, path: str) -> None:
     import numpy
-    import torch
 
-    array = output.detach().cpu().numpy() if isinstance(output, torch.Tensor) else numpy.asarray(output)
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(output, torch.Tensor)
+    array = output.detach().cpu().numpy() if is_tensor else numpy.asarray(output)
     numpy.save(path, array, allow_pickle=False)
 
 

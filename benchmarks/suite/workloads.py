@@ -1,4 +1,4 @@
-"""What ``marid bench`` measures: the workloads, their sizes, who takes part, and how far outputs may differ."""
+"""What the suite measures: the workloads, their sizes, who takes part, and how far outputs may differ."""
 
 from __future__ import annotations
 

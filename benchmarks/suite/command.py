@@ -1,4 +1,4 @@
-"""What ``marid bench`` does with its options."""
+"""What ``python -m benchmarks.suite`` does with its options."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from marid.bench import harness, tables
-from marid.bench.machine import machine, versions
-from marid.bench.results import Report
-from marid.bench.workloads import SLOW, WORKLOADS, Workload
+from benchmarks.suite import harness, tables
+from benchmarks.suite.machine import machine, versions
+from benchmarks.suite.results import Report
+from benchmarks.suite.workloads import SLOW, WORKLOADS, Workload
 
 __all__ = ["Bench"]
 

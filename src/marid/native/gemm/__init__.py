@@ -1,4 +1,11 @@
-"""Products of float32 matrices by a faster kernel, where that gives the bits of ATen's (``native/products.cpp``)."""
+"""Products of matrices: kernels that take the place of BLAS's, where they are faster and right.
+
+``docs/matrix_kernels.md`` says why they exist, what they assume, and what is tried before they are believed.
+``products.cpp`` has the operators that programs run, with ATen's bits, ``trials.cpp`` chooses the kernel, and
+``multiply.cpp`` and ``multiply_row.cpp`` are the two kernels. Operators with sums in an order of their own are in
+``fast_linear.cpp`` (floats) and ``quantized.cpp`` (packed matrices); the ``*_kernels.cpp`` are compiled for this
+machine's vector unit. This module is the Python side: which operator runs in the place of which of ATen's.
+"""
 
 from __future__ import annotations
 

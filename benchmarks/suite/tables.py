@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from marid.bench.results import Report, Row
+from benchmarks.suite.results import Report, Row
 
 __all__ = ["conditions", "markdown", "render"]
 

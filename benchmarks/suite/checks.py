@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from marid.bench.workloads import Tolerance
+from benchmarks.suite.workloads import Tolerance
 
 __all__ = ["Wrong", "compare_arrays", "compare_sequences"]
 

@@ -40,7 +40,7 @@ constexpr size_t kMostShapes = 512;       // some 0.1 MB of code each, for each 
 constexpr size_t kMostEntries = 1 << 16;  // of shapes that came, and of classes
 constexpr int kTries = 3;                 // measurements of a machine on which our kernel does not seem to be faster
 
-// Set by execute/products.py.
+// Set by __init__.py.
 std::atomic<bool> enabled{false}, also_slower{false};
 std::atomic<int64_t> uses_before{0};  // a class is tried when it came so often before,
 std::atomic<double> work_before{0};   // and that many operations of work with it
