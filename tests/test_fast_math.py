@@ -62,6 +62,13 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
         (lambda q, k, v, m: torch.softmax(q @ k.mT + m, -1) @ v, [Q, K, V, MASK.masked_fill(MASK > 1, -torch.inf)]),
         (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[:, :, :5], K, V]),
         (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [t[0].transpose(0, 1) for t in (Q, K, V)]),
+        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0].mT.contiguous().mT, K[0], V[0]]),
+        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0], K[0].mT.contiguous().mT, V[0]]),
+        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0], K[0], V[0].mT.contiguous().mT]),
+        (
+            lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v,
+            [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (Q, K, V)],
+        ),
         (lambda q, k, v: (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).reshape(2, 16, 32), [Q, K, V]),
     ],
 )
@@ -80,9 +87,6 @@ def test_attention_that_was_written_out(work: Any, tensors: list[torch.Tensor]) 
         (lambda q, k, v: torch.softmax(q @ k.mT, -2) @ v, [Q, K, K.new_ones(2, 4, 16, 8)]),
         (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q.double(), K.double(), V.double()]),
         (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q, K, V[..., :3]]),
-        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0].mT.contiguous().mT, K[0], V[0]]),
-        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0], K[0].mT.contiguous().mT, V[0]]),
-        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0], K[0], V[0].mT.contiguous().mT]),
         (lambda q, k, v: torch.softmax((q @ k.mT).tanh(), -1) @ v, [Q, K, V]),
         (lambda q, k, v, m: torch.softmax((q @ k.mT + m) * 0.5, -1) @ v, [Q, K, V, MASK]),
     ],

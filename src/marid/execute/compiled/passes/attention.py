@@ -48,9 +48,6 @@ def fuse(rewriter: Rewriter) -> int:
         tensors = [val for val in map(val_of, given) if val is not None]
         if len(tensors) != 3 or any(0 in val.shape for val in tensors) or tensors[2].shape[2] != tensors[0].shape[2]:
             continue
-        rows = tensors[0].stride(2), tensors[1].stride(1), tensors[2].stride(2)
-        if rows != (1, 1, 1):  # the kernel reads rows of neighbouring elements, whatever the strides
-            continue
         parts = [found.product, *reversed(found.between)]
         storages = Storages(rewriter)
         if not storages.only_read_by(parts, node):
@@ -126,6 +123,8 @@ def _emit(rewriter: Rewriter, node: fx.Node, given: list[Any], found: _Match) ->
 
     def four(x: fx.Node) -> fx.Node:
         _, rows, columns = x.meta["val"].shape
+        if x.meta["val"].stride(2) != 1:  # the kernel reads neighbouring elements; Inductor makes no second copy
+            x = rewriter.insert(node, aten.clone.default, (x,), memory_format=torch.contiguous_format)
         return rewriter.insert(node, aten.view.default, (x, [groups, heads, rows, columns]))
 
     query, keys, value = given
