@@ -211,6 +211,7 @@ def test_nothing_of_it_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
+@pytest.mark.conformance
 def test_it_is_compiled(compiling: Any) -> None:
     """Attention, norm and bias in one part, with the kernel that they are fused to."""
     q, k, v, m = (t.to(DEVICE) for t in (Q, K, V, MASK))
