@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,13 @@ import pytest
 # those: twice the time in all. OpenMP reads it when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MARID_COMPILE", "0")  # what is compared bit for bit must not be compiled
-os.environ.setdefault("MARID_PASS_COST", "0")  # every program that comes again is improved
 os.environ.setdefault("MARID_COMPILE_NICENESS", "0")  # tests wait for it, and keep the machine busy
 # Behind the variables: PyTorch's entry point for backends reads Marid's settings.
 import torch
 
 import marid
+from marid.execute.compiled.workers import compiler
+from marid.frontend.engines import local_engine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,3 +73,16 @@ def _fresh_start(request: pytest.FixtureRequest) -> Iterator[None]:
 def nothing_alive() -> None:
     """Tensors that failed tests left in their tracebacks are gone as far as they can be: counts start from here."""
     gc.collect()
+
+
+@pytest.fixture
+def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Everything that runs three times is compiled; the cache is a folder of the test."""
+    wanted = {"compile": True, "compile_after": 2, "compile_ms": 0, "cache_dir": tmp_path}
+    kept = {name: getattr(marid.settings, name) for name in ("compile_niceness", "cache_bytes")}
+    for name, value in (wanted | kept).items():
+        monkeypatch.setattr(marid.settings, name, value)
+    local_engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    yield tmp_path
+    local_engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    compiler.close()

@@ -142,24 +142,6 @@ def test_what_cannot_be_done_on_the_devices_thread_is_done_on_the_users(
     assert refused
 
 
-def test_what_passes_made_one_result_of_is_found_by_what_runs_next() -> None:
-    """The same is computed twice in one piece; later pieces use both."""
-
-    def loop(device: str) -> list[float]:
-        x, seen = torch.linspace(0, 1, 64, device=device), []
-        for _ in range(LOOPS):
-            twins = [[(x * 2 + index).tanh() for index in range(16)] for _ in range(2)]
-            total = x.sum()
-            for one, other in zip(*twins, strict=True):
-                for _ in range(4):
-                    total = (total + (one * other).sum()) * 0.5
-            seen.append(total.item())
-        return seen
-
-    assert loop(DEVICE) == loop("cpu")
-    assert any("common" in name for name in marid.stats().passes)
-
-
 def test_reads_at_several_places_and_of_other_tensors() -> None:
     """Values read early, late, twice, and never."""
 

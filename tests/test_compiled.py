@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,66 +20,19 @@ import pytest
 import torch
 
 import marid
-from marid.execute.cache import ProgramCache
 from marid.execute.compiled import lower, tier, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
 from marid.execute.compiled.disk import DiskCache
 from marid.execute.compiled.form import _evaluate
-from marid.execute.compiled.parts import Part, choose
-from marid.frontend.engines import local_engine as engine
-from marid.graph.program import Program, Task
+from marid.execute.compiled.parts import choose
 from marid.native import gemm
 
+from .compiled_parts import bound, names_of, parts_of
 from .helpers import DEVICE
 
 pytestmark = pytest.mark.in_process("reads what the in-process engine has compiled")
 
 needs_library = pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
-
-
-@pytest.fixture
-def compiling(tmp_path: Path) -> Iterator[Path]:
-    """Everything that runs three times is compiled; the cache is a folder of the test."""
-    names = ("compile", "compile_after", "compile_ms", "compile_niceness", "cache_dir", "cache_bytes")
-    before = {name: getattr(marid.settings, name) for name in names}
-    marid.settings.compile, marid.settings.compile_after, marid.settings.compile_ms = True, 2, 0
-    marid.settings.cache_dir = tmp_path
-    engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
-    yield tmp_path
-    engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
-    workers.compiler.close()
-    for name, value in before.items():
-        setattr(marid.settings, name, value)
-
-
-def bound(function: Callable[[], Any]) -> list[tuple[Program, tuple[Any, ...], list[Any], dict[int, int]]]:
-    """What ``function`` runs: programs with their specs, parameters and shared inputs."""
-    found = []
-    original = ProgramCache.find
-
-    def find(self: ProgramCache, task: Task) -> Any:
-        program = original(self, task)
-        found.append((program.program, task.specs, list(task.params), tier._shared(task)))
-        return program
-
-    ProgramCache.find = find
-    try:
-        function()
-    finally:
-        ProgramCache.find = original
-    return found
-
-
-def parts_of(function: Callable[[], Any]) -> list[tuple[Program, Part]]:
-    return [
-        (program, part)
-        for program, specs, params, shared in bound(function)
-        for part in choose(program, specs, params, set(), shared)
-    ]
-
-
-def names_of(program: Program, part: Part) -> list[str]:
-    return [i.op.name.partition("::")[2] for i in program.instructions[part.start : part.stop]]
 
 
 def lazy(*sizes: int) -> torch.Tensor:
@@ -171,7 +124,7 @@ def test_an_overlapping_input_is_not_written_in_a_part() -> None:
 
 def test_numbers_are_inputs_and_changing_ones_are_never_part_of_the_code() -> None:
     a = lazy(8)
-    [(program, specs, params, shared)] = bound(lambda: (torch.clamp(a * 0.5, min=0.25) + 0.125).exp().cpu())
+    [(program, specs, params, shared, _)] = bound(lambda: (torch.clamp(a * 0.5, min=0.25) + 0.125).exp().cpu())
     [part] = choose(program, specs, params, set(), shared)
     assert [params[number.param] for number in part.numbers] == [0.5, 0.125]
     assert [params[index] for index in part.baked] == [0.25]
@@ -224,7 +177,7 @@ def test_pieces_of_one_tensor_that_are_written_are_one_memory(kind: Any) -> None
 
 def _described(batch: int, width: int = 6) -> tuple[dict[str, Any], Any]:
     x = lazy(batch, 4, width)
-    [(program, specs, params, shared)] = bound(lambda: (x.view(batch * 4, width) * 2 + 1).tanh().cpu())
+    [(program, specs, params, shared, _)] = bound(lambda: (x.view(batch * 4, width) * 2 + 1).tanh().cpu())
     # the view leads, so it is not in the part: take it in by hand
     [part] = choose(program, specs, params, set(), shared)
     return describe(part, program, specs, params), part
@@ -241,7 +194,7 @@ def test_what_is_handed_to_inductor_computes_what_was_recorded() -> None:
         torch._foreach_addcmul_(a, b, b, [2.0, 3.0])
         marid.materialize(*a)
 
-    [(program, specs, params, shared)] = bound(step)
+    [(program, specs, params, shared, _)] = bound(step)
     [part] = choose(program, specs, params, set(), shared)
     given = dict(zip(program.input_slots, inputs, strict=True))
     numbers = [params[n.param] if n.element is None else params[n.param][n.element] for n in part.numbers]

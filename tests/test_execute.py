@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from marid.execute.table import Table
 from marid.frontend.engines import local_engine as engine
 from marid.native import module
 from tests.helpers import DEVICE, assert_same, interrupted, on_both, seeded, train_step
+from tests.random_work import Writer, armed
 
 pytestmark = pytest.mark.in_process("reads the programs of the in-process engine")
 
@@ -148,8 +150,8 @@ def test_every_way_computes_the_same(work: Callable[[str], Any], way: str) -> No
     """Numbers, lists, texts, dtypes, generators and results of every form get through, bit for bit."""
     for _ in range(5):
         on_both(work)
-    made = [thing for program in _programs() for thing in (program, *program.forms) if program.runs > 1]
-    assert {type(thing._prepared) for thing in made} - {type(None)} == ({Table} if way == "table" else set())
+    made = {type(program._prepared) for program in _programs() if program.runs > 1}
+    assert made - {type(None)} == ({Table} if way == "table" else set())
 
 
 def test_numbers_may_change_between_runs() -> None:
@@ -239,7 +241,7 @@ def test_an_interrupt_while_a_program_is_prepared(way: str, monkeypatch: pytest.
 
     results = [run()]
     with monkeypatch.context() as patched:
-        patched.setattr(flat.FlatProgram, "prepare", interrupt)
+        patched.setattr(flat, "translate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run()
     results += [run() for _ in range(2)]
@@ -281,3 +283,33 @@ def test_an_interrupt_in_a_run_loses_nothing() -> None:
         assert torch.equal(y.cpu(), expected)
         assert torch.equal(chain(lazy).cpu(), expected)
     assert interrupts
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_errors_and_interrupts_in_random_programs(error: type[BaseException]) -> None:
+    """At any place of a random program: what came before is done, once; what comes after is not, and can be."""
+    stopped = 0
+    for seed in range(30):
+        place = random.Random(seed).randrange(40)
+        expected = Writer(seed, "cpu", place).run(40)
+        for attempt in range(5):
+            writer = Writer(seed, DEVICE, place)
+            found = writer.run(40)
+            marid.materialize(*writer.values)
+            if attempt > 2:
+                armed.extend([error("armed"), error("armed")])
+            try:
+                marid.materialize(*found, *writer.bombs)
+            except error:
+                stopped += 1
+                assert attempt > 2
+            armed.clear()
+            assert_same(found, expected)
+            if error is KeyboardInterrupt or attempt <= 2:
+                marid.materialize(*writer.bombs)
+            elif stopped:
+                with pytest.raises(error):
+                    writer.bombs[0].cpu()
+            del found, writer
+        engine.programs.clear()
+    assert stopped == 60

@@ -1,46 +1,47 @@
-"""Passes that round elsewhere: only when asked for, within tolerances, and never where a part has another reader."""
+"""Passes that round elsewhere: only when asked for, within tolerances, and never where others read what is fused."""
 # ruff: noqa: PLC3002
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import marid
-from marid.frontend.engines import local_engine as engine
+from marid.execute.compiled.asked import asked
+from marid.execute.compiled.describe import describe, solve
+from tests.compiled_parts import bound, change, compute, operators
 from tests.helpers import DEVICE
 
-pytestmark = pytest.mark.in_process("reads the programs of the in-process engine")
+pytestmark = pytest.mark.in_process("reads what the in-process engine would compile")
 
 
 @pytest.fixture(autouse=True)
-def _every_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    engine.programs.clear()
-    monkeypatch.setattr(marid.settings, "pass_instructions", 1)
-    monkeypatch.setattr(marid.settings, "plan_bytes", 0)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(marid.settings, "fast_math", True)
-    yield
-    engine.programs.clear()
 
 
 def _operators(work: Callable[..., Any], *tensors: torch.Tensor) -> list[str]:
-    engine.programs.clear()
-    expected = work(*tensors)
+    """What would be compiled of ``work``, having been compared with what was recorded."""
     given = [t.to(DEVICE) for t in tensors]
     marid.materialize(*given)
-    for _ in range(4):
+
+    def run() -> None:
         found = work(*given)
         marid.materialize(*(found if isinstance(found, tuple) else (found,)))
-        one, other = (found, expected) if isinstance(found, tuple) else ((found,), (expected,))
-        for a, b in zip(one, other, strict=True):
-            assert a.stride() == b.stride()
-            torch.testing.assert_close(a.cpu(), b)
-    largest = max(engine.programs._programs.values(), key=lambda program: len(program.program.instructions))
-    forms = [form.improved.program for form in largest.forms if form.improved is not None]
-    return [i.op.name.removeprefix("aten::") for i in (forms[-1] if forms else largest.program).instructions]
+
+    [one] = bound(run)
+    [part] = one.parts()
+    asks = change(one, part)
+    inputs = one.inputs_of(part)
+    found = compute(asks, one, [t.clone() for t in inputs])
+    for got, expected in zip(found, one.outputs_of(part), strict=True):
+        assert got.stride() == expected.stride()
+        torch.testing.assert_close(got, expected)
+    return operators(asks.code)
 
 
 Q, K, V = (torch.randn(2, 4, 16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
@@ -61,6 +62,13 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
         (lambda q, k, v, m: torch.softmax(q @ k.mT + m, -1) @ v, [Q, K, V, MASK.masked_fill(MASK > 1, -torch.inf)]),
         (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[:, :, :5], K, V]),
         (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [t[0].transpose(0, 1) for t in (Q, K, V)]),
+        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0].mT.contiguous().mT, K[0], V[0]]),
+        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0], K[0].mT.contiguous().mT, V[0]]),
+        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0], K[0], V[0].mT.contiguous().mT]),
+        (
+            lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v,
+            [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (Q, K, V)],
+        ),
         (lambda q, k, v: (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).reshape(2, 16, 32), [Q, K, V]),
     ],
 )
@@ -79,9 +87,6 @@ def test_attention_that_was_written_out(work: Any, tensors: list[torch.Tensor]) 
         (lambda q, k, v: torch.softmax(q @ k.mT, -2) @ v, [Q, K, K.new_ones(2, 4, 16, 8)]),
         (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q.double(), K.double(), V.double()]),
         (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q, K, V[..., :3]]),
-        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0].mT.contiguous().mT, K[0], V[0]]),
-        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0], K[0].mT.contiguous().mT, V[0]]),
-        (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, [Q[0], K[0], V[0].mT.contiguous().mT]),
         (lambda q, k, v: torch.softmax((q @ k.mT).tanh(), -1) @ v, [Q, K, V]),
         (lambda q, k, v, m: torch.softmax((q @ k.mT + m) * 0.5, -1) @ v, [Q, K, V, MASK]),
     ],
@@ -133,31 +138,96 @@ X, W, B = torch.randn(8, 300), torch.randn(300, 5), torch.randn(5)
 
 def test_bias_and_transposes() -> None:
     """A bias goes into the product, a product reads a transposed matrix as it lies."""
-    assert _operators(lambda x, w, b: x @ w + b, X, W, B) == ["addmm"]
-    assert _operators(lambda x, w, b: (x @ w + b).relu(), X, W, B) == ["_addmm_activation"]
+    assert _operators(lambda x, w, b: (x @ w + b).sin().cos(), X, W, B) == ["addmm", "sin", "cos"]
     three = X.view(2, 4, 300)
-    assert "addmm" in _operators(lambda x, w, b: x @ w + b, three, W, B)
-    assert _operators(lambda x, w: x.t().contiguous() @ w, X, torch.randn(8, 5)) == ["t", "mm"]
-    assert "mm" in _operators(lambda x, w, b: (lambda y: (y + b, y))(x @ w), X, W, B)
-    assert "clone" in _operators(lambda x, w: (lambda y: (y @ w, y))(x.t().contiguous()), X, torch.randn(8, 5))
+    assert "addmm" in _operators(lambda x, w, b: (x @ w + b).sin().cos(), three, W, B)
+    small = torch.randn(8, 5)
+    assert _operators(lambda x, w: (x.t().contiguous() @ w).sin().cos(), X, small) == ["mm", "sin", "cos"]
+    assert "mm" in _operators(lambda x, w, b: (lambda y: (y + b, y.sin()))(x @ w), X, W, B)
+    assert "clone" in _operators(lambda x, w: (lambda y: (y @ w, y.sin()))(x.t().contiguous()), X, small)
+
+
+def test_a_write_in_between() -> None:
+    """What the product reads is another thing by the time the bias is added."""
+
+    def work(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        z = y @ w
+        y.add_(1)
+        return z + b + y.sum()
+
+    found = _operators(work, X, W, B)
+    assert "mm" in found
+    assert "addmm" not in found
+
+
+def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.mT * 0.35 + m, -1) @ v
+
+
+def test_one_code_serves_other_sizes() -> None:
+    """Sizes and strides of what is fused are expressions of those of the inputs, or constants."""
+    examples = []
+    for batch, rows, columns in ((2, 16, 16), (3, 20, 25), (5, 21, 17)):
+        q, k, v, m = (torch.randn(batch, 4, n, 8).to(DEVICE) for n in (rows, columns, columns, rows))
+        mask = m[0, 0, :, :1].expand(rows, columns).contiguous()
+        marid.materialize(q, k, v, mask)
+        [one] = bound(lambda given=(q, k, v, mask): _written_out(*given).cpu())
+        examples.append((one, one.parts()))
+    (first, [part]), *others = examples
+    assert all(parts == [part] for _, parts in others)
+    asks = asked(part, first.program, [(one.specs, one.params) for one, _ in examples[:2]], set())
+    assert asks is not None
+    assert asks.symbols > 0
+    assert FLASH in operators(asks.code)
+    last = examples[2][0]
+    assert solve(asks.fits, describe(asks.part, last.program, last.specs, last.params), asks.symbols) is not None
+
+
+def test_a_scale_is_part_of_the_code_and_one_that_changes_is_not_concluded_from() -> None:
+    """Else every new one would be compiled anew."""
+    q, k, v = (t.to(DEVICE) for t in (Q, K, V))
+    [one] = bound(lambda: (torch.softmax(q @ k.mT * 0.35, -1) @ v).cpu())
+    [part] = one.parts()
+    [scale] = [number.param for number in part.numbers]
+    asks = change(one, part)
+    assert FLASH in operators(asks.code)
+    assert asks.part.numbers == ()
+    assert scale in asks.part.baked
+    asks = asked(part, one.program, [(one.specs, one.params)], {scale})
+    assert asks is not None
+    assert FLASH not in operators(asks.code)
+    assert asks.part == part
 
 
 def test_nothing_of_it_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default results are those of eager PyTorch, bit for bit."""
+    """Nor where passes are switched off."""
+    work = lambda x, w, b: (x @ w + b).sin().cos().exp()  # noqa: E731
+    monkeypatch.setattr(marid.settings, "passes", False)
+    assert "addmm" not in _operators(work, X, W, B)
+    monkeypatch.setattr(marid.settings, "passes", True)
     monkeypatch.setattr(marid.settings, "fast_math", False)
-    assert FLASH not in _operators(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, Q, K, V)
-    assert "addmm" not in _operators(lambda x, w, b: x @ w + b, X, W, B)
+    assert "addmm" not in _operators(work, X, W, B)
 
 
-def test_errors_in_the_middle_of_a_fused_attention() -> None:
-    """An error beside it: what the recorded program would have, exists."""
-    index = torch.tensor([99], device=DEVICE)
-    q, k, v = (t.to(DEVICE) for t in (Q, K, V))
-    for _ in range(4):
-        scores = torch.softmax(q @ k.mT, -1)
-        bad = torch.index_select(q, 0, index)
-        out = scores @ v
-        del scores
-        with pytest.raises(IndexError):
-            marid.materialize(bad, out)
-        torch.testing.assert_close(out.cpu(), torch.softmax(Q @ K.mT, -1) @ V)
+@pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
+@pytest.mark.conformance
+def test_it_is_compiled(compiling: Any) -> None:
+    """Attention, norm and bias in one part, with the kernel that they are fused to."""
+    q, k, v, m = (t.to(DEVICE) for t in (Q, K, V, MASK))
+    weight, bias, w = torch.randn(8), torch.randn(8), torch.randn(8, 8) / 8
+    lazy = [t.to(DEVICE) for t in (weight, bias, w)]
+
+    def work(q: Any, k: Any, v: Any, m: Any, weight: Any, bias: Any, w: Any) -> torch.Tensor:
+        x = _centred(v) / torch.sqrt(v.var(-1, keepdim=True, unbiased=False) + 1e-5) * weight
+        return (_written_out(q, k, x, m) @ w + bias).tanh()
+
+    expected = work(Q, K, V, MASK, weight, bias, w)
+    end = time.monotonic() + 200
+    while marid.stats().compiled_runs < 3 and time.monotonic() < end:
+        torch.testing.assert_close(work(q, k, v, m, *lazy).cpu(), expected)
+        time.sleep(0.05)
+    stats = marid.stats()
+    assert stats.compiled_runs >= 3, stats
+    assert (stats.compile_mismatches, stats.compile_failures) == (0, 0)
+    assert stats.passes == {"attention": 1, "norms": 1, "bias": 1}

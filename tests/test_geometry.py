@@ -84,10 +84,9 @@ def _differing(x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("plans", [False, True])
 @pytest.mark.parametrize("runs", [0, 1, 2, 5])
 def test_whenever_it_differs(runs: int, plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first run, as a table, improved by passes and in planned memory."""
+    """In the first run, as a table, and in planned memory."""
     if plans:
         monkeypatch.setattr(marid.settings, "plan_bytes", 0)
-        monkeypatch.setattr(marid.settings, "pass_instructions", 1)
     x = torch.rand(8, 6)
     lazy = x.to(DEVICE)
     recorder_of(torch.ops.aten.mul.Tensor).known.clear()

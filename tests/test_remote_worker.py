@@ -62,7 +62,7 @@ def test_a_program_gives_what_it_gives_here(link: Link) -> None:
 
 
 def test_running_again_gives_the_same(link: Link) -> None:
-    """The first run goes through a loop, later ones through a table, then planned and improved."""
+    """The first run goes through a loop, later ones through a table, then planned."""
     x = torch.randn(64, 64).to(DEVICE)
     y = torch.softmax(x @ x.t(), -1) @ x
     for _ in range(8):

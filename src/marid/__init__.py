@@ -17,6 +17,7 @@ gc.disable()  # or it looks through all that PyTorch has loaded because these fi
 try:
     from marid import errors
     from marid.api import epoch, explain, graph, mark, materialize, reset_stats, stats
+    from marid.execute.compiled.passes.registry import register_pass, unregister_pass
     from marid.frontend.capture import capture
     from marid.frontend.materialize import no_sync
     from marid.frontend.tensor import LazyTensor
@@ -24,7 +25,6 @@ try:
     from marid.frontend.weights import load_file
     from marid.graph.computation import ComputationGraph
     from marid.guest import uninstall
-    from marid.optimize.passes.registry import register_pass, unregister_pass
     from marid.replay.dynamic import mark_dynamic
     from marid.replay.function import compile
     from marid.report.explain import Explanation

@@ -50,15 +50,10 @@ class Settings:
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""
     passes: bool = True
-    """Improve programs that come again by passes; results stay the same, bit for bit."""
-    pass_instructions: int = 10
-    """Programs with fewer instructions are not worth the passes."""
-    pass_cost: int = 100
-    """Microseconds that the passes are taken to need for an instruction: a program is improved once its runs (with the
-    same sizes) took as long."""
+    """Let passes (those of ``fast_math`` and registered ones) change what is compiled."""
     fast_math: bool = False
-    """Passes may use formulas that round elsewhere (fused attention and norms), within ``torch.testing``'s tolerances.
-    Rows of attention that are masked out entirely are then 0, not NaN."""
+    """What is compiled may use formulas that round elsewhere (fused attention, norms and biases), within
+    ``torch.testing``'s tolerances. Rows of attention that are masked out entirely are then 0, not NaN."""
     fast_products: bool = True
     """Products of float32 matrices run on oneDNN's kernel where, tried beside BLAS, it is faster and gives the same
     bits; threads share those of a single row where that gives the same bits."""

@@ -97,7 +97,6 @@ ANSWERS: dict[str, Answer] = {
     "stopped unasked": lambda h: _failure(h, type="Cancelled"),
     "slots that are none": lambda h: _failure(h, index=0, existing=["x"]),
     "slots that are not there": lambda h: _failure(h, index=0, existing=[1 << 40]),
-    "lost slots that are none": lambda h: _failure(h, index=0, lost=[5]),
     "always missing": lambda h: _failure(h, missing=[bytes(32)], type="Missing"),
     "missing nonsense": lambda h: _failure(h, missing=5, type="Missing"),
     "always gone": lambda _h: {"kind": "gone"},

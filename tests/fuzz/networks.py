@@ -198,8 +198,8 @@ TIERS = {
 
 @contextlib.contextmanager
 def tier_settings(tier: Tier) -> Iterator[None]:
-    """Marid's settings as a tier needs them, with every program improved and planned that comes again."""
-    wanted = dict(tier.settings) | {"pass_cost": 0, "pass_instructions": 1, "plan_bytes": 0, "verify_passes": True}
+    """Marid's settings as a tier needs them, with every program planned that comes again."""
+    wanted = dict(tier.settings) | {"plan_bytes": 0}
     before = {name: getattr(marid.settings, name) for name in wanted}
     for name, value in wanted.items():
         setattr(marid.settings, name, value)

@@ -65,9 +65,8 @@ def test_random_programs(profile: str) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_random_programs_in_planned_memory(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, repeated until every program is improved by passes and follows a memory plan, however small it is."""
+    """The same, repeated until every program follows a memory plan, however small it is."""
     monkeypatch.setattr(marid.settings, "plan_bytes", 0)
-    monkeypatch.setattr(marid.settings, "pass_instructions", 1)
     _fuzz(profile, PROGRAMS // 10 // len(PROFILES), runs=7)
 
 

@@ -6,7 +6,7 @@ import functools
 
 from marid.errors import MaterializationError
 from marid.execute.interrupted import Interrupted
-from marid.graph.node import Node, fail, finish
+from marid.graph.node import Node, finish
 from marid.graph.program import Task
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
@@ -23,10 +23,6 @@ def salvage(task: Task, stop: Interrupted) -> None:
         mutates = node.op is not None and node.op.mutates
         if index < stop.index or (stop.finished and mutates):
             finish(node)
-    for value, slot in task.slots.items():
-        error = stop.lost.get(slot)
-        if error is not None and value.concrete is None and value.node.args is None:
-            fail(value.node, explain(value.node, error if isinstance(error, Exception) else RuntimeError(str(error))))
     counters.ops_executed += stop.index
 
 

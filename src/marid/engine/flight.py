@@ -35,7 +35,6 @@ class Flight:
     __slots__ = (
         "_kept",
         "_placement",
-        "_slots",
         "_sources",
         "form",
         "give_back",
@@ -60,7 +59,6 @@ class Flight:
         self.run = run
         self.give_back = give_back
         self.number = 0
-        self._slots: dict[Value, int] | None = None
         writes = [node for node in task.nodes if node.op is not None and node.op.mutates]
         self.roots = [root_of(value) for node in writes for value in input_values(node)]
         self._kept: list[tuple[Any, ...]] = []
@@ -93,12 +91,6 @@ class Flight:
         for value in self.task.outputs:
             value.concrete = self  # pyright: ignore[reportAttributeAccessIssue]
         return True
-
-    def slot_of(self, value: Value) -> int:
-        """Where the run has this result: a pass may have found it to be that of another operation."""
-        if self._slots is None:
-            self._slots = dict(zip(self.task.outputs, self.form.output_slots, strict=True))
-        return self._slots[value]
 
     def land(self) -> None:
         """It is done: give its values their tensors."""
@@ -142,5 +134,5 @@ def _links(task: Task) -> tuple[list[TableRun], list[int], list[int]]:
             flight: Flight = buffer
             sources.append(flight.run)
             slots.append(slot)
-            from_slots.append(flight.slot_of(values[slot]))
+            from_slots.append(flight.task.slots[values[slot]])
     return sources, slots, from_slots

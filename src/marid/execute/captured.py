@@ -45,8 +45,6 @@ _WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 class CapturedProgram(FlatProgram):
     """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured."""
 
-    may_improve = False
-
     def __init__(self, prepared: Prepared, accelerator: Accelerator, captures: bool) -> None:
         super().__init__(prepared.program, prepared.transient_bytes)
         self.replays = 0

@@ -1,10 +1,9 @@
-"""The flat tier: a program run operation by operation.
+"""The flat tier: a program run operation by operation, exactly as it was recorded.
 
-The first time a program runs through a loop in Python, exactly as it was recorded, because preparing it costs more
-than running it once. From the second time on it runs as a table in C++ (``table.py``) where that can be, improved by
-passes where specs have come before (``optimize/passes``). Both drop every tensor right after its last use, hold every
-result to what was recorded of it (``geometry.py``), and can say after a failure which recorded instruction failed and
-which results exist by then.
+The first time a program runs through a loop in Python, because preparing it costs more than running it once. From the
+second time on it runs as a table in C++ (``table.py``) where that can be. Both drop every tensor right after its last
+use, hold every result to what was recorded of it (``geometry.py``), and can say after a failure which instruction
+failed and which results exist by then.
 """
 
 from __future__ import annotations
@@ -18,28 +17,24 @@ from typing import Any
 
 import torch
 
-from marid.execute.arena import MUCH
-from marid.execute.forms import Form, Forms, Frame
+from marid.execute.arena import MUCH, Placement
+from marid.execute.forms import Form, Frame, Positioned
 from marid.execute.geometry import agrees, settle
 from marid.execute.interrupted import Interrupted
-from marid.execute.resume import arguments
 from marid.execute.source import source_of
-from marid.execute.table import Table, Untranslatable, translate
-from marid.graph.operators import unsettled_slots
+from marid.execute.table import Table, Untranslatable, donors, translate
+from marid.graph.operators import last_uses, unsettled_slots
 from marid.graph.prepared import Replay
-from marid.graph.program import Instruction, Program, Task
+from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.native import module
-from marid.optimize.passes.lowering import last_uses
-from marid.optimize.passes.registry import generation, improvable
 from marid.settings import settings
 
 __all__ = ["FlatProgram", "may_be_stopped"]
 
-_FORMS = 16  # specs for which a program keeps a plan, or what passes made of it
-_USES = 3  # runs with the same specs that make up for the plan and the passes
-_WASTED = 4  # times that they did not, after which a program (whose sizes keep changing) is run as recorded
-_SHARE = 20  # passes for further specs of a program take no more than this part of its runs
-_SEEN = 256
+_FORMS = 16  # specs for which a program keeps a plan
+_USES = 3  # runs with the same specs that make up for the plan
+_WASTED = 4  # times that they did not, after which a program (whose sizes keep changing) is planned no more
+_SEEN = 256  # specs that are remembered to have come once
 _ONCE: list[tuple[()]] = [()]
 
 
@@ -50,9 +45,6 @@ class FlatProgram:
     take at once, with the sizes of the run it was built for.
     """
 
-    may_improve = True
-    """Whether passes are for programs of this kind."""
-
     def __init__(self, program: Program, transient_bytes: int) -> None:
         self.program = program
         self.dying = last_uses(program)
@@ -61,110 +53,69 @@ class FlatProgram:
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
-        self._forms: OrderedDict[tuple[Any, ...], Forms] = OrderedDict()
-        self.plain = Form(self, None)
+        self._plain = Form(self, None)
+        self._forms: OrderedDict[tuple[Any, ...], Form] = OrderedDict()
+        self._seen: set[int] = set()
         self._wasted = 0
-        self._spent: dict[int, float] = {}  # seconds that runs took, by the hash of their specs
-        self._spent_in_all = 0.0
-        self.invested = 0.0
-        """Seconds for which it was improved, as they are expected to be."""
-        self._current = 0
-        self._last_params: list[Any] | None = None
         self._prepared: Table | None = None
         self._untranslatable = module is None
         self.unsettled = unsettled_slots(program)
-        self._improvable = self.may_improve and improvable(program)
-        self._generation = generation()
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""
         self.ran: Callable[[float], None] | None = None
         """Told the seconds of each run that came to its end."""
 
     def form(self, task: Task | Replay) -> Form:
-        """How a run of ``task`` is done: as recorded the first time and for small programs, else planned and improved
-        for its specs: planned once they have come twice (at once where much memory is taken), improved once that pays.
-        To be called below all dispatch: constants are computed."""
-        if self._generation != generation():
-            self._generation = generation()
-            self._improvable = self.may_improve and improvable(self.program)
-            self._forms.clear()
-            self._wasted = 0
-        if self.transient_bytes < settings.plan_bytes and not (self._improvable and settings.passes):
-            return self.plain
+        """How a run of ``task`` is done: with planned memory once its specs have come twice, at once where much memory
+        is taken, and never where little is."""
+        if self.transient_bytes < settings.plan_bytes:
+            return self._plain
         specs = task.specs
-        self._current = hash(specs)
         found = self._forms.get(specs)
         if found is not None:
             self._forms.move_to_end(specs)
-        elif self._wasted >= _WASTED:
-            return self.plain
-        elif not self.takes_much and (not self.runs or self._current not in self._spent):
-            self._last_params = task.params if self._improvable else None
-            return self.plain
+        elif self._wasted >= _WASTED or (not self.takes_much and self._is_new(specs)):
+            return self._plain
         else:
-            found = Forms(self, specs, self._last_params if self.runs else task.params)
-            self._last_params = None
+            found = Form(self, Placement(donors(self.program, self.dying, specs), self.transient_bytes))
             self._forms[specs] = found
             if len(self._forms) > _FORMS:
                 _, oldest = self._forms.popitem(last=False)
                 self._wasted += oldest.uses < _USES
-        return found.pick(task.params, self._improvable and settings.passes, found.begun or self._is_worth_it())
+        found.uses += 1
+        return found
 
-    @property
-    def pass_cost(self) -> float:
-        """The seconds that the passes will take, about."""
-        return settings.pass_cost * len(self.program.instructions) / 1e6
-
-    def _is_worth_it(self) -> bool:
-        """Whether runs with the current specs took as long as the passes will. Where the sizes keep changing that does
-        not say that they will pay: then all runs of the program must have taken much longer than all of its passes."""
-        spent, cost = self._spent.get(self._current), self.pass_cost
-        if spent is None or spent < cost:
+    def _is_new(self, specs: tuple[Any, ...]) -> bool:
+        """Whether these specs come for the first time."""
+        known = hash(specs)
+        if known in self._seen:
             return False
-        return not self.invested or (self.invested + cost) * _SHARE <= self._spent_in_all
-
-    def note(self, seconds: float) -> None:
-        """A run has taken so long. It counts for the specs asked for last: near enough, for one that ran ahead."""
-        if self._current not in self._spent and len(self._spent) >= _SEEN:
-            self._spent.clear()
-        self._spent[self._current] = self._spent.get(self._current, 0.0) + seconds
-        self._spent_in_all += seconds
-        if self.ran is not None:
-            self.ran(seconds)
+        if len(self._seen) >= _SEEN:
+            self._seen.clear()
+        self._seen.add(known)
+        return True
 
     @property
     def forms(self) -> list[Form]:
-        """Every way of running this program that was made for certain specs."""
-        return [form for forms in self._forms.values() for form in forms.made()]
+        """How this program runs for the specs for which its memory is planned."""
+        return list(self._forms.values())
 
     @property
     def source(self) -> str:
         return source_of(self.program, self.dying)
 
-    def explain(self) -> str:
-        """What passes made of this program, a line for each set of specs."""
-        made = [form.improved.explain() for form in self.forms if form.improved is not None]
-        return "\n".join(made) or f"{len(self.program.instructions)} instructions, run as recorded"
-
     def prepared(self) -> Table | None:
-        """The recorded program as it runs from the second time on; None for the loop. In that results live a little
-        longer than in a table, so programs that take much have one at once."""
+        """The program as it runs from the second time on; None for the loop. In that results live a little longer than
+        in a table, so programs that take much have one at once."""
         if (self.runs or self.takes_much) and self._prepared is None and not self._untranslatable:
-            self._prepared = self.prepare(self.program, self.dying)
-            self._untranslatable = self._prepared is None
+            try:
+                self._prepared = translate(self.program, self.dying)
+            except Untranslatable:
+                self._untranslatable = True
         return self._prepared
 
-    def prepare(self, program: Program, dying: list[list[int]]) -> Table | None:
-        """The table of a form of this program; None where there is none."""
-        if module is None:
-            return None
-        try:
-            return translate(program, dying)
-        except Untranslatable:
-            return None
-
     def interpret(self, frame: Frame, start: int) -> list[torch.Tensor]:
-        """Run the recorded program in a loop, from instruction ``start`` on. Raises ``Interrupted``."""
+        """Run in a loop, from instruction ``start`` on. Raises ``Interrupted``."""
         self.steps(frame, start, len(self.program.instructions))
         return [frame.tensors[slot] for slot in self.program.output_slots]
 
@@ -183,7 +134,7 @@ class FlatProgram:
             returned: list[Any] = []
             at.now = index, returned
             instruction = self.program.instructions[index]
-            args, kwargs = arguments(instruction, frame.tensors, frame.params, frame.generator)
+            args, kwargs = _arguments(instruction, frame.tensors, frame.params, frame.generator)
             # An interrupt comes when a call is over: had it not been noted in C by then, the operator would run twice.
             returned.extend(starmap(partial(instruction.op.call, *args, **kwargs), _ONCE))
             if not self._take_one(instruction, returned[0], frame, args):
@@ -250,4 +201,21 @@ def may_be_stopped(frame: FrameType | None) -> bool:
 
 
 _STOPPABLE = {FlatProgram._go.__code__, Form._go.__code__}
-_ENDS = {Form._recover.__code__, Form.run.__code__}
+_ENDS = {Form.run.__code__}
+
+
+def _arguments(
+    instruction: Instruction, tensors: dict[int, Any], params: list[Any], generator: Positioned
+) -> tuple[list[Any], dict[str, Any]]:
+    """What an instruction is called with."""
+
+    def value_of(arg: Any) -> Any:
+        if isinstance(arg, Slot):
+            return tensors[arg.index]
+        if isinstance(arg, Param):
+            return generator(params[arg.index]) if arg.draw else params[arg.index]
+        if isinstance(arg, ListOf):
+            return [value_of(item) for item in arg.items]
+        return arg.value
+
+    return [value_of(a) for a in instruction.args], {name: value_of(a) for name, a in instruction.kwargs}

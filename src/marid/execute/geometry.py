@@ -17,10 +17,9 @@ import torch
 
 from marid.errors import LazyTensorError
 from marid.graph.node import Node, Spec
-from marid.graph.operators import resized_slots, shared_slots
+from marid.graph.operators import resized_slots, shared_slots, slots_of
 from marid.graph.program import Instruction, Result
 from marid.native import module
-from marid.optimize.passes.lowering import slots_of
 from marid.report.stats import counters
 
 __all__ = ["Misprediction", "Noted", "agrees", "report", "settle", "when_mispredicted"]

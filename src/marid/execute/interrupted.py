@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -13,12 +13,10 @@ __all__ = ["Interrupted"]
 class Interrupted(Exception):
     """Instruction ``index`` raised ``error``; ``finished`` says whether its effect has happened all the same.
 
-    ``tensors`` maps slots to the tensors that exist: every input, and every result still needed. ``lost`` are slots
-    that should exist and could not be computed again (out of memory), with the errors.
+    ``tensors`` maps slots to the tensors that exist: every input, and every result still needed.
     """
 
     index: int
     finished: bool
     tensors: dict[int, torch.Tensor]
     error: BaseException
-    lost: dict[int, BaseException] = field(default_factory=dict)

@@ -7,7 +7,6 @@ at once, and the program runs as Python source.
 
 from __future__ import annotations
 
-import array
 import ctypes
 import functools
 import weakref
@@ -207,8 +206,6 @@ def _constant(value: Any) -> tuple[bytes, int, bytes]:
         return b"b", int(value), b""
     if isinstance(value, str):
         return b"s", 0, value.encode()
-    if isinstance(value, tuple):  # of ints, made by a pass
-        return b"l", len(value), array.array("q", value).tobytes()
     if isinstance(value, torch.device):
         return b"v", 0, str(value).encode()
     if isinstance(value, torch.dtype):

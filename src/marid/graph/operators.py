@@ -1,4 +1,4 @@
-"""What operators write and whose memory their results lie in: the one place that everybody asks.
+"""What operators read and write and whose memory their results lie in: the one place that everybody asks.
 
 The schema says most of it; the tables here say what it leaves out.
 """
@@ -12,11 +12,13 @@ from marid.graph.node import Operation
 from marid.graph.program import Instruction, ListOf, Program, Slot
 
 __all__ = [
+    "last_uses",
     "marked_name",
     "operation_of",
     "resized_slots",
     "shared_arguments",
     "shared_slots",
+    "slots_of",
     "unsettled_slots",
     "written_arguments",
     "written_slots",
@@ -43,6 +45,25 @@ def written_arguments(func: Any) -> list[bool]:
     return [
         bool((a.alias_info is not None and a.alias_info.is_write) or a.name in unmarked) for a in func._schema.arguments
     ]
+
+
+def slots_of(instruction: Instruction) -> list[int]:
+    """The tensors that an instruction is called with."""
+    given = (*instruction.args, *(value for _, value in instruction.kwargs))
+    items = [arg.items if isinstance(arg, ListOf) else (arg,) for arg in given]
+    return [item.index for listed in items for item in listed if isinstance(item, Slot)]
+
+
+def last_uses(program: Program) -> list[list[int]]:
+    """For each instruction, the slots that nobody needs after it."""
+    dying: list[list[int]] = []
+    needed = set(program.output_slots)
+    for instruction in reversed(program.instructions):
+        touched = set(slots_of(instruction)) | {r.slot for r in instruction.results}
+        dying.append(sorted(touched - needed))
+        needed |= touched
+    dying.reverse()
+    return dying
 
 
 def written_slots(instruction: Instruction) -> list[int]:

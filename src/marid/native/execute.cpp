@@ -8,7 +8,6 @@
 #include "execute.h"
 
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 
@@ -271,20 +270,13 @@ int64_t marid_program_list(void* given, int64_t count, const int64_t* slots) {
   program->lists.emplace_back(slots, slots + count);
   return static_cast<int64_t>(program->lists.size()) - 1;
 }
-// Constants: none, bool, int (also what stands for layouts and memory formats), text, device, dtype (of a tensor), and
-// as many ints as `number` says, at `text`.
+// Constants: none, bool, int (also what stands for layouts and memory formats), text, device, and dtype (of a tensor).
 int64_t marid_program_constant(void* given, char kind, int64_t number, const char* text) {
   auto& constants = static_cast<Program*>(given)->constants;
   switch (kind) {
     case 'b': constants.emplace_back(number != 0); break;
     case 'i': constants.emplace_back(number); break;
     case 's': constants.emplace_back(std::string(text)); break;
-    case 'l': {
-      std::vector<int64_t> ints(number);
-      if (number > 0) std::memcpy(ints.data(), text, number * sizeof(int64_t));
-      constants.emplace_back(std::move(ints));
-      break;
-    }
     case 'v': constants.emplace_back(c10::Device(std::string(text))); break;
     case 't': {
       auto* impl = reinterpret_cast<c10::TensorImpl*>(number);

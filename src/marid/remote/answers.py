@@ -57,12 +57,6 @@ def check_failure(failure: Any, asked_to_stop: bool) -> None:
         as_int(failure["index"], 0, _MOST, "an instruction")
     for slot in as_list(failure.get("existing", []), _LIST, "slots"):
         as_int(slot, 0, _MOST, "a slot")
-    for lost in as_list(failure.get("lost", []), _LIST, "lost slots"):
-        if len(as_list(lost, 3, "a lost slot")) != 3:
-            raise WireError("a lost slot has a number, a type and a text")
-        as_int(lost[0], 0, _MOST, "a slot")
-        as_text(lost[1], 256, "the type of an error")
-        as_text(lost[2], _TEXT, "the text of an error")
     for digest in as_list(failure.get("missing", []), _LIST, "digests"):
         as_bytes(digest, 32, "a digest")
     for name in ("nbytes", "room"):

@@ -67,7 +67,7 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
     """
     index, kind = failure.get("index"), failure.get("type")
     count = step.sized.known.program.slot_count
-    if any(slot >= count for slot in (*failure.get("existing", ()), *[one[0] for one in failure.get("lost", ())])):
+    if any(slot >= count for slot in failure.get("existing", ())):
         raise WireError("a run that failed has slots that its program does not have")
     if isinstance(step, ReplayWork):
         raised: Exception = error
@@ -88,14 +88,13 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
         return KeyboardInterrupt() if kind == "Cancelled" else error
     finished = bool(failure.get("finished"))
     existing = tuple(failure.get("existing", ()))
-    lost = {slot: error_named(name, text) for slot, name, text in failure.get("lost", ())}
     memory.forget([buffer.handle for slot, buffer in buffers.items() if slot not in existing])
     memory.add(step.sized, existing, step)
     tensors = {slot: buffers.get(slot) or memory.result(step, slot, task.nodes[0]) for slot in existing}
     step.stopped = index + finished, existing
     step.handles = tuple([step.base + slot for slot in existing])
     stop: BaseException = KeyboardInterrupt() if kind == "Cancelled" else error
-    salvage(task, Interrupted(index, finished, tensors, stop, lost))  # pyright: ignore[reportArgumentType]
+    salvage(task, Interrupted(index, finished, tensors, stop))  # pyright: ignore[reportArgumentType]
     step.answered = True
     step.forget()
     if not isinstance(stop, Exception) or index >= len(task.nodes):

@@ -54,7 +54,7 @@ class RequestFailed(Exception):
     """A request failed on the worker, which refuses what was sent behind it until ``Link.resume``.
 
     ``seq`` is its number; ``failure`` what the worker says of it: ``type`` and ``text`` of the error, and for a run the
-    ``index`` of the instruction, whether it ``finished``, the ``existing`` slots (kept as handles) and ``lost`` ones.
+    ``index`` of the instruction, whether it ``finished``, and the ``existing`` slots (kept as handles).
     """
 
     def __init__(self, failure: dict[str, Any]) -> None:

@@ -194,7 +194,7 @@ class Machine:
     def _ready(self, prepared: Prepared) -> FlatProgram:
         if prepared.ready is None and isinstance(self.accelerator, Host):
             prepared.ready = self._cache.find(prepared)
-        elif prepared.ready is None:  # what improves, plans and compiles programs knows the host only
+        elif prepared.ready is None:  # what plans and compiles programs knows the host only
             # The memory that graphs keep is not counted.
             prepared.ready = CapturedProgram(prepared, self.accelerator, captures=not self.memory_limit)
         return prepared.ready

@@ -129,8 +129,7 @@ class Workspace:
                 self.tensors[request.base + slot] = tensor
                 self.machine.residency.note(tensor)
                 existing.append(slot)
-        lost = [[slot, type(error).__name__, str(error)[:200]] for slot, error in stop.lost.items()]
-        return {"index": stop.index, "finished": stop.finished, "existing": sorted(existing), "lost": lost}
+        return {"index": stop.index, "finished": stop.finished, "existing": sorted(existing)}
 
     # --- programs ---
 

@@ -191,7 +191,7 @@ class Counters:
                 self.planned_peak, self.planned_lower_bound, self.unplanned_bytes = peak, lower_bound, unplanned
 
     def count_passes(self, changes: dict[str, int]) -> None:
-        """A program was improved."""
+        """Passes changed a part before it was compiled."""
         with self.lock:
             for name, count in changes.items():
                 self.passes[name] = self.passes.get(name, 0) + count

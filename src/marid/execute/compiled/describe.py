@@ -19,7 +19,7 @@ from marid.graph.node import Spec
 from marid.graph.operators import marked_name
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
 
-__all__ = ["describe", "generalize", "solve"]
+__all__ = ["Description", "describe", "generalize", "geometry_of", "plain", "plain_constant", "solve"]
 
 Description = dict[str, Any]
 
@@ -40,8 +40,8 @@ def describe(part: Part, program: Program, specs: Specs, params: list[Any]) -> D
                 return {"number": numbers[value.index, None]}
             if (value.index, 0) in numbers:
                 return {"numbers": [numbers[value.index, element] for element in range(len(given))]}
-            return {"baked": [_plain(n) for n in given] if isinstance(given, tuple) else _plain(given)}
-        return _constant(value.value)
+            return {"baked": [plain(n) for n in given] if isinstance(given, tuple) else plain(given)}
+        return plain_constant(value.value)
 
     instructions = []
     for instruction in program.instructions[part.start : part.stop]:
@@ -79,6 +79,11 @@ def _geometry(spec: Spec | None) -> dict[str, Any]:
     return {"size": list(spec.shape), "stride": list(spec.stride), "dtype": _name(spec.dtype)}
 
 
+def geometry_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a description says of a result."""
+    return {"size": list(tensor.shape), "stride": list(tensor.stride()), "dtype": _name(tensor.dtype)}
+
+
 def _offset(part: Part, specs: Specs, position: int) -> int:
     """Where in its base an input begins."""
     own, base = specs[part.inputs[position]], specs[part.inputs[part.bases[position]]]
@@ -91,16 +96,21 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _plain(number: Any) -> Any:
-    # Floats as text: exact, also those that JSON does not know.
+def plain(number: Any) -> Any:
+    """A number as data: floats as text, exact, also those that JSON does not know. Raises ``TypeError``."""
+    if not isinstance(number, (int, float)):
+        raise TypeError(f"{number!r} is no number that a part may have")
     return {"float": number.hex()} if isinstance(number, float) else number
 
 
-def _constant(value: Any) -> Any:
+def plain_constant(value: Any) -> Any:
+    """Any other argument than a number as data. Raises ``TypeError``."""
     if isinstance(value, torch.dtype):
         return {"dtype": _name(value)}
     if isinstance(value, torch.memory_format):
         return {"memory_format": str(value).removeprefix("torch.")}
+    if value is not None and not isinstance(value, (bool, str)):
+        raise TypeError(f"{value!r} is nothing that a part may have")
     return {"constant": value}
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from marid.execute.compiled.describe import Description, describe, solve
+from marid.execute.compiled.asked import Asked
+from marid.execute.compiled.describe import describe, solve
 from marid.execute.compiled.operators import DTYPES
 from marid.execute.compiled.parts import Part, Specs
 from marid.graph.node import Operation
@@ -40,17 +41,15 @@ class _Sizes:
 
 
 class CompiledPart:
-    """A part with its code. ``general`` is its description, with ``count`` symbols."""
+    """A part with its code."""
 
-    __slots__ = ("__weakref__", "_slots", "conditions", "count", "general", "part", "path", "pointer")
+    __slots__ = ("__weakref__", "_asked", "_slots", "conditions", "part", "path", "pointer")
 
-    def __init__(
-        self, program: Program, part: Part, general: Description, count: int, entry: Entry, threads: int
-    ) -> None:
+    def __init__(self, program: Program, asked: Asked, entry: Entry, threads: int) -> None:
         """Load the code. Raises ``OSError``."""
         assert library is not None
-        self.part, self.general, self.count, self.conditions = part, general, count, entry.conditions
-        self.path = entry.path
+        self._asked, self.part, self.conditions = asked, asked.part, entry.conditions
+        self.path, part = entry.path, asked.part
         results = (r for i in program.instructions[part.start : part.stop] for r in i.results)
         self._slots = (*part.inputs, *(result.slot for result in results))
         self.pointer: int | None = library.marid_compiled_load(str(entry.path).encode(), threads)
@@ -65,7 +64,7 @@ class CompiledPart:
     def sizes(self, program: Program, specs: Specs, params: list[Any]) -> _Sizes | None:
         """None when the part was not compiled for them."""
         concrete = describe(self.part, program, specs, params)
-        values = solve(self.general, concrete, self.count)
+        values = solve(self._asked.fits, concrete, self._asked.symbols)
         if values is None or not all(_evaluate(condition, values) for condition in self.conditions):
             return None
         results = {r["slot"]: r for i in concrete["instructions"] for r in i["results"]}

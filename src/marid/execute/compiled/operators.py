@@ -13,7 +13,16 @@ import torch
 from marid.graph.node import Operation, Spec
 from marid.graph.operators import marked_name
 
-__all__ = ["DTYPES", "FUSIBLE", "admissible", "base_name", "is_foreach", "is_row_product", "lifted_arguments"]
+__all__ = [
+    "DTYPES",
+    "FUSED_BY_PASSES",
+    "FUSIBLE",
+    "admissible",
+    "base_name",
+    "is_foreach",
+    "is_row_product",
+    "lifted_arguments",
+]
 
 DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 0,
@@ -63,6 +72,9 @@ _FILLS = {"fill", "masked_fill", "full_like"}
 
 FUSIBLE = _POINTWISE | _REDUCTIONS | {name for name, _ in _FOREACH}
 """What a part is made for: the rest is only let in between."""
+
+FUSED_BY_PASSES = {"mm", "bmm"}
+"""What ``marid.settings.fast_math`` fuses beside that."""
 
 # Numbers that become inputs, by operator and overload: the argument's name.
 _LIFTED: dict[tuple[str, str], str] = {

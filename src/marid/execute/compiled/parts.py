@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from marid.execute.compiled.operators import FUSIBLE, admissible, base_name, is_row_product, lifted_arguments
+from marid.execute.compiled.operators import (
+    FUSED_BY_PASSES,
+    FUSIBLE,
+    admissible,
+    base_name,
+    is_row_product,
+    lifted_arguments,
+)
 from marid.graph.node import Spec
-from marid.graph.operators import shared_slots, written_slots
+from marid.graph.operators import shared_slots, slots_of, written_slots
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+from marid.settings import settings
 
-__all__ = ["Number", "Part", "arguments_of", "choose", "slots_in"]
+__all__ = ["Number", "Part", "arguments_of", "choose"]
 
 _FEWEST = 3  # operations that Inductor can fuse; a part with fewer is not worth a kernel
 _CONSTANTS = (bool, str, torch.dtype, torch.memory_format)
@@ -41,9 +49,13 @@ class Number:
     dtype: torch.dtype
     kind: type | None
 
+    def value(self, params: list[Any]) -> Any:
+        """The number in a run."""
+        return params[self.param] if self.element is None else params[self.param][self.element]
+
     def of(self, params: list[Any]) -> Any:
-        """The number in a run; None where it cannot be passed on."""
-        number = params[self.param] if self.element is None else params[self.param][self.element]
+        """The same; None where it cannot be passed on."""
+        number = self.value(params)
         if self.kind is not None and type(number) is not self.kind:
             return None
         if self.dtype is torch.float32 and _FLOAT32 < abs(number) < math.inf:  # ATen may raise for it
@@ -71,6 +83,12 @@ class Part:
     baked: tuple[int, ...]
     again: tuple[Instruction, ...]
 
+    def baking(self, positions: frozenset[int]) -> Part:
+        """The same part with these of its numbers compiled in."""
+        baked = dict.fromkeys(self.numbers[position].param for position in sorted(positions))
+        numbers = tuple([number for number in self.numbers if number.param not in baked])
+        return replace(self, numbers=numbers, baked=(*self.baked, *baked))
+
 
 def choose(program: Program, specs: Specs, params: list[Any], changing: set[int], shared: dict[int, int]) -> list[Part]:
     """The parts of ``program``. ``changing`` are parameters that came with other values before; ``shared`` says of
@@ -96,15 +114,6 @@ def arguments_of(instruction: Instruction) -> Iterator[tuple[str, Any]]:
     for argument, value in zip(formal, instruction.args, strict=False):
         yield argument.name, value
     yield from instruction.kwargs
-
-
-def slots_in(value: Any) -> list[int]:
-    """The slots in an argument."""
-    if isinstance(value, Slot):
-        return [value.index]
-    if isinstance(value, ListOf):
-        return [item.index for item in value.items if isinstance(item, Slot)]
-    return []
 
 
 class _Chooser:
@@ -146,7 +155,7 @@ class _Chooser:
 
     def _trace(self, index: int, instruction: Instruction) -> None:
         """Note what an instruction reads and writes, and in whose memory its results lie."""
-        self.reads.append([slot for _, value in arguments_of(instruction) for slot in slots_in(value)])
+        self.reads.append(slots_of(instruction))
         self.writes.append(written_slots(instruction))
         shared = shared_slots(instruction)
         for result in instruction.results:
@@ -265,6 +274,8 @@ class _Chooser:
 
     def _is_fusible(self, index: int) -> bool:
         op = self.program.instructions[index].op
+        if settings.fast_math and base_name(op) in FUSED_BY_PASSES:
+            return True
         return base_name(op) in FUSIBLE or is_row_product(op, [self._spec(slot) for slot in self.reads[index]])
 
     def _again(self, start: int, stop: int, needed: set[int]) -> list[Instruction]:

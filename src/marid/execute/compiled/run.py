@@ -14,7 +14,7 @@ import torch
 from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
 from marid.execute.compiled.form import Form, assemble
-from marid.execute.compiled.parts import Part, slots_in
+from marid.execute.compiled.parts import Part
 from marid.execute.flat import FlatProgram
 from marid.execute.forms import Form as Recorded
 from marid.execute.forms import Frame, Positioned
@@ -22,6 +22,7 @@ from marid.execute.geometry import settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.table import TableRun
 from marid.graph.node import Draw, Operation
+from marid.graph.operators import slots_of
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library
@@ -53,8 +54,6 @@ class CompiledProgram(FlatProgram):
 
     Slots are those of ``flat``, and what it says of a failure is said in instructions of ``flat``.
     """
-
-    may_improve = False
 
     def __init__(self, flat: FlatProgram, form: Form) -> None:
         program, self._origins = assemble(flat.program, [part.part for part in form.parts], _operation())
@@ -237,7 +236,7 @@ class Checked(_Here):
             if any(result.slot in wrong for result in instruction.results):
                 index = at
                 break
-            if instruction.op.mutates and any(set(slots_in(value)) & set(wrong) for value in instruction.args):
+            if instruction.op.mutates and set(slots_of(instruction)) & set(wrong):
                 index = at
         node = task.nodes[index]
         name = instructions[index].op.name

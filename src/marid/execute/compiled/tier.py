@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from marid.execute.compiled.describe import describe, generalize, solve
+from marid.execute.compiled.asked import Asked, asked
 from marid.execute.compiled.disk import DiskCache, Entry, identity
 from marid.execute.compiled.form import CompiledPart, Form
 from marid.execute.compiled.parts import Part, Specs, choose
+from marid.execute.compiled.passes.registry import generation
 from marid.execute.compiled.run import Bound, Checked, CompiledProgram
 from marid.execute.compiled.workers import Job, compiler
 from marid.execute.flat import FlatProgram
@@ -46,7 +47,7 @@ def best(program: FlatProgram, task: Task | Replay, room: int | None) -> Way:
     """How to run ``task``. ``room`` are the bytes that the run may take, or None. To be called below all dispatch."""
     if not settings.compile or library is None or program.runs < settings.compile_after:
         return program.form(task)
-    if program.tier is None:
+    if program.tier is None or program.tier.generation != generation():
         program.tier = Tier(program)
     return program.tier.best(task, room)
 
@@ -61,11 +62,11 @@ class _Request:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.parts: list[tuple[Part, dict[str, Any], int, Entry | Job]] = []
+        self.parts: list[tuple[Asked, Entry | Job]] = []
 
     @property
     def answered(self) -> bool:
-        return all(not isinstance(found, Job) or found.answer is not None for _, _, _, found in self.parts)
+        return all(not isinstance(found, Job) or found.answer is not None for _, found in self.parts)
 
 
 class Tier:
@@ -73,6 +74,8 @@ class Tier:
 
     def __init__(self, flat: FlatProgram) -> None:
         self.flat = flat
+        self.generation = generation()
+        """Of the passes that it compiles with."""
         self.over = False
         """Whether nothing more is to be compiled."""
         self._forms: list[tuple[Form, CompiledProgram]] = []
@@ -190,13 +193,11 @@ class Tier:
         cache = DiskCache(folder(), settings.cache_bytes)
         for part in choose(self.flat.program, specs, params, changing, shared):
             yield
-            described = [describe(part, self.flat.program, s, p) for s, p in examples]
-            general, count = generalize(described) or (None, 0)
-            values = None if general is None else solve(general, described[-1], count)
-            if general is None or values is None:
+            asks = asked(part, self.flat.program, examples, changing)
+            if asks is None:
                 continue
             structure = {
-                "part": general, "symbols": count, "threads": request.threads, "identity": identity(),
+                "part": asks.code, "symbols": asks.symbols, "threads": request.threads, "identity": identity(),
             }  # fmt: skip
             found: Entry | Job | None = cache.find(structure)
             if found is not None:
@@ -204,17 +205,18 @@ class Tier:
             elif only_cached:
                 return
             else:
-                hints = _hints(values, general)
+                hints = _hints(asks.values, asks.code)
                 found = compiler.submit(
                     {"structure": structure, "hints": hints, "folder": str(folder()), "limit": settings.cache_bytes}
                 )
-            request.parts.append((part, general, count, found))
+            request.parts.append((asks, found))
         counters.compile_damaged += cache.damaged
         if only_cached and not request.parts:
             return
         self._spent = 0.0
         self._requested += 1
-        self._asked.update(specs for specs, _ in examples)
+        any_size = all(asks.for_any_size for asks, _ in request.parts)
+        self._asked.update(specs for specs, _ in (examples if any_size else examples[-1:]))
         self.over = not request.parts or self._requested >= _FORMS
         self._request = request if request.parts else None
 
@@ -226,13 +228,13 @@ class Tier:
             return
         request, self._request = self._request, None
         loaded = []
-        for part, general, count, found in request.parts:
+        for asks, found in request.parts:
             entry = _entry(found)
             if entry is None:
                 counters.compile_failures += 1
                 continue
             try:
-                loaded.append(CompiledPart(self.flat.program, part, general, count, entry, request.threads))
+                loaded.append(CompiledPart(self.flat.program, asks, entry, request.threads))
             except OSError as error:
                 logger.info("a compiled part cannot be loaded: %s", error)
                 counters.compile_failures += 1

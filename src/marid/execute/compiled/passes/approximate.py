@@ -1,4 +1,4 @@
-"""Rewriting that rounds elsewhere: only with ``marid.settings.fast_math``.
+"""Rewriting of products that rounds elsewhere: only with ``marid.settings.fast_math``.
 
 A bias goes into the product, and products read a transposed matrix where it lies: the same formula in another order
 of summation. Results agree within ``torch.testing.assert_close``'s tolerances, not in every bit. ``attention`` and
@@ -10,10 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from marid.graph.node import Spec
-from marid.optimize.passes.linear import only_read_by, op_of_view, unwritten
-from marid.optimize.passes.rewriter import Rewriter, overloads
-from marid.optimize.passes.storages import Storages
+from marid.execute.compiled.passes.rewriter import Rewriter, look, overloads, val_of
+from marid.execute.compiled.passes.storages import Storages, is_view
 
 __all__ = ["add_bias_in_product", "read_transposed"]
 
@@ -39,14 +37,12 @@ def read_transposed(rewriter: Rewriter) -> int:
             if not isinstance(copy, fx.Node) or copy.target not in _CONTIGUOUS_COPY:
                 continue
             view = copy.args[0]
-            if not isinstance(view, fx.Node) or not isinstance(view.meta.get("spec"), Spec):
+            mine, other = val_of(copy), val_of(view)
+            if not isinstance(view, fx.Node) or mine is None or other is None:
                 continue
-            mine, other = copy.meta["spec"], view.meta["spec"]
-            if mine.shape != other.shape or mine.dtype is not other.dtype or (other.conj, other.neg) != (False, False):
+            if mine.dtype is not other.dtype or not _is_transposed(other) or not storages.only_read_by([copy], node):
                 continue
-            if not _is_transposed(other) or not only_read_by(storages, [copy], node):
-                continue
-            if not unwritten(storages, [view], copy, node):
+            if not storages.unwritten([view], copy, node):
                 continue
             node.update_arg(position, view)
             rewriter.graph.erase_node(copy)
@@ -54,11 +50,11 @@ def read_transposed(rewriter: Rewriter) -> int:
     return changed
 
 
-def _is_transposed(spec: Spec) -> bool:
-    if len(spec.shape) < 2:
+def _is_transposed(matrix: torch.Tensor) -> bool:
+    if matrix.dim() < 2:
         return False
-    rows, columns = spec.stride[-2:]
-    return rows == 1 and columns >= max(1, spec.shape[-2])
+    rows, columns = matrix.stride()[-2:]
+    return rows == 1 and columns >= max(1, matrix.shape[-2])
 
 
 def add_bias_in_product(rewriter: Rewriter) -> int:
@@ -71,25 +67,25 @@ def add_bias_in_product(rewriter: Rewriter) -> int:
         for product, bias in (node.args, node.args[::-1]):
             if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node):
                 continue
-            view = product if op_of_view(product) and product.op == "call_function" else None
+            view = product if is_view(product) else None
             matrix = view.args[0] if view is not None else product
             if not isinstance(matrix, fx.Node) or matrix.target is not aten.mm.default:
                 continue
-            spec, row, whole = matrix.meta["spec"], bias.meta.get("spec"), node.meta["spec"]
-            if not isinstance(row, Spec) or spec.dtype not in _FLOATS or row.dtype is not spec.dtype:
+            made, row, shown = val_of(matrix), val_of(bias), val_of(product)
+            if made is None or row is None or shown is None or made.dtype not in _FLOATS or row.dtype is not made.dtype:
                 continue
-            if row.shape != spec.shape[-1:] or row.shape != product.meta["spec"].shape[-1:]:
-                continue
-            if whole is not product.meta["spec"]:
+            if row.shape != made.shape[-1:] or row.shape != shown.shape[-1:] or look(node) != look(product):
                 continue
             parts = [matrix] if view is None else [matrix, view]
-            if not only_read_by(storages, parts, node) or not unwritten(storages, list(matrix.args), matrix, node):
+            if storages.place[bias] > storages.place[node] or not storages.only_read_by(parts, node):
+                continue
+            if not storages.unwritten(list(matrix.args), matrix, node):
                 continue
             if view is None:
                 rewriter.rewrite(node, aten.addmm.default, (bias, *matrix.args))
             else:
-                made = rewriter.insert(node, aten.addmm.default, (bias, *matrix.args), spec)
-                rewriter.rewrite(node, view.target, (made, *view.args[1:]))
+                added = rewriter.insert(node, aten.addmm.default, (bias, *matrix.args))
+                rewriter.rewrite(node, view.target, (added, *view.args[1:]))
                 rewriter.graph.erase_node(view)
             rewriter.graph.erase_node(matrix)
             changed += 1

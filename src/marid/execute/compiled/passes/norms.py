@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from marid.graph.node import Spec
-from marid.optimize.passes.rewriter import Rewriter, overloads, slot_of
-from marid.optimize.passes.storages import Storages
+from marid.execute.compiled.passes.rewriter import Rewriter, overloads, val_of
+from marid.execute.compiled.passes.storages import Storages
 
 __all__ = ["fuse"]
 
@@ -31,29 +30,21 @@ _FLOATS = {torch.float32, torch.float64}
 
 def fuse(rewriter: Rewriter) -> int:
     """``(x - mean) / sqrt(var + eps)``, with the weight and the bias that follow, where nobody reads the parts."""
-    storages = Storages(rewriter)
     fused = 0
     for node in rewriter.calls():
         found = _match(rewriter, node)
         if found is None:
             continue
         x, parts, eps = found
-        last, weight, bias = _affine(node, parts)
-        inner = [part for part in parts if part is not last]
-        if not _only_inside(storages, inner, [*inner, last]):
-            last, weight, bias, inner = node, None, None, [part for part in parts if part is not node]
-            if not _only_inside(storages, inner, [*inner, node]):
-                continue
-        begin = min(part.meta["index"] for part in inner)
-        given = [x, *[t for t in (weight, bias) if t is not None]]
-        if any(storages.is_written(storages.of(t), begin, last.meta["index"]) for t in given):
-            continue
-        if any(list(rewriter.graph.nodes).index(t) > list(rewriter.graph.nodes).index(last) for t in given):
-            continue
-        _emit(rewriter, last, x, weight, bias, eps)
-        for part in sorted(inner, key=lambda part: -part.meta["index"]):
-            rewriter.graph.erase_node(part)
-        fused += 1
+        storages = Storages(rewriter)
+        for last, rows, more in (_affine(node), (node, [], [])):
+            inner = sorted({*parts, *more} - {last}, key=storages.place.__getitem__)
+            if _only_inside(storages, inner, last) and storages.unwritten([x, *rows], inner[0], last):
+                _emit(rewriter, last, x, rows, eps)
+                for part in reversed(inner):
+                    rewriter.graph.erase_node(part)
+                fused += 1
+                break
     return fused
 
 
@@ -72,8 +63,8 @@ def _match(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, list[fx.Node], f
     x, mean = centred.args[0], centred.args[1]
     if not isinstance(x, fx.Node) or not _is_mean(rewriter, mean, x):
         return None
-    spec = x.meta.get("spec")
-    if not isinstance(spec, Spec) or spec.dtype not in _FLOATS or node.meta["spec"].shape != spec.shape:
+    val, whole = val_of(x), val_of(node)
+    if val is None or whole is None or val.dtype not in _FLOATS or whole.shape != val.shape:
         return None
     if not isinstance(shifted, fx.Node) or shifted.target is not _ADD or shifted.kwargs or len(shifted.args) != 2:
         return None
@@ -82,7 +73,7 @@ def _match(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, list[fx.Node], f
         return None
     parts = [node, root, shifted, centred, mean]
     inside = _variance(rewriter, variance, x, centred)
-    if inside is None or not spec.is_contiguous or not spec.numel:
+    if inside is None or not val.is_contiguous() or not val.numel():
         return None
     return x, [*parts, *inside], float(rewriter.number(eps))
 
@@ -94,7 +85,7 @@ def _variance(rewriter: Rewriter, node: Any, x: fx.Node, centred: fx.Node) -> li
         named = dict(node.kwargs)
         dims = rewriter.number(node.args[1]) if len(node.args) > 1 else None
         biased = rewriter.is_number(named.get("correction"), 0)
-        last = dims in ((-1,), (len(x.meta["spec"].shape) - 1,))
+        last = dims in ((-1,), (x.meta["val"].dim() - 1,))
         return [node] if node.args and node.args[0] is x and last and biased and named.get("keepdim") is True else None
     square = node.args[0] if node.args else None
     if not isinstance(square, fx.Node) or not _is_mean(rewriter, node, square):
@@ -109,50 +100,39 @@ def _is_mean(rewriter: Rewriter, node: Any, of: fx.Node) -> bool:
         return False
     if len(node.args) != 3 or node.args[2] is not True:
         return False
-    return rewriter.number(node.args[1]) in ((-1,), (len(of.meta["spec"].shape) - 1,))
+    return rewriter.number(node.args[1]) in ((-1,), (of.meta["val"].dim() - 1,))
 
 
-def _affine(node: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
-    """The last operation, the weight and the bias that follow ``node``, which are added to ``parts``."""
-    found: list[fx.Node | None] = []
-    last = node
+def _affine(node: fx.Node) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
+    """The last operation, the weight and the bias that follow ``node``, and the operations that take them."""
+    rows: list[fx.Node] = []
+    parts = [node]
     for target in (_MUL, _ADD):
+        last = parts[-1]
         readers = list(last.users)
         if len(readers) != 1 or readers[0].target is not target or readers[0].kwargs or len(readers[0].args) != 2:
             break
         a, b = readers[0].args
         row = b if a is last else a
-        spec, whole = (row.meta.get("spec") if isinstance(row, fx.Node) else None), last.meta["spec"]
-        if not isinstance(spec, Spec) or spec.shape != whole.shape[-1:] or spec.dtype is not whole.dtype:
+        val, whole = val_of(row), val_of(last)
+        if val is None or whole is None or val.shape != whole.shape[-1:] or val.dtype is not whole.dtype:
             break
-        found.append(row if isinstance(row, fx.Node) else None)
-        last = readers[0]
-        parts.append(last)
-    weight, bias = (*found, None, None)[:2]
-    return last, weight, bias
+        assert isinstance(row, fx.Node)
+        rows.append(row)
+        parts.append(readers[0])
+    return parts[-1], rows, parts
 
 
-def _only_inside(storages: Storages, inner: list[fx.Node], readers: list[fx.Node]) -> bool:
+def _only_inside(storages: Storages, inner: list[fx.Node], last: fx.Node) -> bool:
+    readers = {*inner, last}
     for part in inner:
-        if slot_of(part) in storages.outputs or storages.writes.get(storages.of(part)):
-            return False
-        if any(user not in readers for user in part.users):
+        if part in storages.outputs or storages.is_written(part) or not readers.issuperset(part.users):
             return False
     return True
 
 
-def _emit(
-    rewriter: Rewriter, last: fx.Node, x: fx.Node, weight: fx.Node | None, bias: fx.Node | None, eps: float
-) -> None:
-    spec = last.meta["spec"]
-    args = (x, spec.shape[-1:], weight, bias, eps)
-    call = rewriter.insert(last, aten.native_layer_norm.default, args, spec)
-    slot = call.meta.pop("slot")
-    del call.meta["spec"]
-    # The operation that is replaced becomes the first result, in its own slot.
-    with rewriter.graph.inserting_before(last):
-        first = rewriter.graph.call_function(operator.getitem, (call, 0))
-    first.meta.update(slot=slot_of(last), spec=spec, index=last.meta["index"])
-    last.replace_all_uses_with(first)
-    last.meta["slot"] = slot
-    rewriter.graph.erase_node(last)
+def _emit(rewriter: Rewriter, last: fx.Node, x: fx.Node, rows: list[fx.Node], eps: float) -> None:
+    weight, bias = (*rows, None, None)[:2]
+    args = (x, list(last.meta["val"].shape[-1:]), weight, bias, eps)
+    call = rewriter.insert(last, aten.native_layer_norm.default, args)
+    rewriter.replace(last, rewriter.insert(last, operator.getitem, (call, 0)))
