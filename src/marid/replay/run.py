@@ -17,7 +17,7 @@ from marid.graph.tape import Tape
 from marid.optimize.forecast import forecast
 from marid.replay.arguments import Call
 from marid.replay.backward import record_backwards
-from marid.replay.gradients import LIVE, graph_of
+from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
 from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
 from marid.replay.pending import run_pending_work
@@ -131,7 +131,7 @@ class Run:
             if places.of(root_of(leaf._value))[0] != OUTPUT:
                 raise Refused("it returns a view of its argument or state with a history of gradients", for_good=True)
         derivatives = [backward.describe(places) for backward in backwards]
-        kept = places.unexplained(bool(live))
+        kept = places.unexplained(kept_by_autograd(self._alive(leaves), self._histories))
         if kept is not None:
             self.refusal = Refused(f"a result is kept by something other than what it returns: {kept}")
             return False
@@ -165,6 +165,12 @@ class Run:
             counters=host.counters,
         )
         return True
+
+    def _alive(self, leaves: list[Any]) -> list[Any]:
+        """The tensors of the device that are there after the run."""
+        results = [leaf for leaf in leaves if handles.is_lazy(leaf)]
+        grads = [grad for grad in map(grad_of, self._tensors) if grad is not None]
+        return [*results, *grads, *self._tensors]
 
     def _is_live(self, tensor: Any) -> bool:
         return not any(tensor is one for one in self._tensors) and graph_of(tensor) == LIVE
