@@ -46,9 +46,10 @@ class _Kind:
 class Compiled(Wrapper):
     """A function under ``marid.compile``; called like the function."""
 
-    def __init__(self, function: Callable[..., Any], fullgraph: bool, dynamic_dims: Any) -> None:
+    def __init__(self, function: Callable[..., Any], state: Any, fullgraph: bool, dynamic_dims: Any) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
+        self._state = state
         self._fullgraph = fullgraph
         self._dynamic_dims = dynamic_dims
         self._families: set[Any] = set()
@@ -150,7 +151,7 @@ class Compiled(Wrapper):
         return result
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, Any]:
-        run = Run(self._function, call)
+        run = Run(self._function, call, self._state)
         result = run.call(args, kwargs, self._fullgraph)
         self._stats.recordings += 1
         return run, result
@@ -198,7 +199,9 @@ class Compiled(Wrapper):
         logger.warning("%s", text)
 
 
-def compile(fn: Callable[..., Any] | None = None, *, fullgraph: bool = False, dynamic_dims: Any = None) -> Any:
+def compile(
+    fn: Callable[..., Any] | None = None, *, state: Any = None, fullgraph: bool = False, dynamic_dims: Any = None
+) -> Any:
     """``fn``, recorded when it is called, and replayed without its Python once two recordings did the same.
 
     A replay does what the Python did: results of its own, state written in place, gradients, random numbers. It is
@@ -206,9 +209,10 @@ def compile(fn: Callable[..., Any] | None = None, *, fullgraph: bool = False, dy
     What cannot be replayed runs as Python, and ``stats()`` of the returned object says why; with ``fullgraph`` it
     raises instead: ``SyncForbiddenError`` where a value is read, else ``UnsupportedOperationError``.
 
-    ``dynamic_dims`` gives, by position or name of an argument, a dimension or several whose size varies
-    (``mark_dynamic``). Without ``fn``, a decorator.
+    ``state`` gives the objects that hold what ``fn`` works on beside its arguments, such as ``(model, optimizer)``, in
+    place of what ``fn`` can reach; all else counts as fixed. ``dynamic_dims`` gives, by position or name of an
+    argument, a dimension or several whose size varies (``mark_dynamic``). Without ``fn``, a decorator.
     """
     if fn is None:
-        return lambda function: Compiled(function, fullgraph, dynamic_dims)
-    return Compiled(fn, fullgraph, dynamic_dims)
+        return lambda function: Compiled(function, state, fullgraph, dynamic_dims)
+    return Compiled(fn, state, fullgraph, dynamic_dims)

@@ -41,13 +41,14 @@ class Run:
     Holds the work that is pending: drop it soon.
     """
 
-    def __init__(self, function: Any, call: Call) -> None:
+    def __init__(self, function: Any, call: Call, state: Any) -> None:
         run_pending_work()
         self._function = function
         self._call = call
         self.recording: Recording | None = None
         self.refusal: Refused | None = None
-        self._reached = reach([("the function", function), *[("an argument", other) for other in call.others]])
+        root = ("the function", function) if state is None else ("state", state)
+        self._reached = reach([root, *[("an argument", other) for other in call.others]], state is None)
         self._snapshot = Snapshot(self._reached)
         self._tensors = [*call.lazy, *self._reached.lazy]
         self._host = [*call.host, *self._reached.host]
