@@ -263,8 +263,46 @@ def test_another_profiler_is_left_in_place() -> None:
     finally:
         sys.setprofile(None)
     assert seen
-    compiled(torch.ones(1, device=DEVICE))
+    assert compiled.stats().recordings == 0
+    assert any("another profiler" in reason for reason in compiled.stats().fallbacks)
+    for _ in range(4):
+        compiled(torch.ones(1, device=DEVICE))
+        assert sys.getprofile() is None
+    sys.setprofile(profiler)
+    try:
+        compiled(torch.ones(1, device=DEVICE))
+    finally:
+        sys.setprofile(None)
+    assert compiled.stats().replays == 3
+
+
+def test_a_function_that_sets_a_profiler_is_not_replayed() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        sys.setprofile(lambda *_: None)
+        y = x * time.time()
+        sys.setprofile(None)
+        return y
+
+    compiled = marid.compile(function)
+    found = {compiled(torch.ones(1, dtype=torch.float64, device=DEVICE)).item() for _ in range(12)}
+    assert len(found) == 12
+    assert compiled.stats().replays == 0
     assert sys.getprofile() is None
+
+
+def test_a_recording_replaces_nothing_of_pytorch() -> None:
+    """Other threads see the methods that are always there."""
+    names = ("item", "tolist", "numpy", "__array__", "__dlpack__", "__float__")
+    before = [getattr(torch.Tensor, name) for name in names]
+
+    @marid.compile
+    def function(x: torch.Tensor) -> torch.Tensor:
+        assert [getattr(torch.Tensor, name) for name in names] == before
+        return x * 2
+
+    for _ in range(4):
+        function(torch.ones(1, device=DEVICE))
+    assert function.stats().replays == 2
 
 
 # --- checks against the Python ---------------------------------------------------------------------------------------

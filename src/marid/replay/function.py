@@ -14,6 +14,7 @@ from marid.frontend.observe import observer
 from marid.replay.arguments import Call, Unreadable
 from marid.replay.checks import Checks
 from marid.replay.dynamic import mark_arguments
+from marid.replay.impure import has_profiler
 from marid.replay.places import Refused
 from marid.replay.reachable import Wrapper
 from marid.replay.recording import Recording
@@ -75,12 +76,15 @@ class Compiled(Wrapper):
                 else:
                     kind = self._kind_of(call)
                     template, fit = self._fitting(kind, call)
-                    if template is not None and fit is not None and not kind.checks.is_due():
+                    watched = has_profiler()
+                    if template is not None and fit is not None and (watched or not kind.checks.is_due()):
                         return self._replayed(kind, template, call, fit)
                     del fit  # it holds values, and what is held counts as a result
-                    if template is not None:
+                    if watched:
+                        self._stats.count_fallback("another profiler is in its thread: what it reads is not noticed")
+                    elif template is not None:
                         return self._checked(kind, template, call, args, kwargs)
-                    if not kind.given_up:
+                    elif not kind.given_up:
                         return self._recorded(kind, call, args, kwargs)
             self._stats.plain += 1
         return self._function(*args, **kwargs)

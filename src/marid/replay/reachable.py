@@ -64,8 +64,8 @@ class Reached:
 
     ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
     variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``
-    those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator functions that have begun.
-    ``too_much`` says what makes this function none to replay. Code is followed if ``follows_code``.
+    and ``optimizers`` those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator functions that
+    have begun. ``too_much`` says what makes this function none to replay. Code is followed if ``follows_code``.
     """
 
     def __init__(self, follows_code: bool) -> None:
@@ -79,6 +79,7 @@ class Reached:
         self.host: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
         self.drawing: list[Any] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.paused: list[types.GeneratorType[Any, Any, Any]] = []
         self.modules: set[tuple[int, tuple[str, ...]]] = set()
         self.seen: dict[int, Any] = {}
@@ -250,6 +251,8 @@ def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:
 
 
 def _object(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, torch.optim.Optimizer):
+        found.optimizers.append(thing)
     yield type(thing).__qualname__, type(thing)
     own = getattr(thing, "__dict__", None)
     if type(own) is dict:

@@ -67,7 +67,7 @@ class Run:
         try:
             with (
                 observing(refuse_reads) as seen,
-                HostWatch(self._host, self._reached.host) as host,
+                HostWatch(self._host, self._reached.host, self._reached.optimizers) as host,
                 ImpureWatch(self._reached.paused) as impure,
             ):
                 result = self._function(*args, **kwargs)

@@ -30,6 +30,7 @@ from marid.replay.recording import (
     Made,
     Recording,
     Ref,
+    expressions,
 )
 from marid.replay.streams import take_again
 from marid.semantics.scopes import current_scope, current_site
@@ -47,6 +48,7 @@ class Template:
     def __init__(self, recording: Recording, earlier: Recording, prepared: list[Prepared], arguments: int) -> None:
         self.recording = recording
         self._computed = earlier.computed(recording)
+        self._counted = {event for _, _, event in expressions(self._computed)}
         self._prepared, *backwards = prepared
         self._backwards = [*zip(recording.derivatives, backwards, strict=True)]
         own = recording.reached.lazy
@@ -88,7 +90,7 @@ class Template:
         if not self._shares_as_recorded(values) or not self._has_room():
             return None
         counters = recording.counters
-        if not self._upload(call, values) or (counters.events and not counters.has_equal_counters()):
+        if not self._upload(call, values) or not counters.may_go_on():
             return None
         return tensors, grads, values
 
@@ -98,9 +100,9 @@ class Template:
         recording = self.recording
         counters = recording.counters
         numbers = recording.numbers
-        before = counters.copies()
+        before = counters.values()
         if counters.events:
-            numbers = recording.numbers_for(self._computed, counters.again())
+            numbers = recording.numbers_for(self._computed, counters.again(self._counted))
         if recording.draws:
             taken = take_again(recording.draws)
             numbers = list(numbers)
@@ -112,8 +114,8 @@ class Template:
         try:
             buffers = engine_of(recording.device).replay(self._prepared, inputs, numbers)
         except BaseException:
-            for counter, content in before:
-                counter.copy_(content)  # the optimizer has not come to its step
+            for counter, value in before:
+                counter.fill_(value)  # the optimizer has not come to its step
             raise
         return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(
             self._simple
