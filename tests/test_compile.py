@@ -517,6 +517,28 @@ def test_pending_writes_and_reads_keep_their_order() -> None:
     assert compiled.stats().replays == 3
 
 
+def test_a_call_runs_what_it_needs_and_nothing_else() -> None:
+    """What makes the arguments, and what reads state that is written; recorded and replayed."""
+    state = torch.zeros(2, device=DEVICE)
+    weight = torch.full((2,), 3.0, device=DEVICE).sqrt()
+    compiled = marid.compile(lambda x: state.add_(x * weight).sum())
+    assert weight.tolist()
+    for call in range(5):
+        other = torch.full((2,), float(call), device=DEVICE).exp()
+        before, of_weight = state * 10, weight * 10
+        x = torch.ones(2, device=DEVICE) * 2
+        total = compiled(x)
+        after = state * 10
+        assert not other.materialized
+        assert not of_weight.materialized
+        expected = torch.full((2,), 3.0).sqrt() * 2 * call
+        assert torch.allclose(before.cpu(), expected * 10)
+        assert torch.allclose(after.cpu(), (expected + torch.full((2,), 3.0).sqrt() * 2) * 10)
+        assert torch.allclose(total.cpu(), (expected + torch.full((2,), 3.0).sqrt() * 2).sum())
+        assert_same(of_weight.cpu(), torch.full((2,), 3.0).sqrt() * 10)
+    assert compiled.stats().replays == 3
+
+
 def test_gradients_that_accumulate() -> None:
     """``zero_grad`` every third call: gradients are there or not, and are added to where they are."""
 
@@ -694,25 +716,28 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_threads() -> None:
-    """Several at once, through one compiled function and through several."""
-    shared = marid.compile(lambda x, y: (x * y).cumsum(0))
+    """Several at once, through one compiled function and through several: what one records, no other one runs."""
+    torch.ones(1, device=DEVICE)
     wrong: list[Any] = []
 
-    def work(number: int) -> None:
+    def work(number: int, shared: Any) -> None:
         own = marid.compile(lambda x: x * number + 1)
-        for call in range(25):
-            x = torch.full((4,), float(call + number), device=DEVICE)
-            if (
-                shared(x, own(x)).tolist()
-                != torch.full((4,), (call + number) * ((call + number) * number + 1.0)).cumsum(0).tolist()
-            ):
-                wrong.append((number, call))
+        try:
+            for call in range(25):
+                x = torch.full((4,), float(call + number), device=DEVICE)
+                expected = torch.full((4,), (call + number) * ((call + number) * number + 1.0)).cumsum(0)
+                if shared(x, own(x)).tolist() != expected.tolist():
+                    wrong.append((number, call))
+        except Exception as error:
+            wrong.append((number, error))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for _ in range(4):
+        shared = marid.compile(lambda x, y: (x * y).cumsum(0))
+        threads = [threading.Thread(target=work, args=(number, shared)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert not wrong
 
 

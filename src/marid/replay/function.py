@@ -173,9 +173,13 @@ class Compiled(Wrapper):
         for earlier in (*kind.recordings, *known):
             why = earlier.difference(recording)
             if why is None:
+                prepared = run.prepare()
+                if prepared is None:
+                    break
                 kind.templates = [template for template in kind.templates if template.recording is not earlier]
                 kind.recordings = [other for other in kind.recordings if other is not earlier]
-                kind.templates.insert(0, Template(recording, earlier, run.prepare(), len(call.lazy)))
+                writes = run.written(prepared[0].program)
+                kind.templates.insert(0, Template(recording, earlier, prepared, writes, len(call.lazy)))
                 del kind.templates[_TEMPLATES:]
                 return result
         kind.recordings.append(recording)
