@@ -164,5 +164,7 @@ KEEPING: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("name", KEEPING)
 def test_what_autograd_keeps_is_found_without_a_look_at_the_heap(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no result that somebody unknown keeps."""
+    if name == "packed by the user" and not hasattr(torch._C._autograd.SavedTensor, "data"):
+        pytest.skip("this PyTorch does not show what hooks have packed, and the function runs as Python")
     monkeypatch.setattr(gc, "get_objects", None)
     _check(KEEPING[name], [torch.sum] * CALLS)

@@ -73,12 +73,18 @@ def kept_by_autograd(tensors: Iterable[torch.Tensor], history: Iterable[Any]) ->
     return list(found.values())
 
 
+_SavedTensor: Any = torch._C._autograd.SavedTensor
+# What is packed by hooks is kept packed; older versions of PyTorch show it unpacked only.
+_AS_KEPT = "_raw_saved" if hasattr(_SavedTensor, "data") else ("_saved_", "saved_tensors")
+
+
 def _saved_by(function: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for name in _saved(type(function), "_raw_saved"):
+    for name in _saved(type(function), _AS_KEPT):
         with contextlib.suppress(RuntimeError):  # it was freed
-            for saved in tree_leaves(getattr(function, name)):
-                found += [one for one in tree_leaves(saved.data) if isinstance(one, torch.Tensor)]
+            saved = tree_leaves(getattr(function, name))
+            kept = tree_leaves([one.data if isinstance(one, _SavedTensor) else one for one in saved])
+            found += [one for one in kept if isinstance(one, torch.Tensor)]
     return found
 
 
