@@ -222,6 +222,34 @@ def test_numbers_that_stay_for_some_steps(name: str) -> None:
     assert not any("not watched" in reason for reason in stats.fallbacks)
 
 
+def test_counters_that_meet() -> None:
+    """One optimizer takes one step, another one of the same rates takes two: their counters are equal once, and numbers
+    of one are not taken for those of the other."""
+    found = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(4, 2).to(device) for _ in range(2)]
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+        steps = [_step_of(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+
+        def step(x: torch.Tensor, steps: Any = steps) -> Any:
+            return steps[0](x), steps[1](x), steps[1](x * 2)
+
+        run = marid.compile(step) if device == DEVICE else step
+        losses: list[Any] = []
+        for start in (None, (4.0, 3.0), (7.0, 3.0), (0.0, 0.0)):
+            for optimizer, value in zip(optimizers, start or (), strict=False):
+                for state in optimizer.state.values():
+                    state["step"].fill_(value)
+            for batch in _batches(6, rows=3, columns=4):
+                losses.append([loss.item() for loss in run(batch.to(device))])
+        found.append(losses + [p.tolist() for model in models for p in model.parameters()])
+    assert found[0] == found[1]
+    stats = marid.stats().functions[0]
+    assert stats.replays >= 6
+    assert any("of two counters" in reason for reason in stats.fallbacks), stats
+
+
 def test_counters_that_the_function_reads_itself() -> None:
     """What it does with the value is not known."""
     found = []
