@@ -64,6 +64,10 @@ class HostWatch(TorchDispatchMode):
         if module is None and autocast.may_call_listed(func) and autocast.calls_listed(func, args, kwargs):
             self.refuse(f"without the C++ half autocast may not reach into {func.name()}")
         returned = func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if self.is_known(args[0]) or self.is_derived(args[0]):
+                self._note_read(args[0], returned, is_in_a_formula(sys._getframe(1)))
+            return returned
         given = list(_host_tensors((*args, *kwargs.values())))
         if any(handles.is_lazy(arg) for arg in _tensors((*args, *kwargs.values()))):
             return returned  # copies to the host are reads
@@ -72,12 +76,7 @@ class HostWatch(TorchDispatchMode):
             return returned
         if func._schema.is_mutable and self.counters.write(func, args, kwargs, self.is_derived):
             return returned
-        if func is torch.ops.aten._local_scalar_dense.default and is_in_a_formula(sys._getframe(1)):
-            why = self.counters.note_read(args[0], returned)
-            if why is not None:
-                self.refuse(why)
-            return returned
-        if func is torch.ops.aten._local_scalar_dense.default or not isinstance(returned, (torch.Tensor, list, tuple)):
+        if not isinstance(returned, (torch.Tensor, list, tuple)):
             self.refuse("the value of a tensor of the CPU is read")
         if func._schema.is_mutable:
             formals = [formal.name for formal in func._schema.arguments]
@@ -89,6 +88,11 @@ class HostWatch(TorchDispatchMode):
             if not self.is_known(tensor):
                 self._derived[id(tensor)] = tensor
         return returned
+
+    def _note_read(self, tensor: torch.Tensor, value: Any, in_a_formula: bool) -> None:
+        why = self.counters.note_read(tensor, value) if in_a_formula else "the value of a tensor of the CPU is read"
+        if why is not None:
+            self.refuse(why)
 
     def _note_written(self, arg: Any) -> None:
         for tensor in _host_tensors((arg,)):
