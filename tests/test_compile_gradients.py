@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +130,41 @@ def test_a_parameter_that_a_step_leaves_without_gradient() -> None:
         found.append(gradients)
     assert_same(found[1], found[0])
     assert marid.stats().functions[0].replays >= 4
+
+
+class _Keeping(torch.autograd.Function):
+    """Saves what it computes on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        half = x / 2
+        ctx.save_for_backward(half)
+        return half.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (half,) = ctx.saved_tensors
+        return grads[0] * half.cos() / 2
+
+
+def _packing(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor * 2,), lambda packed: packed[0] / 2):
+        return (x * w).exp()
+
+
+KEEPING: dict[str, Callable[..., torch.Tensor]] = {
+    "saved": lambda x, w: (x * w).exp().tanh(),
+    "saved by the user": lambda x, w: _Keeping.apply(x * w),  # pyright: ignore[reportReturnType]
+    "packed by the user": _packing,
+    "the base of a view": lambda x, w: (x * w.detach()).exp().view(-1)[1:],
+    "the base of a view without gradient": lambda x, w: (x.detach() + w.detach()).exp().t()[0] * 1 + x.view(-1)[0],
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_autograd_keeps_is_found_without_a_look_at_the_heap(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no result that somebody unknown keeps."""
+    if name == "packed by the user" and not hasattr(torch._C._autograd.SavedTensor, "data"):
+        pytest.skip("this PyTorch does not show what hooks have packed, and the function runs as Python")
+    monkeypatch.setattr(gc, "get_objects", None)
+    _check(KEEPING[name], [torch.sum] * CALLS)

@@ -49,6 +49,30 @@ def test_what_people_do_with_pytorch_is_the_same(tmp_path: Path) -> None:
     assert failing <= {"pinning", "copies"}
 
 
+def test_several_threads_use_the_device_first() -> None:
+    """Each gets a tensor, whichever of them has to make the changes that it needs."""
+    script = """
+        import threading, torch, marid
+
+        failed, start = [], threading.Barrier(4)
+
+        def work():
+            start.wait()
+            try:
+                assert torch.full((4,), 2.0, device=DEVICE).add(1).tolist() == [3.0] * 4
+            except Exception as error:
+                failed.append(repr(error))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(failed)
+    """
+    assert _lines(script) == ["[]"]
+
+
 _SNAPSHOT = """
 import importlib, sys, types, warnings
 import torch, torch.utils.data, torch.optim.swa_utils, torch.fx.experimental.proxy_tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -143,13 +144,17 @@ def when_used(use: Callable[[], None]) -> None:
     _use = use
 
 
+_first_use = threading.RLock()
+
+
 def first_use() -> None:
     """The device is about to be used: let PyTorch be changed as that needs."""
-    if not device_module._initialized:
-        with Uninterrupted():  # what is half loaded, or half done, cannot be gone on with
-            _load()
-            assert _use is not None
-            _use()
+    with _first_use:  # the first use of another thread waits until this one's is done
+        if not device_module._initialized:
+            with Uninterrupted():  # what is half loaded, or half done, cannot be gone on with
+                _load()
+                assert _use is not None
+                _use()
 
 
 def _load() -> None:

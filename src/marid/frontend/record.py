@@ -36,7 +36,7 @@ from marid.semantics.scopes import capture_site, current_scope, current_site
 from marid.semantics.tracebacks import fold
 from marid.settings import settings
 
-__all__ = ["Recorder", "dispatch", "follow_switches", "recorder_of", "special"]
+__all__ = ["Recorder", "dispatch", "follow_switches", "order", "recorder_of", "special"]
 
 logger = logging.getLogger("marid")
 
@@ -252,7 +252,7 @@ class Recorder:
             capture_site(frame),
             scope if current_graph_task() < 0 else scope.backward,
         )
-        _order(node, tensors, known.writes)
+        order(node, tensors, known.writes)
         if known.spec is None:
             node.outs = outs = []
             returned = _results(node, known.rule.returns, tensors, outs)
@@ -350,7 +350,7 @@ def _decompose(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     return recorder.func.decompose(*args, **kwargs)
 
 
-def _order(node: Node, tensors: list[Any], writes: list[int]) -> None:
+def order(node: Node, tensors: list[Any], writes: Sequence[int]) -> None:
     """Note what the node must see and, for what it writes, who may still have to read."""
     storages = [storage for tensor in tensors if (storage := tensor._storage) is not None]
     if not storages and not writes:

@@ -21,7 +21,7 @@ from marid.graph.node import Node, Spec, Storage, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.tape import Tape
-from marid.replay.pending import run_pending_work
+from marid.replay.pending import run_needed
 from marid.replay.places import Places, Refused, numbers_of
 from marid.replay.recording import GIVEN, OUTPUT, TENSOR, Derivative, Ref
 from marid.semantics.scopes import current_scope, current_site
@@ -236,11 +236,12 @@ class _Connection:
         present = [_restrided(grads[index], spec) for index, spec in zip(given, derivative.given_specs, strict=True)]
         tensors: dict[Ref, Any] = dict(zip(self._needed, saved, strict=True))
         tensors.update({(GIVEN, index): grad for index, grad in enumerate(present)})
-        run_pending_work()
-        inputs = [tensors[ref]._value.concrete for ref in derivative.inputs]
+        used = [tensors[ref] for ref in derivative.inputs]
+        run_needed(derivative.given_specs[0].device, used, range(len(used)))
+        inputs = [tensor._value.concrete for tensor in used]
         if any(buffer is None for buffer in inputs):
-            for ref in derivative.inputs:
-                tensors[ref].materialize()  # raises what made it fail
+            for tensor in used:
+                tensor.materialize()  # raises what made it fail
         buffers = engine_of(derivative.given_specs[0].device).replay(prepared, inputs, derivative.numbers)
         return _handed_out(derivative, tensors, buffers)
 

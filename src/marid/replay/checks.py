@@ -1,7 +1,8 @@
 """When the Python of a function runs in place of a replay, to be compared with it.
 
-First after a few replays, since what changes unseen mostly does so soon; later as often as it costs no more than the
-share of the time that is set for it. A check does the work of the call, so all it costs is the recording.
+First after a few replays, since what changes unseen mostly does so soon; later whenever all checks together, the next
+one included, take no more than the share of the time that is set for them. A check does the work of the call, so all
+it costs is the recording.
 """
 
 from __future__ import annotations
@@ -10,22 +11,21 @@ from marid.settings import settings
 
 __all__ = ["Checks"]
 
-_FIRST, _LAST = (
-    16,
-    128,
-)  # replays after which there is a check whatever it costs: each power of two from one to the other
+# Replays after which there is a check whatever it costs: each power of two from one to the other.
+_FIRST, _LAST = 16, 128
 
 
 class Checks:
     """The checks of calls of one kind."""
 
-    __slots__ = ("_cost", "_next", "_replays", "_seconds")
+    __slots__ = ("_last", "_next", "_replays", "_seconds", "_spent")
 
     def __init__(self) -> None:
         self._replays = 0
         self._next = _FIRST
-        self._seconds = 0.0  # in replays since the last check
-        self._cost = 0.0  # of the last check, in seconds
+        self._seconds = 0.0  # in replays
+        self._spent = 0.0  # in checks
+        self._last = 0.0  # in the last one
 
     def replayed(self, seconds: float) -> None:
         """A replay took so long."""
@@ -36,7 +36,8 @@ class Checks:
         """So did running the Python in place of one."""
         self._replays += 1
         self._next *= 2
-        self._cost, self._seconds = seconds, 0.0
+        self._spent += seconds
+        self._last = seconds
 
     def is_due(self) -> bool:
         """Whether the next call is one to check."""
@@ -44,4 +45,4 @@ class Checks:
             return False
         if self._next <= _LAST:
             return self._replays >= self._next
-        return 100 * self._cost <= settings.compile_verify * self._seconds
+        return 100 * (self._spent + self._last) <= settings.compile_verify * self._seconds

@@ -1,73 +1,125 @@
 """Step counters that optimizers keep in tensors of the CPU, and the numbers that they compute from them.
 
 Adam and its relatives add one to a counter at each step, and give the device numbers such as
-``lr / (1 - beta**step)``. What PyTorch's optimizers do to such counters is noted and done again at a replay. The
-numbers read from them remember how they were computed; where two recordings have different numbers that were computed
-alike, replays compute them anew.
+``lr / (1 - beta**step)``. What they do to counters is noted and done again at a replay. Which of a program's numbers
+came of a counter is found by value: ``_FORMULAS`` are all that these optimizers compute, so the values that a recording
+can have had are known. Any other read of a counter makes a recording refused.
 """
 
 from __future__ import annotations
 
-import operator
-import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim import Adagrad, Adam, Adamax, Optimizer
 
 from marid.replay.snapshot import same_number
 
-__all__ = ["CounterLog", "Expression", "HostNumber", "evaluate", "is_of_an_optimizer"]
+__all__ = ["CounterLog", "Expression", "is_in_a_formula"]
 
-Expression = tuple[Any, ...]  # ("item", event), or an operator and two operands: expressions or numbers
+Formula = Callable[[float, dict[str, Any]], float]
+Expression = tuple[
+    Formula, int, int
+]  # of what was read at an event, and a group of parameters: (formula, group, event)
 
-_OPTIMIZERS = os.path.dirname(os.path.abspath(torch.optim.__file__)) + os.sep
 aten = torch.ops.aten
 _FOLLOWED = (aten._foreach_add_.Tensor, aten._foreach_add_.Scalar, aten.add_.Tensor)
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "pow": operator.pow,
+
+
+def _step_size(step: float, group: dict[str, Any]) -> float:
+    return -(_rate(group) / (1 - group["betas"][0] ** step))
+
+
+def _root_of_correction(step: float, group: dict[str, Any]) -> float:
+    return (1 - group["betas"][1] ** step) ** 0.5
+
+
+def _decayed_rate(step: float, group: dict[str, Any]) -> float:
+    return -(_rate(group) / (1 + (step - 1) * group["lr_decay"]))
+
+
+def _rate(group: dict[str, Any]) -> float:
+    rate = group["lr"]
+    return rate.item() if isinstance(rate, torch.Tensor) else rate
+
+
+# What an optimizer's own source computes from a counter (AdamW is an Adam), operation by operation.
+_FORMULAS: dict[type[Optimizer], tuple[Formula, ...]] = {
+    Adam: (_step_size, _root_of_correction),
+    Adamax: (_step_size,),
+    Adagrad: (_decayed_rate,),
 }
+_FILES = {str(sys.modules[kind.__module__].__file__) for kind in _FORMULAS}
+_HELPERS = str(sys.modules[Optimizer.__module__].__file__)
 
 
-def is_of_an_optimizer(file: str) -> bool:
-    """Whether a source file is of PyTorch's optimizers."""
-    return file.startswith(_OPTIMIZERS)
+def is_in_a_formula(frame: FrameType | None) -> bool:
+    """Whether what runs in ``frame``, and reads a tensor, computes one of the formulas."""
+    if frame is None or frame.f_code.co_filename != _HELPERS or frame.f_back is None:
+        return False
+    return frame.f_back.f_code.co_filename in _FILES
 
 
 @dataclass
 class CounterLog:
-    """What happened to the counters ``tensors`` in one run.
+    """What happened to the counters among ``tensors`` in one run, those of ``optimizers`` and others.
 
     ``events`` are reads, ``("item", tensor)``, and writes: an operator, whether it takes a list, the counters that it
-    writes, the other arguments, the keywords. ``read`` are the numbers that were read, ``numbers`` all that came of
-    them, with how they were computed. ``start`` says which counters were equal before the run.
+    writes, the other arguments, the keywords. ``read`` are the numbers that were read, by event; ``groups`` the groups
+    of parameters of the optimizers; ``start`` the values before the run of the counters that were read.
     """
 
     tensors: list[torch.Tensor]
-    refuse: Callable[[str], None]
+    optimizers: list[Optimizer]
     events: list[Any] = field(default_factory=list)
-    read: list[float] = field(default_factory=list)
-    numbers: dict[float, Expression] = field(default_factory=dict)
+    read: dict[int, float] = field(default_factory=dict)
     written: dict[int, int] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    start: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._numbers: dict[str, tuple[Expression, Any]] = {}
         self._positions = {id(tensor): index for index, tensor in enumerate(self.tensors)}
-        self.start = [_start(tensor) for tensor in self.tensors]
+        self._before = {index: tensor.item() for index, tensor in enumerate(self.tensors) if _may_count(tensor)}
+        self._uses: dict[int, tuple[int, tuple[Formula, ...]]] = {}
+        self._rates: set[int] = set()
+        for optimizer in self.optimizers:
+            formulas = next((found for kind, found in _FORMULAS.items() if isinstance(optimizer, kind)), ())
+            for group in optimizer.param_groups if formulas else ():
+                if all(type(beta) is float for beta in group.get("betas", ())) and self._has_known_rate(group):
+                    counters = [optimizer.state[p].get("step") for p in group["params"] if p in optimizer.state]
+                    self._uses |= {id(counter): (len(self.groups), formulas) for counter in counters}
+                    self.groups.append(group)
 
-    def follows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is such a counter."""
-        return id(tensor) in self._positions and tensor.numel() == 1 and tensor.dtype.is_floating_point
+    def _has_known_rate(self, group: dict[str, Any]) -> bool:
+        rate = group["lr"]
+        if self._follows(rate):
+            self._rates.add(id(rate))
+        return not isinstance(rate, torch.Tensor) or self._follows(rate)
 
-    def item(self, tensor: torch.Tensor, value: float) -> HostNumber:
-        """A counter is read."""
-        self.read.append(value)
-        self.events.append(("item", self._positions[id(tensor)]))
-        return HostNumber.make(value, ("item", len(self.read) - 1), self)
+    def _follows(self, tensor: Any) -> bool:
+        return self._positions.get(id(tensor)) in self._before
+
+    def note_read(self, tensor: torch.Tensor, value: float) -> str | None:
+        """An optimizer reads ``tensor``; why what comes of the value is not known, or None."""
+        if id(tensor) not in self._uses or not self._follows(tensor):
+            return None if id(tensor) in self._rates else "the value of a tensor of the CPU is read"
+        position = self._positions[id(tensor)]
+        self.start[position] = self._before[position]
+        index, formulas = self._uses[id(tensor)]
+        basis = (self._before[position], id(self.groups[index]["lr"]))
+        self.read[len(self.events)] = value
+        for formula in formulas:
+            number = formula(value, self.groups[index]).hex()
+            _, other = self._numbers.setdefault(number, ((formula, index, len(self.events)), basis))
+            if other != basis:
+                return "numbers that come of two counters of an optimizer are equal, and may not stay so"
+        self.events.append(("item", position))
+        return None
 
     def write(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_derived: Callable[[Any], bool]
@@ -75,8 +127,9 @@ class CounterLog:
         """An operator is called on counters; whether it is one that can be called again."""
         if func not in _FOLLOWED:
             return False
-        targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        if not all(self.follows(target) for target in targets):
+        several = isinstance(args[0], (list, tuple))
+        targets = args[0] if several else [args[0]]
+        if not all(self._follows(target) for target in targets):
             return False
         more = [arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, torch.Tensor)]
         if any(id(arg) in self._positions or is_derived(arg) or arg.numel() != 1 for arg in more):
@@ -86,57 +139,65 @@ class CounterLog:
         positions = tuple([self._positions[id(target)] for target in targets])
         for position in positions:
             self.written[position] = self.written.get(position, 0) + 1
-        several = isinstance(args[0], (list, tuple))
         rest = tuple([arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args[1:]])
         self.events.append((func, several, positions, rest, tuple(kwargs.items())))
         return True
 
     def is_like(self, other: CounterLog) -> bool:
         """Whether the same was done to the same counters."""
-        if len(self.events) != len(other.events) or len(self.tensors) != len(other.tensors):
+        mine, its = (*self.tensors, *self.groups), (*other.tensors, *other.groups)
+        if len(self.events) != len(other.events) or len(mine) != len(its):
             return False
-        if any(a is not b for a, b in zip(self.tensors, other.tensors, strict=True)):
+        if any(a is not b for a, b in zip(mine, its, strict=True)):
             return False
         return all(_same_event(a, b) for a, b in zip(self.events, other.events, strict=True))
 
     def has_moved(self, other: CounterLog) -> bool:
         """Whether each counter that was read had changed in between: what was computed from it can be told."""
-        return all(a != b for a, b in zip(self.read, other.read, strict=False))
+        return all(self.read[event] != other.read.get(event) for event in self.read)
 
     def explains(self, number: Any, other: CounterLog, its: Any) -> Expression | None:
         """How both numbers, one of either run, were computed, if that was in the same way."""
         if type(number) is not float or type(its) is not float:
             return None
-        found = self.numbers.get(number)
-        return found if found is not None and found == other.numbers.get(its) else None
+        found, its_found = self._numbers.get(number.hex()), other._numbers.get(its.hex())
+        return None if found is None or its_found is None or found[0] != its_found[0] else found[0]
 
-    def has_equal_counters(self) -> bool:
-        """Whether counters that were equal before the run are equal now: equal numbers were taken for one another."""
-        first: dict[Any, Any] = {}
-        for before, tensor in zip(self.start, self.tensors, strict=True):
-            if before is not None and first.setdefault(before, now := _start(tensor)) != now:
+    def evaluate(self, expression: Expression, read: dict[int, float]) -> float:
+        """The number that an expression gives for the counters that were read."""
+        formula, index, event = expression
+        return formula(read[event], self.groups[index])
+
+    def may_go_on(self) -> bool:
+        """Whether numbers that were equal, to each other or from one step to the next, still are: counters that were
+        equal before the run are equal now, and none has gone back."""
+        first: dict[float, float] = {}
+        for position, before in self.start.items():
+            now = self.tensors[position].item()
+            if now < before or first.setdefault(before, now) != now:
                 return False
         return True
 
-    def again(self) -> list[float]:
-        """Do it again; the numbers that are read."""
-        read: list[float] = []
-        for event in self.events:
-            if event[0] == "item":
-                read.append(self.tensors[event[1]].item())
-            else:
+    def again(self, wanted: set[int]) -> dict[int, float]:
+        """Do it again; the numbers that are read at the events that are ``wanted``."""
+        read: dict[int, float] = {}
+        for index, event in enumerate(self.events):
+            if event[0] != "item":
                 func, several, positions, rest, kwargs = event
                 targets = [self.tensors[position] for position in positions]
                 func(targets if several else targets[0], *rest, **dict(kwargs))
+            elif index in wanted:
+                read[index] = self.tensors[event[1]].item()
         return read
 
-    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def values(self) -> list[tuple[torch.Tensor, float]]:
         """The counters that are written, with what is in them now."""
-        return [(self.tensors[position], self.tensors[position].clone()) for position in self.written]
+        counters = [self.tensors[position] for position in self.written]
+        return [(counter, counter.item()) for counter in counters]
 
 
-def _start(tensor: torch.Tensor) -> float | None:
-    return tensor.item() if tensor.numel() == 1 and tensor.dtype.is_floating_point else None
+def _may_count(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.dtype.is_floating_point
 
 
 def _same_event(one: Any, other: Any) -> bool:
@@ -150,93 +211,3 @@ def _same_event(one: Any, other: Any) -> bool:
         if not (torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else same_number(a, b)):
             return False
     return True
-
-
-def evaluate(expression: Any, read: list[float]) -> Any:
-    """The number that an expression gives for the counters that were read."""
-    if type(expression) is not tuple:
-        return expression
-    if expression[0] == "item":
-        return read[expression[1]]
-    name, a, b = expression
-    return _OPERATORS[name](evaluate(a, read), evaluate(b, read))
-
-
-class HostNumber(float):
-    """A number that came from a counter; arithmetic keeps how. Looking at it in another way makes the run refused."""
-
-    __slots__ = ("expression", "log", "plain")
-
-    expression: Expression
-    log: CounterLog
-    plain: float
-
-    @classmethod
-    def make(cls, value: float, expression: Expression, log: CounterLog) -> HostNumber:
-        made = cls(value)
-        made.expression, made.log, made.plain = expression, log, value
-        log.numbers.setdefault(value, expression)
-        return made
-
-
-def _operator(name: str, reflected: bool) -> Any:
-    compute = _OPERATORS[name]
-
-    def method(self: HostNumber, other: Any) -> Any:
-        if type(other) not in (int, float, HostNumber):
-            return NotImplemented
-        plain, how = (other.plain, other.expression) if type(other) is HostNumber else (other, other)
-        value = compute(plain, self.plain) if reflected else compute(self.plain, plain)
-        if type(value) is not float:
-            self.log.refuse("a number from a counter becomes another kind of number")
-            return value
-        operands = (how, self.expression) if reflected else (self.expression, how)
-        return HostNumber.make(value, (name, *operands), self.log)
-
-    return method
-
-
-for _name in _OPERATORS:
-    setattr(HostNumber, f"__{_name}__", _operator(_name, False))
-    setattr(HostNumber, f"__r{_name}__", _operator(_name, True))
-
-
-def _negated(self: HostNumber) -> HostNumber:
-    return HostNumber.make(-self.plain, ("mul", self.expression, -1), self.log)
-
-
-setattr(HostNumber, "__neg__", _negated)  # noqa: B010
-
-
-def _look(name: str) -> Any:
-    original = getattr(float, name)
-
-    def method(self: HostNumber, *args: Any) -> Any:
-        self.log.refuse("a number that is read from a tensor of the CPU is looked at")
-        return original(self.plain, *[arg.plain if type(arg) is HostNumber else arg for arg in args])
-
-    return method
-
-
-for _name in (
-    *(
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq",
-        "ne",
-        "hash",
-        "bool",
-        "int",
-        "float",
-        "trunc",
-        "round",
-        "floor",
-        "ceil",
-        "repr",
-        "str",
-    ),
-    *("format", "pos", "abs", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"),
-):
-    setattr(HostNumber, f"__{_name}__", _look(f"__{_name}__"))

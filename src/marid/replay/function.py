@@ -14,6 +14,7 @@ from marid.frontend.observe import observer
 from marid.replay.arguments import Call, Unreadable
 from marid.replay.checks import Checks
 from marid.replay.dynamic import mark_arguments
+from marid.replay.impure import has_profiler
 from marid.replay.places import Refused
 from marid.replay.reachable import Wrapper
 from marid.replay.recording import Recording
@@ -46,9 +47,10 @@ class _Kind:
 class Compiled(Wrapper):
     """A function under ``marid.compile``; called like the function."""
 
-    def __init__(self, function: Callable[..., Any], fullgraph: bool, dynamic_dims: Any) -> None:
+    def __init__(self, function: Callable[..., Any], state: Any, fullgraph: bool, dynamic_dims: Any) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
+        self._state = state
         self._fullgraph = fullgraph
         self._dynamic_dims = dynamic_dims
         self._families: set[Any] = set()
@@ -74,12 +76,15 @@ class Compiled(Wrapper):
                 else:
                     kind = self._kind_of(call)
                     template, fit = self._fitting(kind, call)
-                    if template is not None and fit is not None and not kind.checks.is_due():
+                    watched = has_profiler()
+                    if template is not None and fit is not None and (watched or not kind.checks.is_due()):
                         return self._replayed(kind, template, call, fit)
                     del fit  # it holds values, and what is held counts as a result
-                    if template is not None:
+                    if watched:
+                        self._stats.count_fallback("another profiler is in its thread: what it reads is not noticed")
+                    elif template is not None:
                         return self._checked(kind, template, call, args, kwargs)
-                    if not kind.given_up:
+                    elif not kind.given_up:
                         return self._recorded(kind, call, args, kwargs)
             self._stats.plain += 1
         return self._function(*args, **kwargs)
@@ -150,7 +155,7 @@ class Compiled(Wrapper):
         return result
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, Any]:
-        run = Run(self._function, call)
+        run = Run(self._function, call, self._state)
         result = run.call(args, kwargs, self._fullgraph)
         self._stats.recordings += 1
         return run, result
@@ -168,9 +173,13 @@ class Compiled(Wrapper):
         for earlier in (*kind.recordings, *known):
             why = earlier.difference(recording)
             if why is None:
+                prepared = run.prepare()
+                if prepared is None:
+                    break
                 kind.templates = [template for template in kind.templates if template.recording is not earlier]
                 kind.recordings = [other for other in kind.recordings if other is not earlier]
-                kind.templates.insert(0, Template(recording, earlier, run.prepare(), len(call.lazy)))
+                writes = run.written(prepared[0].program)
+                kind.templates.insert(0, Template(recording, earlier, prepared, writes, len(call.lazy)))
                 del kind.templates[_TEMPLATES:]
                 return result
         kind.recordings.append(recording)
@@ -198,7 +207,9 @@ class Compiled(Wrapper):
         logger.warning("%s", text)
 
 
-def compile(fn: Callable[..., Any] | None = None, *, fullgraph: bool = False, dynamic_dims: Any = None) -> Any:
+def compile(
+    fn: Callable[..., Any] | None = None, *, state: Any = None, fullgraph: bool = False, dynamic_dims: Any = None
+) -> Any:
     """``fn``, recorded when it is called, and replayed without its Python once two recordings did the same.
 
     A replay does what the Python did: results of its own, state written in place, gradients, random numbers. It is
@@ -206,9 +217,10 @@ def compile(fn: Callable[..., Any] | None = None, *, fullgraph: bool = False, dy
     What cannot be replayed runs as Python, and ``stats()`` of the returned object says why; with ``fullgraph`` it
     raises instead: ``SyncForbiddenError`` where a value is read, else ``UnsupportedOperationError``.
 
-    ``dynamic_dims`` gives, by position or name of an argument, a dimension or several whose size varies
-    (``mark_dynamic``). Without ``fn``, a decorator.
+    ``state`` gives the objects that hold what ``fn`` works on beside its arguments, such as ``(model, optimizer)``, in
+    place of what ``fn`` can reach; all else counts as fixed. ``dynamic_dims`` gives, by position or name of an
+    argument, a dimension or several whose size varies (``mark_dynamic``). Without ``fn``, a decorator.
     """
     if fn is None:
-        return lambda function: Compiled(function, fullgraph, dynamic_dims)
-    return Compiled(fn, fullgraph, dynamic_dims)
+        return lambda function: Compiled(function, state, fullgraph, dynamic_dims)
+    return Compiled(fn, state, fullgraph, dynamic_dims)

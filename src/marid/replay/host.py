@@ -7,51 +7,37 @@ whose values Python looks at, or that the function changes, cannot be replayed.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from marid.frontend import autocast, handles
 from marid.graph.operators import written_arguments
 from marid.native import module
-from marid.replay.counters import CounterLog, is_of_an_optimizer
+from marid.replay.counters import CounterLog, is_in_a_formula
 from marid.semantics.scopes import current_site
 
 __all__ = ["HostWatch"]
-
-_READS = ("numpy", "tolist", "__array__", "__dlpack__", "item")
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_lock = threading.Lock()
-_watching: dict[int, HostWatch] = {}
 
 
 class HostWatch(TorchDispatchMode):
     """A dispatch mode that notes what happens to tensors of the host. ``refusal`` says why there can be no replay."""
 
-    def __init__(self, known: list[torch.Tensor], state: list[torch.Tensor]) -> None:
+    def __init__(self, known: list[torch.Tensor], state: list[torch.Tensor], optimizers: list[Optimizer]) -> None:
         super().__init__()
-        self.counters = CounterLog(state, self.refuse)
+        self.counters = CounterLog(state, optimizers)
         self.refusal: str | None = None
         self._known = {id(tensor): tensor for tensor in known}
         self._derived: dict[int, torch.Tensor] = {}
-        self._paused = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # to be skipped, PyTorch would import Dynamo at the first operation: half a second
 
     def __enter__(self) -> Self:
-        with _lock:
-            if not _watching:
-                for name in _READS:
-                    setattr(torch.Tensor, name, _watched(name))
-            _watching[threading.get_ident()] = self
         if module is not None:
             module.watch(True)
         return super().__enter__()
@@ -60,11 +46,6 @@ class HostWatch(TorchDispatchMode):
         super().__exit__(*error)
         if module is not None:
             module.watch(False)
-        with _lock:
-            del _watching[threading.get_ident()]
-            if not _watching:
-                for name in _READS:
-                    _restore(name)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is an argument or reachable state."""
@@ -73,15 +54,6 @@ class HostWatch(TorchDispatchMode):
     def is_derived(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` was computed from such, or from random numbers."""
         return id(tensor) in self._derived
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is noted."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def refuse(self, why: str) -> None:
         """Note why there can be no replay."""
@@ -92,7 +64,9 @@ class HostWatch(TorchDispatchMode):
         if module is None and autocast.may_call_listed(func) and autocast.calls_listed(func, args, kwargs):
             self.refuse(f"without the C++ half autocast may not reach into {func.name()}")
         returned = func(*args, **kwargs)
-        if self._paused:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if self.is_known(args[0]) or self.is_derived(args[0]):
+                self._note_read(args[0], returned, is_in_a_formula(sys._getframe(1)))
             return returned
         given = list(_host_tensors((*args, *kwargs.values())))
         if any(handles.is_lazy(arg) for arg in _tensors((*args, *kwargs.values()))):
@@ -102,7 +76,7 @@ class HostWatch(TorchDispatchMode):
             return returned
         if func._schema.is_mutable and self.counters.write(func, args, kwargs, self.is_derived):
             return returned
-        if func is torch.ops.aten._local_scalar_dense.default or not isinstance(returned, (torch.Tensor, list, tuple)):
+        if not isinstance(returned, (torch.Tensor, list, tuple)):
             self.refuse("the value of a tensor of the CPU is read")
         if func._schema.is_mutable:
             formals = [formal.name for formal in func._schema.arguments]
@@ -114,6 +88,11 @@ class HostWatch(TorchDispatchMode):
             if not self.is_known(tensor):
                 self._derived[id(tensor)] = tensor
         return returned
+
+    def _note_read(self, tensor: torch.Tensor, value: Any, in_a_formula: bool) -> None:
+        why = self.counters.note_read(tensor, value) if in_a_formula else "the value of a tensor of the CPU is read"
+        if why is not None:
+            self.refuse(why)
 
     def _note_written(self, arg: Any) -> None:
         for tensor in _host_tensors((arg,)):
@@ -132,34 +111,3 @@ def _tensors(things: Any) -> Any:
 
 def _host_tensors(things: Any) -> Any:
     return (tensor for tensor in _tensors(things) if not handles.is_lazy(tensor) and tensor.device.type != "meta")
-
-
-_originals = {name: getattr(torch.Tensor, name) for name in _READS}
-_own = {name: name in vars(torch.Tensor) for name in _READS}
-
-
-def _watched(name: str) -> Any:
-    original = _originals[name]
-
-    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        watch = _watching.get(threading.get_ident())
-        file = sys._getframe(1).f_code.co_filename
-        if watch is None or handles.is_lazy(self) or file.startswith(_OWN):
-            return original(self, *args, **kwargs)
-        if name == "item":
-            if is_of_an_optimizer(file) and watch.counters.follows(self):
-                with watch.paused():
-                    value = original(self)
-                return watch.counters.item(self, value)
-        else:
-            watch.refuse(f"{name}() of a tensor of the CPU")
-        return original(self, *args, **kwargs)
-
-    return read
-
-
-def _restore(name: str) -> None:
-    if _own[name]:
-        setattr(torch.Tensor, name, _originals[name])
-    else:
-        delattr(torch.Tensor, name)

@@ -1,18 +1,50 @@
-"""Running what was recorded before a function under ``marid.compile`` is called."""
+"""Running what a program needs before it that is kept: pending work that makes what it works on, or that comes before
+its writes. What else is pending stays so."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from marid.errors import MaterializationError, MemoryLimitError
 from marid.frontend import handles
-from marid.frontend.materialize import run_everything, wait_anyway
+from marid.frontend.materialize import run_pending, wait_anyway
+from marid.frontend.record import order
+from marid.graph.node import Node, finish
+from marid.graph.tape import Tape
 
-__all__ = ["run_pending_work"]
+__all__ = ["run_needed"]
 
 
-def run_pending_work() -> bool:
-    """Run all that is pending on all devices; whether nothing failed."""
+def run_needed(device: int, tensors: list[Any], writes: Sequence[int]) -> bool:
+    """Run what a program needs that works on ``tensors`` and writes those at the positions ``writes``; whether nothing
+    of that failed. It is to run next."""
+    tape = handles.tape(device)
     fine = True
-    for index in range(handles.device_count):
-        on = handles.tape(index)
-        fine &= not on.entries or run_everything(on) is None
+    if tape.entries:
+        values = tuple([tensor._value for tensor in tensors])
+        program = Node(next(tape.sequence), None, values, None, None, None, None, None)  # stands for it on the tape
+        order(program, tensors, writes)
+        try:
+            fine = _run_before(tape, program)
+        finally:
+            finish(program)
     wait_anyway()
     return fine
+
+
+def _run_before(tape: Tape, program: Node) -> bool:
+    while True:
+        tape.fail_dependents()
+        try:
+            nodes = [node for node in tape.cut([program]) if node is not program]
+        except MaterializationError:
+            return False
+        if not nodes:
+            return True
+        try:
+            run_pending(tape, nodes)
+        except MaterializationError:
+            continue  # the next cut raises it if it is needed
+        except MemoryLimitError:
+            return False

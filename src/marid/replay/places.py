@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import sys
+from collections.abc import Iterable
 from typing import Any
 
 from marid.frontend import handles
 from marid.frontend.observe import Upload
 from marid.graph.node import Draw, Node, Output, Spec, Value, root_of
 from marid.graph.program import Task
+from marid.native import module
 from marid.replay.gradients import graph_of
 from marid.replay.recording import GRAD, MADE, OUTPUT, TENSOR, UPLOAD, Made, Ref
 
@@ -98,14 +98,14 @@ class Places:
                     return kind, index
         return self._groups.setdefault(id(storage), len(self._groups))
 
-    def unexplained(self, keeps_graph: bool) -> str | None:
-        """A result that somebody unknown keeps, in words; where ``keeps_graph``, autograd may keep what it wants."""
-        roots = {root_of(value) for value in self._explained}
-        kept = [value for value in self._outputs if value not in self._explained and value not in roots]
-        may = {v for v in kept if keeps_graph or root_of(v) in roots or root_of(v) in self._known}
-        held = _held_by_python(may) if may else may
-        for value in kept:
-            if value not in may or value in held:
+    def unexplained(self, by_autograd: Iterable[Any]) -> str | None:
+        """A result that somebody unknown keeps, in words. ``by_autograd`` are tensors that autograd keeps; without the
+        C++ half it also keeps the views that a view was made through, where nobody can ask it."""
+        explained = self._explained | {tensor._value for tensor in by_autograd if handles.is_lazy(tensor)}
+        explained |= {root_of(value) for value in explained}
+        in_views = explained | {root_of(value) for value in self._known} if module is None else set()
+        for value in self._outputs:
+            if value not in explained and (value.root is None or value.root not in in_views):
                 op = value.node.op
                 return f"{op.name if op is not None else 'a result'} ({_line(value)})"
         return None
@@ -120,16 +120,6 @@ class Places:
         refs = sorted(self._used)
         roots = [id(root_of((self.tensors if kind == TENSOR else self.grads)[index]._value)) for kind, index in refs]
         return refs, tuple([roots.index(one) for one in roots])
-
-
-def _held_by_python(values: set[Value]) -> set[Value]:
-    """Those of which Python has a tensor: what autograd notes of a view keeps tensors of the same memory beside."""
-    found: set[Value] = set()
-    tensors = [thing for thing in gc.get_objects() if handles.is_lazy(thing) and thing._value in values]
-    for index in range(len(tensors)):
-        if sys.getrefcount(tensors[index]) > 3:  # the list, the argument, and autograd
-            found.add(tensors[index]._value)
-    return found
 
 
 def _spec(value: Value) -> Spec:

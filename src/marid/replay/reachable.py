@@ -2,7 +2,8 @@
 
 Followed are closures, the globals that the function's code names, defaults, attributes of objects (modules and
 optimizers among them), containers, and methods and functions of the user's own code. PyTorch's and other installed
-packages' functions are taken as they are.
+packages' functions are taken as they are. Where the state is given by the user, all code is. The rules stand in
+``docs/compile.md``.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _OPAQUE = (
     *(torch.UntypedStorage, torch.Stream, torch.Event, np.random.BitGenerator),
 )
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
+_CODE = (type, types.FunctionType, staticmethod, classmethod, property)
 _DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 _FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
@@ -62,11 +64,12 @@ class Reached:
 
     ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
     variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``
-    those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator functions that have begun.
-    ``too_much`` says what makes this function none to replay.
+    and ``optimizers`` those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator functions that
+    have begun. ``too_much`` says what makes this function none to replay. Code is followed if ``follows_code``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, follows_code: bool) -> None:
+        self.follows_code = follows_code
         self.dicts: list[tuple[str, dict[Any, Any]]] = []
         self.lists: list[tuple[str, Any]] = []
         self.names: list[tuple[str, Any, tuple[str, ...]]] = []
@@ -76,6 +79,7 @@ class Reached:
         self.host: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
         self.drawing: list[Any] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.paused: list[types.GeneratorType[Any, Any, Any]] = []
         self.modules: set[tuple[int, tuple[str, ...]]] = set()
         self.seen: dict[int, Any] = {}
@@ -93,9 +97,10 @@ def is_plain(thing: Any) -> bool:
     return isinstance(thing, _PLAIN)
 
 
-def reach(roots: list[tuple[str, Any]]) -> Reached:
-    """Everything that can be reached from ``roots`` (names and objects)."""
-    found = Reached()
+def reach(roots: list[tuple[str, Any]], follows_code: bool) -> Reached:
+    """Everything that can be reached from ``roots`` (names and objects); through functions and classes too, if
+    ``follows_code``."""
+    found = Reached(follows_code)
     pending = deque(roots)
     while pending:
         path, thing = pending.popleft()
@@ -143,6 +148,8 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         if len(thing) <= LONG:
             for index, value in enumerate(list(thing)):
                 yield f"{path}[{index}]", value
+    elif isinstance(thing, _CODE) and not found.follows_code:
+        return
     elif isinstance(thing, Wrapper):
         yield path, thing._function
     elif isinstance(thing, types.FunctionType):
@@ -244,6 +251,8 @@ def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:
 
 
 def _object(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, torch.optim.Optimizer):
+        found.optimizers.append(thing)
     yield type(thing).__qualname__, type(thing)
     own = getattr(thing, "__dict__", None)
     if type(own) is dict:

@@ -12,7 +12,7 @@ import torch
 
 from marid.frontend.observe import Drawn
 from marid.graph.node import Spec
-from marid.replay.counters import CounterLog, evaluate
+from marid.replay.counters import CounterLog, Expression
 from marid.replay.reachable import Reached, is_plain
 from marid.replay.snapshot import Snapshot, same_number
 
@@ -31,6 +31,7 @@ __all__ = [
     "Origin",
     "Recording",
     "Ref",
+    "expressions",
 ]
 
 # Where a value comes from: a tensor (of the arguments, then of the state), the gradient that it had before, an upload,
@@ -79,6 +80,12 @@ class Origin:
 
 class Each(list[Any]):
     """Expressions and numbers that make a tuple of numbers."""
+
+
+def expressions(computed: list[tuple[int, Any]]) -> set[Expression]:
+    """The expressions among numbers that are computed."""
+    parts = (part for _, how in computed for part in (how if type(how) is Each else [how]))
+    return {part for part in parts if type(part) is tuple}
 
 
 @dataclass
@@ -158,12 +165,13 @@ class Recording:
         numbers = self.numbers_for(computed, other.counters.read)
         return self._difference(other, _first_other(numbers, other.numbers))
 
-    def numbers_for(self, computed: list[tuple[int, Any]], read: list[float]) -> list[Any]:
+    def numbers_for(self, computed: list[tuple[int, Any]], read: dict[int, float]) -> list[Any]:
         """The numbers of the program where counters are ``read`` so."""
         numbers = list(self.numbers)
+        known = {how: self.counters.evaluate(how, read) for how in expressions(computed)}
         for place, how in computed:
             each = type(how) is Each
-            numbers[place] = tuple([evaluate(part, read) for part in how]) if each else evaluate(how, read)
+            numbers[place] = tuple([known.get(part, part) for part in how]) if each else known[how]
         return numbers
 
     def _unexplained(self, other: Recording) -> tuple[int, Any, Any] | None:
@@ -211,22 +219,26 @@ class Recording:
         return None
 
     def computed(self, other: Recording) -> list[tuple[int, Any]]:
-        """The numbers that are computed from counters, by place: an expression, or a tuple of such and of numbers."""
-        pairs = enumerate(zip(self.numbers, other.numbers, strict=True))
-        return [(index, self._computed(a, other, b)) for index, (a, b) in pairs if not same_number(a, b)]
+        """The numbers that are computed from counters, by place: an expression, or a tuple of such and of numbers.
+
+        They may be equal in both runs: ``1 - beta**step`` is the same for several steps once it is nearly 1.
+        """
+        found = (self._computed(a, other, b) for a, b in zip(self.numbers, other.numbers, strict=True))
+        return [(index, how) for index, how in enumerate(found) if how is not None]
 
     def _computed(self, number: Any, other: Recording, its: Any) -> Any:
+        """How a number is computed from counters; None if it is not, or not in the same way."""
         if type(number) is not tuple:
             return self.counters.explains(number, other.counters, its)
         if type(its) is not tuple or len(its) != len(number):
             return None
-        parts = []
+        parts: list[Any] = []
         for a, b in zip(number, its, strict=True):
-            part = b if same_number(a, b) else self.counters.explains(a, other.counters, b)
-            if part is None:
+            how = self.counters.explains(a, other.counters, b)
+            if how is None and not same_number(a, b):
                 return None
-            parts.append(part)
-        return Each(parts)
+            parts.append(b if how is None else how)
+        return Each(parts) if any(type(part) is tuple for part in parts) else None
 
 
 def _same_result(one: tuple[str, Any], other: tuple[str, Any]) -> bool:

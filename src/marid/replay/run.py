@@ -8,19 +8,22 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from marid.engine.protocol import Engine
 from marid.frontend import handles
+from marid.frontend.engines import engine_of
 from marid.frontend.observe import Observer, Upload, observing
 from marid.graph.node import Node, Spec, root_of
+from marid.graph.operators import written_slots
 from marid.graph.prepared import Prepared
-from marid.graph.program import Task, bind
+from marid.graph.program import Program, Task, bind
 from marid.graph.tape import Tape
 from marid.optimize.forecast import forecast
 from marid.replay.arguments import Call
 from marid.replay.backward import record_backwards
-from marid.replay.gradients import LIVE, graph_of
+from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
 from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
-from marid.replay.pending import run_pending_work
+from marid.replay.pending import run_needed
 from marid.replay.places import Places, Refused, numbers_of
 from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, TENSOR, Origin, Recording, Ref
@@ -41,32 +44,39 @@ class Run:
     Holds the work that is pending: drop it soon.
     """
 
-    def __init__(self, function: Any, call: Call) -> None:
-        run_pending_work()
+    def __init__(self, function: Any, call: Call, state: Any) -> None:
         self._function = function
         self._call = call
         self.recording: Recording | None = None
         self.refusal: Refused | None = None
-        self._reached = reach([("the function", function), *[("an argument", other) for other in call.others]])
+        root = ("the function", function) if state is None else ("state", state)
+        self._reached = reach([root, *[("an argument", other) for other in call.others]], state is None)
         self._snapshot = Snapshot(self._reached)
         self._tensors = [*call.lazy, *self._reached.lazy]
         self._host = [*call.host, *self._reached.host]
         self._streams = Streams(self._reached.generators, self._reached.drawing)
+        self._grads = [grad_of(tensor) for tensor in self._tensors]
+        self._start = [self._begin(index) for index in range(handles.device_count)]
         self._values = [tensor._value for tensor in self._tensors]
         self._specs: list[Spec] = [value.spec for value in self._values]
         self._histories = [tensor.grad_fn for tensor in self._tensors]
-        self._grads = [grad_of(tensor) for tensor in self._tensors]
         self._versions = [_version(tensor) for tensor in (*self._tensors, *self._grads)]
         self._host_versions = [_version(tensor) for tensor in self._host]
         self._task: Task | None = None
         self._backwards: list[Task] = []
+
+    def _begin(self, device: int) -> int:
+        """Have there what the function works on, as at a replay; the place on the tape from which on it records."""
+        known = [one for one in (*self._tensors, *self._grads) if one is not None]
+        run_needed(device, [one for one in known if one._value.spec.device == device], ())
+        return next(handles.tape(device).sequence)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
         """Run the Python; its result. What it raises leaves as it is."""
         try:
             with (
                 observing(refuse_reads) as seen,
-                HostWatch(self._host, self._reached.host) as host,
+                HostWatch(self._host, self._reached.host, self._reached.optimizers) as host,
                 ImpureWatch(self._reached.paused) as impure,
             ):
                 result = self._function(*args, **kwargs)
@@ -75,17 +85,36 @@ class Run:
                 handles.tape(index).room = 0  # not cut while the function ran: measured again at the next operation
         try:
             self._check(seen, host, impure)
-            if not self._describe(result, seen, host):
-                gc.collect()  # results in reference cycles that nobody holds
-                self._describe(result, seen, host)
+            with self._engine().lock:
+                if not self._describe(result, seen, host):
+                    gc.collect()  # results in reference cycles that nobody holds
+                    self._describe(result, seen, host)
         except Refused as refused:
             self.refusal = refused.with_traceback(None)
         return result
 
-    def prepare(self) -> list[Prepared]:
-        """The programs of the run, to be run again: its own, and those of its derivatives."""
+    def prepare(self) -> list[Prepared] | None:
+        """The programs of the run, to be run again: its own, and those of its derivatives. None where another thread
+        has run some of it by now."""
         assert self._task is not None
-        return [Prepared.of(task, forecast(task).nbytes) for task in (self._task, *self._backwards)]
+        tasks = (self._task, *self._backwards)
+        with self._engine().lock:
+            if any(node.args is None for task in tasks for node in task.nodes):
+                return None
+            return [Prepared.of(task, forecast(task).nbytes) for task in tasks]
+
+    def written(self, program: Program) -> list[int]:
+        """Which of the tensors that the recording has used lie in memory that the run's own ``program`` writes."""
+        assert self._task is not None
+        assert self.recording is not None
+        values = list(self._task.slots)
+        slots = {slot for instruction in program.instructions for slot in written_slots(instruction)}
+        roots = {root_of(values[slot]) for slot in slots}
+        used = [(self._tensors if kind == TENSOR else self._grads)[index] for kind, index in self.recording.used]
+        return [position for position, tensor in enumerate(used) if root_of(tensor._value) in roots]
+
+    def _engine(self) -> Engine:
+        return engine_of(self._tape().device)
 
     # --- what cannot be replayed ---
 
@@ -123,7 +152,7 @@ class Run:
         tape = self._tape()
         end = next(tape.sequence)
         backwards = record_backwards([*live.values()], self._tensors, tape) if live else []
-        task = bind(_before(tape, end))
+        task = bind(self._recorded(tape, end))
         places = Places(self._tensors, self._grads, seen.uploads, task)
         grads = self._new_grads(places)
         results = [self._result(leaf, places) for leaf in leaves]
@@ -131,7 +160,7 @@ class Run:
             if places.of(root_of(leaf._value))[0] != OUTPUT:
                 raise Refused("it returns a view of its argument or state with a history of gradients", for_good=True)
         derivatives = [backward.describe(places) for backward in backwards]
-        kept = places.unexplained(bool(live))
+        kept = places.unexplained(kept_by_autograd(self._alive(leaves), self._histories))
         if kept is not None:
             self.refusal = Refused(f"a result is kept by something other than what it returns: {kept}")
             return False
@@ -166,12 +195,22 @@ class Run:
         )
         return True
 
+    def _alive(self, leaves: list[Any]) -> list[Any]:
+        """The tensors of the device that are there after the run."""
+        results = [leaf for leaf in leaves if handles.is_lazy(leaf)]
+        grads = [grad for grad in map(grad_of, self._tensors) if grad is not None]
+        return [*results, *grads, *self._tensors]
+
     def _is_live(self, tensor: Any) -> bool:
         return not any(tensor is one for one in self._tensors) and graph_of(tensor) == LIVE
 
+    def _recorded(self, tape: Tape, end: int) -> list[Node]:
+        """What the run has recorded, before ``end``: in a list that alone holds it."""
+        return [node for node in tape.pending() if self._start[tape.device] < node.seq < end]
+
     def _tape(self) -> Tape:
         tapes = [handles.tape(index) for index in range(handles.device_count)]
-        busy = [tape for tape in tapes if tape.entries and tape.pending()]
+        busy = [tape for tape in tapes if tape.entries and self._recorded(tape, next(tape.sequence))]
         if len(busy) > 1:
             raise Refused("it works on more than one device")
         return busy[0] if busy else tapes[self._specs[0].device if self._specs else 0]
@@ -222,11 +261,6 @@ class Run:
         if upload.content is None:
             raise Refused(f"it makes a tensor of {upload.tensor.numel()} elements from Python's data")
         return Origin(None, None, upload.content, spec, upload.make)
-
-
-def _before(tape: Tape, end: int) -> list[Node]:
-    """What is pending and was recorded before ``end``: in a list that alone holds it."""
-    return [node for node in tape.pending() if node.seq < end]
 
 
 def _version(tensor: Any) -> int:

@@ -17,7 +17,7 @@ from marid.graph.prepared import Prepared
 from marid.replay.arguments import Call
 from marid.replay.backward import connect
 from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
-from marid.replay.pending import run_pending_work
+from marid.replay.pending import run_needed
 from marid.replay.recording import (
     CONSTANT,
     GRAD,
@@ -30,6 +30,7 @@ from marid.replay.recording import (
     Made,
     Recording,
     Ref,
+    expressions,
 )
 from marid.replay.streams import take_again
 from marid.semantics.scopes import current_scope, current_site
@@ -44,9 +45,13 @@ Fit = tuple[list[Any], dict[int, Any], dict[Ref, Value]]
 class Template:
     """A recording whose program is ready to run."""
 
-    def __init__(self, recording: Recording, earlier: Recording, prepared: list[Prepared], arguments: int) -> None:
+    def __init__(
+        self, recording: Recording, earlier: Recording, prepared: list[Prepared], writes: list[int], arguments: int
+    ) -> None:
         self.recording = recording
+        self._writes = writes
         self._computed = earlier.computed(recording)
+        self._counted = {event for _, _, event in expressions(self._computed)}
         self._prepared, *backwards = prepared
         self._backwards = [*zip(recording.derivatives, backwards, strict=True)]
         own = recording.reached.lazy
@@ -72,23 +77,19 @@ class Template:
     def fit(self, call: Call) -> Fit | None:
         """What a replay of ``call`` works on, or None (and nothing has happened) where the Python has to run."""
         recording = self.recording
-        if recording.snapshot.change() is not None or not self._is_state_alike() or not run_pending_work():
+        if recording.snapshot.change() is not None or not self._is_state_alike():
             return None
         tensors = [*call.lazy, *recording.reached.lazy]
         grads = self._grads_of(tensors)
         if grads is None:
             return None
-        values: dict[Ref, Value] = {}
-        for ref in recording.used:
-            kind, index = ref
-            value = (tensors if kind == TENSOR else grads)[index]._value
-            if value.concrete is None:
-                return None
-            values[ref] = value
-        if not self._shares_as_recorded(values) or not self._has_room():
+        used = [(tensors if kind == TENSOR else grads)[index] for kind, index in recording.used]
+        values: dict[Ref, Value] = {ref: tensor._value for ref, tensor in zip(recording.used, used, strict=True)}
+        if not self._shares_as_recorded(values) or not self._has_room() or not recording.counters.may_go_on():
             return None
-        counters = recording.counters
-        if not self._upload(call, values) or (counters.events and not counters.has_equal_counters()):
+        if not run_needed(recording.device, used, self._writes):
+            return None
+        if any(value.concrete is None for value in values.values()) or not self._upload(call, values):
             return None
         return tensors, grads, values
 
@@ -98,9 +99,9 @@ class Template:
         recording = self.recording
         counters = recording.counters
         numbers = recording.numbers
-        before = counters.copies()
+        before = counters.values()
         if counters.events:
-            numbers = recording.numbers_for(self._computed, counters.again())
+            numbers = recording.numbers_for(self._computed, counters.again(self._counted))
         if recording.draws:
             taken = take_again(recording.draws)
             numbers = list(numbers)
@@ -112,8 +113,8 @@ class Template:
         try:
             buffers = engine_of(recording.device).replay(self._prepared, inputs, numbers)
         except BaseException:
-            for counter, content in before:
-                counter.copy_(content)  # the optimizer has not come to its step
+            for counter, value in before:
+                counter.fill_(value)  # the optimizer has not come to its step
             raise
         return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(
             self._simple
