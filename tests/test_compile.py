@@ -241,8 +241,8 @@ def test_counters_that_meet() -> None:
             for optimizer, value in zip(optimizers, start or (), strict=False):
                 for state in optimizer.state.values():
                     state["step"].fill_(value)
-            for batch in _batches(6, rows=3, columns=4):
-                losses.append([loss.item() for loss in run(batch.to(device))])
+            batches = _batches(6, rows=3, columns=4)
+            losses += [[loss.item() for loss in run(batch.to(device))] for batch in batches]
         found.append(losses + [p.tolist() for model in models for p in model.parameters()])
     assert found[0] == found[1]
     stats = marid.stats().functions[0]

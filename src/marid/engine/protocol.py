@@ -71,8 +71,11 @@ class Engine(Protocol):
     """Whether it gains from work that is handed over early, piece by piece."""
     elsewhere: bool
     """Whether what it runs leaves the processors of this process alone."""
-    lock: AbstractContextManager[Any]
-    """Held while anything is run: inside, no other thread does."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while anything is run: inside, no other thread does."""
+        ...
 
     def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
         """Run pending nodes, given in program order and closed under the hazard rule (``Tape.cut``), after all that was
