@@ -643,7 +643,9 @@ def test_a_message_that_never_ends(worker: LocalWorker) -> None:
         sent = 0
         with _shaken_hands(worker) as raw, contextlib.suppress(OSError):
             raw.sendall(b"\0" + bytes([len(ping)]) + ping)  # a whole message comes first: it is no pending connection
-            time.sleep(0.2)
+            answered = b""
+            while b"kind" not in answered:
+                answered += raw.recv(1000)
             while sent < 8 << 30:
                 raw.sendall(segment)
                 sent += len(segment)

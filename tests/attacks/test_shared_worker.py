@@ -195,7 +195,8 @@ def test_who_sends_much_before_a_handshake_is_shut_out(shared: tuple[LocalWorker
                 refused += 1
     assert refused == len(crowd)
     after = family(worker)
-    assert sum(after[pid] - before[pid] for pid in before if pid in after) < 64 * MEGABYTE
+    # Much less than the 280 MB of them all, however seldom a busy machine lets the worker look.
+    assert sum(after[pid] - before[pid] for pid in before if pid in after) < 128 * MEGABYTE
     for one in crowd:
         one.close()
 

@@ -80,9 +80,10 @@ class Doors:
         return route in self._routes
 
     def enter(self, route: bytes, descriptor: int, owner: bytes) -> None:
-        """A first message has come, from a client of ``owner`` that was let in."""
-        self._pending.pop(descriptor, None)
-        if descriptor < 0:
+        """A first message has come, from a client of ``owner`` that was let in.
+
+        A message can be taken after the end of its connection was noted: such a connection is not entered again."""
+        if self._pending.pop(descriptor, None) is None:
             return
         self._forget(descriptor)
         self._routes[route], self._descriptors[descriptor], self._owners[descriptor] = descriptor, route, owner
