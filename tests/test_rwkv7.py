@@ -106,8 +106,8 @@ def test_it_is_the_rwkv_packages_model(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RWKV_V7_ON", "1")
     monkeypatch.setenv("RWKV_JIT_ON", "0")
     # The package sets flags of cuDNN when it is imported, which PyTorch's own test helpers forbid to all after them.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
-    with contextlib.redirect_stdout(io.StringIO()):
+    allowed = torch.backends.__allow_nonbracketed_mutation  # pyright: ignore[reportAttributeAccessIssue]
+    with contextlib.redirect_stdout(io.StringIO()), allowed():
         from rwkv.model import RWKV  # pyright: ignore[reportMissingImports]
 
         model = random_model()
