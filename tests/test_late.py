@@ -86,6 +86,28 @@ def test_a_first_step_imports_no_large_packages(step: str) -> None:
     assert [name for name in imported if name.startswith(large)] == []
 
 
+def test_the_first_use_moves_a_module_that_a_graph_holds() -> None:
+    """Where PyTorch's move is under way when the device is first used, a parameter that cannot be swapped is replaced,
+    as in every later move."""
+    script = """
+import torch
+import marid
+from torch import nn
+
+torch.manual_seed(0)
+conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 3, 2))
+old = nn.utils.weight_norm(nn.Conv1d(3, 2, 2))  # its weight is computed from the parameters when it is made
+model = nn.Sequential(conv, old)
+x = torch.randn(1, 2, 8)
+expected = model(x)
+model.to("remote_accelerator")
+y = model(x.to("remote_accelerator"))
+y.sum().backward()
+print(torch.equal(y.cpu(), expected), all(p.grad is not None for p in model.parameters()))
+"""
+    assert _run(script) == ["True True"]
+
+
 def test_dynamo_disables_what_it_would_have_disabled() -> None:
     """Once it is imported, PyTorch's reference implementations ask it again."""
     values = _run(

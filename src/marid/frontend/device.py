@@ -148,10 +148,20 @@ def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def wrapper(tensor: Any) -> bool:
         if type(tensor) is not LazyTensor:
             return is_wrapper(tensor)
-        caller = sys._getframe(1).f_back
-        return caller is not None and caller.f_code.co_filename != __file__
+        move = sys._getframe(1)
+        caller = move.f_back
+        return caller is not None and caller.f_code.co_filename != __file__ and _is_free(move.f_locals["param"])
 
     return wrapper
+
+
+def _is_free(parameter: torch.Tensor) -> bool:
+    """Whether no autograd graph holds a parameter, so that it can be swapped; its own node of the graph may."""
+    count = parameter._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+    if count != 2 or not parameter.is_leaf:
+        return count < 2
+    node = torch.autograd.graph.get_gradient_edge(parameter).node  # made now, if that is not who holds it
+    return node is not None and parameter._use_count() == 2  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _moved_in_place(parameter: Any, applied: torch.Tensor, fn: Any) -> torch.Tensor:
