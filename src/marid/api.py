@@ -59,9 +59,11 @@ def stats() -> Stats:
     wait_anyway()
     tapes = [handles.tape(index) for index in range(handles.device_count)]
     measured = [tape.measure() for tape in tapes]
+    immediate = handles.ops_immediate() - counters.ops_immediate_before
     return Stats(
-        ops_captured=sum(tape.recorded for tape in tapes) - counters.ops_captured_before,
-        ops_executed=counters.ops_executed,
+        ops_captured=sum(tape.recorded for tape in tapes) - counters.ops_captured_before + immediate,
+        ops_executed=counters.ops_executed + immediate,
+        ops_immediate=immediate,
         programs_built=counters.programs_built,
         programs_reused=counters.programs_reused,
         materializations=counters.materializations,
@@ -148,4 +150,5 @@ def reset_stats() -> None:
     wait_anyway()
     builds.reset()
     traffic.reset()
-    counters.reset(sum(handles.tape(index).recorded for index in range(handles.device_count)))
+    recorded = sum(handles.tape(index).recorded for index in range(handles.device_count))
+    counters.reset(recorded, handles.ops_immediate())

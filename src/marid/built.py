@@ -25,7 +25,9 @@ _FOLDER = Path(__file__).parent / "native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
 HAS_MODULE = (_PYTHON / "Python.h").exists()
 """Whether the library can be a Python module too: whether Python's headers are installed."""
-_OF_MODULE = "accumulate autocast call concretely cut derive dispatch geometry kernels record runs stack".split()
+_OF_MODULE = (
+    "accumulate autocast call concretely cut derive dispatch geometry immediate kernels record runs stack".split()
+)
 _SOURCES = [path for path in sorted(_FOLDER.rglob("*.cpp")) if HAS_MODULE or path.stem not in _OF_MODULE]
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
 _VECTORS = {

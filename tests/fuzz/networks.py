@@ -4,7 +4,7 @@ A network is text: blocks of a ``Module`` and statements of its training, drawn 
 what fails is printed as the very code that ran. ``check`` trains it on the CPU, eagerly, and on the device, and says
 how what can be seen of the two differs; ``shrinking.minimised`` takes out what a difference does not need.
 
-    python -m tests.fuzz.networks --seeds 0:1000 [--tier flat|compiled|replayed] [--shrink]
+    python -m tests.fuzz.networks --seeds 0:1000 [--tier flat|immediate|compiled|replayed] [--shrink]
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ TIERS = {
     tier.name: tier
     for tier in (
         Tier("flat", settings=(("compile", False),)),
+        Tier("immediate", settings=(("compile", False), ("immediate_after", 0), ("immediate_bytes", 1 << 40))),
         Tier("replayed", compiled=marid.compile, changes=_repeated, settings=(("compile", False),)),
         Tier(
             "compiled",
@@ -198,8 +199,9 @@ TIERS = {
 
 @contextlib.contextmanager
 def tier_settings(tier: Tier) -> Iterator[None]:
-    """Marid's settings as a tier needs them, with every program planned that comes again."""
-    wanted = dict(tier.settings) | {"plan_bytes": 0}
+    """Marid's settings as a tier needs them, with every program planned that comes again; nothing runs at once unless
+    the tier says so."""
+    wanted = {"plan_bytes": 0, "immediate_bytes": 0} | dict(tier.settings)
     before = {name: getattr(marid.settings, name) for name in wanted}
     for name, value in wanted.items():
         setattr(marid.settings, name, value)

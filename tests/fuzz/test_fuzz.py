@@ -63,6 +63,16 @@ def test_random_programs(profile: str) -> None:
     _fuzz(profile, PROGRAMS // len(PROFILES))
 
 
+@pytest.mark.in_process("operations run at once in this process alone")
+@pytest.mark.parametrize("profile", PROFILES)
+def test_random_programs_at_once(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, of operations that run as they are written from the first read on."""
+    monkeypatch.setattr(marid.settings, "immediate_after", 0)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
+    _fuzz(profile, PROGRAMS // 4 // len(PROFILES), runs=3)
+    assert marid.stats().ops_immediate > 0
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_random_programs_in_planned_memory(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, repeated until every program follows a memory plan, however small it is."""

@@ -64,6 +64,14 @@ def test_random_networks(part: int) -> None:
     _fuzz(range(part * NETWORKS // 4, (part + 1) * NETWORKS // 4), FLAT)
 
 
+@pytest.mark.in_process("operations run at once in this process alone")
+@pytest.mark.parametrize("part", range(2))
+def test_random_networks_at_once(part: int) -> None:
+    """The same with operations that run as they are written."""
+    _fuzz(range(part * NETWORKS // 2, (part + 1) * NETWORKS // 2), TIERS["immediate"])
+    assert marid.stats().ops_immediate > 0
+
+
 @pytest.mark.in_process("replays of devices that are workers have tests of their own")
 def test_random_networks_replayed() -> None:
     """The same with the step under ``marid.compile``."""

@@ -34,6 +34,8 @@ __all__ = [
     "is_lazy",
     "library",
     "new_handle",
+    "ops_immediate",
+    "record_again",
     "source",
     "spec",
     "spec_of",
@@ -86,6 +88,17 @@ def is_lazy(thing: Any) -> bool:
 def tape(index: int) -> Tape:
     """The tape of device ``index``."""
     return tapes[index]
+
+
+def ops_immediate() -> int:
+    """How many operations have run at once since the process began."""
+    return module.performed() if module is not None else 0
+
+
+def record_again() -> None:
+    """Have no operation run at once (``frontend/ahead.py``) from now on."""
+    for one in tapes:
+        one.immediate = False
 
 
 def spec(

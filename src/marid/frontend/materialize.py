@@ -18,6 +18,7 @@ from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
 from marid.graph.tape import Tape
+from marid.native import module
 from marid.report.stats import counters
 from marid.semantics.scopes import Site, current_site
 from marid.settings import settings
@@ -48,6 +49,7 @@ _rhythms = [Rhythm() for _ in range(handles.device_count)]
 
 
 def _settings_changed() -> None:
+    handles.record_again()
     for index in range(handles.device_count):
         handles.tape(index).give_room(0)  # measured again, by the new limits, at the next operation
 
@@ -81,6 +83,7 @@ def no_sync() -> Iterator[None]:
 def hold_back() -> Iterator[None]:
     """Inside, nothing that this thread records runs before it is asked for."""
     _restraint.holding += 1
+    handles.record_again()
     try:
         yield
     finally:
@@ -121,17 +124,14 @@ def materialize(tensors: Iterable[Any], reason: str, need: Need = "run") -> None
 def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, need: Need) -> bool:
     """Have what these tensors need run, and wait for it; whether that was more than arithmetic on the host."""
     waited = False
-    rhythm = _rhythms[tape.device]
+    piece = _plan(tape, site)
     while True:
         tape.fail_dependents()  # what was recorded since the failure
         asked = [node for tensor in tensors for node in pending_nodes(tensor)]
-        piece = 0 if site is None else rhythm.piece(site, tape)
-        if site is not None:
-            tape.piece = piece if engine_of(tape.device).pieces and may_go_ahead() else 0
         can_run = bool(asked) and all(node.args is not None for node in asked)  # none of them has failed
         free = can_run and not _restraint.holding and not settings.memory_limit
         stepped = has_stepped(tape)
-        if free and (piece or stepped):
+        if free and (piece or stepped or tape.immediate):
             nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
         else:
             nodes = tape.cut(asked) if asked else []
@@ -149,12 +149,47 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
             if ahead:  # the engine is given what will be asked for next before it is waited for
                 run_everything(tape, wait=False)
                 tape.give_room(tape.piece)
-            return wait_for(tensors, need) or waited
+            waited |= wait_for(tensors, need)
+            if _rhythms[tape.device].wants_immediate and may_be_immediate(tape):
+                _begin_immediate(tape)
+            return waited
         except MaterializationError:
             continue  # the next cut raises it if the asked values need what failed
         except MemoryLimitError as error:
             nodes.clear()  # whoever keeps the error must not keep the nodes: they would count as results that are used
             raise error.with_traceback(None) from None
+
+
+def _plan(tape: Tape, site: Site | None) -> int:
+    """A value is read at ``site``: how much may be recorded until it runs unasked, in units of ``Tape.room``."""
+    if tape.immediate:
+        module.allow_immediate(settings.immediate_bytes)
+        return 0
+    if site is None:
+        return 0
+    piece = _rhythms[tape.device].piece(site, tape)
+    tape.piece = piece if engine_of(tape.device).pieces and may_go_ahead() else 0
+    return piece
+
+
+def may_be_immediate(tape: Tape) -> bool:
+    """Whether operations may run at once on the thread that calls them."""
+    allowed = (
+        module is not None
+        and settings.immediate_bytes > 0
+        and not settings.memory_limit
+        and not settings.log_intercepts
+    )
+    return allowed and not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
+
+
+def _begin_immediate(tape: Tape) -> None:
+    """Let operations run at once from here on: nothing runs on another thread that they could overtake."""
+    wait_anyway()
+    _rhythms[tape.device].begins_immediate()
+    module.allow_immediate(settings.immediate_bytes)
+    tape.piece = 0
+    tape.immediate = True
 
 
 def wait_for(tensors: list[Any] | None = None, need: Need = "run") -> bool:
@@ -243,7 +278,7 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
         resident = bytes_of(range(handles.device_count)) if limit else _resident_bytes()
         tape.run += len(nodes)
         engine = engine_of(tape.device)
-        ahead = ahead and (engine.elsewhere or may_go_ahead())
+        ahead = ahead and not tape.immediate and (engine.elsewhere or may_go_ahead())
         taken = engine.run(nodes, tape.take_back, ahead, limit - resident if limit else None)
         counters.peak_memory = max(counters.peak_memory, resident + taken)
     except MaterializationError:

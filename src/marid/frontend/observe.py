@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from marid.errors import SyncForbiddenError
+from marid.frontend import handles
 from marid.graph.node import Draw, Node, Output, Spec, Value
 from marid.semantics.scopes import current_site
 
@@ -104,6 +105,7 @@ def observer() -> Observer | None:
 def observing(refuse_reads: bool) -> Iterator[Observer]:
     """A block that is observed; blocks do not nest."""
     assert _current.observer is None
+    handles.record_again()
     _current.observer = made = Observer(refuse_reads)
     try:
         yield made

@@ -24,7 +24,7 @@ from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
 from marid.frontend.handles import new_handle, storage_of
-from marid.frontend.materialize import cost_of, download, overflow
+from marid.frontend.materialize import cost_of, download, overflow, run_everything
 from marid.frontend.observe import observer
 from marid.frontend.replayed import note_views, refuse_write
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
@@ -520,6 +520,7 @@ if module is not None:
         bucket=bucket,
         tapes=handles.tapes,
         last_write=last_write,
+        run_pending=run_everything,
     )
     module.use(_recorders)
     scopes.use(module)

@@ -37,7 +37,8 @@ class Tape:
     because nodes that die give nothing back. While ``grace`` is positive, the tape is full but waits for a node like
     ``cut_at``, where it was last run for being full: a loop that never reads is cut once around, at one place, so that
     what is run repeats. ``piece``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
-    the nodes that were run. ``measured_at`` is what had been ``charged`` when the tape was last measured. ``steps``,
+    the nodes that were run. While ``immediate``, operations whose arguments exist run at once and are not added.
+    ``measured_at`` is what had been ``charged`` when the tape was last measured. ``steps``,
     ``stepped_at`` and ``skips`` are for who decides what runs (``frontend/ahead.py``): how many times an optimizer has
     stepped since the last read, what had been charged then, and whether such reads are far apart.
     """
@@ -52,6 +53,7 @@ class Tape:
         "device",
         "entries",
         "grace",
+        "immediate",
         "measured_at",
         "piece",
         "resident",
@@ -70,6 +72,7 @@ class Tape:
         self.resident: list[weakref.ref[Value]] = []
         self.room = 0
         self.grace = 0
+        self.immediate = False
         self.measured_at = 0
         self.piece = 0
         self.run = 0

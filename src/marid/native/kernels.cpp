@@ -40,7 +40,7 @@ struct Kernel final : c10::OperatorKernel {
     bool asks = of->asks_autocast && marid::is_autocasting();
     if (of->identity != nullptr && !asks && c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
       marid::InterpreterLock lock;
-      if (marid::recorded(*of, stack)) return;
+      if (marid::recorded(op, *of, stack)) return;
       if (PyErr_Occurred()) {  // from the handler of a signal, say: it is raised at the user's line
         python_error error;
         error.persist();
@@ -170,6 +170,7 @@ void describe(Operator* made, const c10::FunctionSchema& schema) {
   }
   const auto& returns = schema.returns();
   made->returns = returns.size();
+  made->reads_number = schema.name() == "aten::_local_scalar_dense";
   made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
 }
 

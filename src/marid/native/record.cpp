@@ -8,8 +8,11 @@
 #include "record.h"
 
 #include "call.h"
+#include "geometry.h"
+#include "immediate.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstring>
@@ -34,12 +37,13 @@ enum OperationSlot { kMutates };
 enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
 enum RecorderSlot { kRecorderOp, kPlain, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
-enum TapeSlot { kSequence, kEntries, kRoom };
+enum TapeSlot { kSequence, kEntries, kRoom, kImmediate, kResident, kResidentLimit };
 
 PyObject* torch_function;  // of handles
 PyObject *not_recorded, *bucket;  // see frontend/calls.py
 PyObject* tapes;  // see frontend/handles.py
 PyObject* last_write_of;  // see graph/node.py
+PyObject* run_pending;  // see frontend/materialize.py
 PyObject* recorders;  // by identity of the operator
 PyObject *backward_name, *pattern_name, *address_name, *device_name;  // attributes
 
@@ -147,8 +151,17 @@ bool view(PyObject* handle, PyObject* on, const Call& call, PyObject* view_of, R
   return own && PyObject_SetAttr(handle, storage_name, own.get()) == 0;
 }
 
-// The results of a node that has several, or none: see Known.several.
-bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, Results& results) {
+// Remember that a value holds memory: `Tape.note_resident`.
+bool note_resident(PyObject* on, PyObject* value) {
+  PyObject* resident = tape.at(on, kResident);
+  Ref entry(PyWeakref_NewRef(value, nullptr));
+  if (!entry || PyList_Append(resident, entry.get()) < 0) return false;
+  if (PyList_GET_SIZE(resident) <= PyLong_AsSsize_t(tape.at(on, kResidentLimit))) return true;
+  return bool(Ref(PyObject_CallMethod(on, "note_resident", "[]")));
+}
+
+// The results of a node that has several, or none: see Known.several. `made` are those of one that has run.
+bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, const Concrete* made_of, Results& results) {
   Py_ssize_t count = PyTuple_GET_SIZE(described);
   c10::SmallVector<Ref, 4> outs;
   for (Py_ssize_t i = 0; i < count; i++) {
@@ -170,6 +183,10 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
     output.set(made.get(), kOutputSpec, Ref::to(PyTuple_GET_ITEM(one, 2)));
     output.set(made.get(), kOutputConcrete, Ref::to(Py_None));
     output.set(made.get(), kOutputRoot, Ref::to(Py_None));
+    if (made_of != nullptr) {
+      output.set(made.get(), kOutputConcrete, Ref(THPVariable_Wrap((*made_of)[i])));
+      if (!note_resident(on, made.get())) return false;
+    }
     results.push_back(new_handle(PyTuple_GET_ITEM(one, 3), made.get(), handle));
     if (!results.back().defined()) return false;
     PyObject* view_of = PyTuple_GET_ITEM(one, 4);
@@ -186,35 +203,34 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
   return true;
 }
 
-// Add a node for a call to the tape, and its results for the user; false after an error. Until it is added, nothing
-// changes.
-bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results& results) {
-  PyObject* on = known.at(like, kTape);
-  Ref seq = next_number(on);
-  Ref left(PyLong_FromLongLong(room)), site, scope;
-  if (!seq || !left || !marid::where(&site, &scope)) return false;
+// A node for a call, of which all is set but what it needs.
+Ref new_node(PyObject* by, PyObject* like) {
+  Ref seq = next_number(known.at(like, kTape)), site, scope;
+  if (!seq || !marid::where(&site, &scope)) return Ref();
   if (torch::autograd::get_current_graph_task_id() >= 0) scope = Ref(PyObject_GetAttr(scope.get(), backward_name));
-  if (!scope) return false;
+  if (!scope) return Ref();
   Ref made(node.type->tp_alloc(node.type, 0));
-  if (!made) return false;
+  if (!made) return Ref();
   PyObject_GC_UnTrack(made.get());
   PyObject* of = made.get();
   node.set(of, kSeq, std::move(seq));
   node.set(of, kOp, Ref::to(recorder.at(by, kRecorderOp)));
-  node.set(of, kArgs, Ref::to(call.args.get()));
-  node.set(of, kKwargs, Ref::to(call.kwargs.get()));
   node.set(of, kSpec, Ref::to(known.at(like, kResult)));
-  node.set(of, kRoot, Ref::to(Py_None));
   node.set(of, kSite, std::move(site));
   node.set(of, kScope, std::move(scope));
-  node.set(of, kAfter, Ref::to(Py_None));
-  node.set(of, kOverwrites, Ref::to(Py_None));
-  node.set(of, kConcrete, Ref::to(Py_None));
-  node.set(of, kOuts, Ref::to(Py_None));
+  for (int slot : {kArgs, kKwargs, kRoot, kAfter, kOverwrites, kConcrete, kOuts}) node.set(of, slot, Ref::to(Py_None));
+  return made;
+}
 
-  PyObject *returned = known.at(like, kReturned), *view_of = known.at(like, kViewOf);
+// The results of a node for the user; false after an error. `made` are the tensors of one that has run.
+bool give_results(PyObject* of, PyObject* like, const Call& call, const Concrete* made, Results& results) {
+  PyObject *on = known.at(like, kTape), *returned = known.at(like, kReturned), *view_of = known.at(like, kViewOf);
   if (known.at(like, kPattern) != Py_None) {
     Ref handle, root;
+    if (made != nullptr) {
+      node.set(of, kConcrete, Ref(THPVariable_Wrap((*made)[0])));
+      if (!note_resident(on, of)) return false;
+    }
     results.push_back(new_handle(known.at(like, kPattern), of, handle));
     if (!results.back().defined()) return false;
     if (view_of != Py_None) {
@@ -224,9 +240,30 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
   } else if (returned != Py_None) {
     node.set(of, kOuts, untracked_tuple(0));
     results.push_back(argument(call, returned));
-  } else if (!several(of, on, known.at(like, kSeveral), call, results)) {
-    return false;
+  } else {
+    return several(of, on, known.at(like, kSeveral), call, made, results);
   }
+  return true;
+}
+
+void note_writes(PyObject* by, PyObject* like, const Call& call) {
+  if (recorder.at(by, kBumps) != Py_True) return;
+  PyObject* writes = known.at(like, kWrites);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
+    call.impls[PyLong_AsSize_t(PyList_GET_ITEM(writes, i))]->bump_version();
+  }
+}
+
+// Add a node for a call to the tape, and its results for the user; false after an error. Until it is added, nothing
+// changes.
+bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results& results) {
+  PyObject* on = known.at(like, kTape);
+  Ref left(PyLong_FromLongLong(room)), made = new_node(by, like);
+  if (!left || !made) return false;
+  PyObject* of = made.get();
+  node.set(of, kArgs, Ref::to(call.args.get()));
+  node.set(of, kKwargs, Ref::to(call.kwargs.get()));
+  if (!give_results(of, like, call, nullptr, results)) return false;
   Ref entry(PyWeakref_NewRef(of, nullptr));
   if (!entry) return false;
   PyObject_GC_UnTrack(entry.get());
@@ -234,12 +271,126 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
   if (PyList_Append(tape.at(on, kEntries), entry.get()) < 0) return false;
   if (!order(of, on, call, known.at(like, kWrites))) return false;
   tape.set(on, kRoom, std::move(left));
-  if (recorder.at(by, kBumps) == Py_True) {
-    PyObject* writes = known.at(like, kWrites);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
-      call.impls[PyLong_AsSize_t(PyList_GET_ITEM(writes, i))]->bump_version();
+  note_writes(by, like, call);
+  return true;
+}
+
+// --- running at once ---------------------------------------------------------------------------------------------------
+
+// Whether a call can run at once: its arguments exist, and nothing is pending that it must see or could overtake.
+bool is_ready(PyObject* on, const Call& call, bool writes, Concrete& concrete) {
+  concrete.clear();
+  if (writes && PyList_GET_SIZE(tape.at(on, kEntries)) != 0) return false;
+  for (size_t i = 0; i < call.values.size(); i++) {
+    concrete.push_back(concrete_tensor(call.values[i]));
+    Ref own(PyObject_GetAttr(call.tensors[i].get(), storage_name));
+    if (!concrete.back().defined() || !own || (own.get() != Py_None && last_write(own.get()) != nullptr)) return false;
+  }
+  return true;
+}
+
+// Whether a result is as recorded; `viewed` is what it is a view of.
+bool is_as_recorded(const at::Tensor& result, PyObject* spec, const at::Tensor* viewed) {
+  const Geometry* recorded = geometry_of(spec);
+  if (recorded == nullptr || !agrees(result, *recorded, viewed)) return false;
+  size_t owners = result.use_count();  // the stack, and the list that is on it
+  return viewed != nullptr || owners == 1 || (owners == 2 && has_object(*result.unsafeGetTensorImpl()->pyobj_slot()));
+}
+
+// A result in the layout that was recorded for it, with the interpreter's lock. Throws where it is another tensor.
+at::Tensor laid_out(const at::Tensor& result, PyObject* spec) {
+  const Geometry* recorded = geometry_of(spec);
+  TORCH_CHECK(recorded != nullptr && result.defined() && result.sizes() == c10::IntArrayRef(recorded->sizes) &&
+                  result.scalar_type() == recorded->dtype,
+              "marid: an operator returned another tensor than was recorded");
+  Below below(false);
+  return at::empty_strided(recorded->sizes, recorded->strides, result.options()).copy_(result);
+}
+
+// The new tensors among what an operator returned; false where they are not as recorded. Where it also `writes`, it cannot
+// be done again, and they are laid out as recorded.
+bool take_returned(const Operator& op, PyObject* like, const Concrete& concrete, const torch::jit::Stack& returned,
+                   bool writes, Concrete& made) {
+  auto take = [&](const at::Tensor& result, PyObject* spec, PyObject* view_of) {
+    const at::Tensor* viewed = view_of == Py_None ? nullptr : &concrete[PyLong_AsSize_t(view_of)];
+    bool is_right = is_as_recorded(result, spec, viewed);
+    if (is_right || writes) made.push_back(is_right ? result : laid_out(result, spec));
+    return is_right || writes;
+  };
+  if (known.at(like, kReturned) != Py_None) return true;
+  if (known.at(like, kPattern) != Py_None) {
+    return take(returned[0].toTensor(), known.at(like, kResult), known.at(like, kViewOf));
+  }
+  PyObject* described = known.at(like, kSeveral);
+  size_t count = static_cast<size_t>(PyTuple_GET_SIZE(described));
+  c10::ArrayRef<c10::IValue> items = op.returns_list ? returned[0].toListRef() : c10::ArrayRef<c10::IValue>(returned);
+  if (items.size() != count) return false;
+  for (size_t i = 0; i < count; i++) {
+    PyObject* one = PyTuple_GET_ITEM(described, i);
+    if (one == Py_None || PyTuple_GET_ITEM(one, 0) != Py_None) {
+      made.emplace_back();
+    } else if (!take(items[i].toTensor(), PyTuple_GET_ITEM(one, 2), PyTuple_GET_ITEM(one, 4))) {
+      return false;
     }
   }
+  return true;
+}
+
+// Run a call now; kUnusual where it has to be recorded, and nothing has happened.
+Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& handle, const Operator& op,
+                    c10::ArrayRef<c10::IValue> arguments, const Call& call, Results& results) {
+  PyObject* on = known.at(like, kTape);
+  bool writes = PyList_GET_SIZE(known.at(like, kWrites)) != 0;
+  if (any_failed()) return Outcome::kUnusual;
+  Concrete concrete, made;
+  if (!is_ready(on, call, writes, concrete)) {
+    if (PyErr_Occurred() || !Ref(PyObject_CallOneArg(run_pending, on))) return Outcome::kError;
+    if (any_failed() || !is_ready(on, call, writes, concrete)) {
+      return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
+    }
+  }
+  torch::jit::Stack returned;
+  perform(handle, arguments, concrete, returned);
+  if (!take_returned(op, like, concrete, returned, writes, made)) {
+    return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
+  }
+  int64_t nbytes = 0;
+  for (const at::Tensor& one : made) nbytes += one.defined() ? static_cast<int64_t>(one.nbytes()) : 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.at(like, kWrites)); i++) {
+    nbytes += static_cast<int64_t>(concrete[PyLong_AsSize_t(PyList_GET_ITEM(known.at(like, kWrites), i))].nbytes());
+  }
+  if (!allowance.take(nbytes)) tape.set(on, kImmediate, Ref::to(Py_False));
+  performed++;
+  note_writes(by, like, call);
+  if (known.at(like, kReturned) != Py_None) {
+    results.push_back(argument(call, known.at(like, kReturned)));
+    return Outcome::kDone;
+  }
+  Ref of = new_node(by, like);
+  return of && give_results(of.get(), like, call, &made, results) ? Outcome::kDone : Outcome::kError;
+}
+
+// A number that has been computed; false to leave the read to Python.
+bool read_number(torch::jit::Stack* stack) {
+  const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
+  if (!is_in_python(tensor)) return false;
+  Ref handle(THPVariable_Wrap(tensor));
+  if (!handle || Py_TYPE(handle.get()) != handle_type) return false;
+  Ref value(PyObject_GetAttr(handle.get(), value_name)), own(PyObject_GetAttr(handle.get(), storage_name));
+  if (!value || !own || !is_value(value.get())) return false;
+  Ref device(PyObject_GetAttr(spec_of(value.get()), device_name));
+  PyObject* on = device ? PyList_GetItem(tapes, PyLong_AsSsize_t(device.get())) : nullptr;
+  if (on == nullptr || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
+  if (own.get() != Py_None && last_write(own.get()) != nullptr) return false;
+  at::Tensor concrete = concrete_tensor(value.get());
+  if (!concrete.defined()) return false;
+  static const c10::OperatorHandle item = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_local_scalar_dense", "");
+  torch::jit::Stack returned;
+  const c10::IValue argument(tensor);
+  perform(item, c10::ArrayRef<c10::IValue>(argument), Concrete{concrete}, returned);
+  allowance.renew();
+  torch::jit::drop(*stack, 1);
+  stack->push_back(std::move(returned[0]));
   return true;
 }
 
@@ -294,8 +445,9 @@ at::Tensor marid::detached(const at::Tensor& tensor) {
   return handle_type == nullptr || tapes == nullptr ? at::Tensor() : same_value(tensor);
 }
 
-bool marid::recorded(const Operator& op, torch::jit::Stack* stack) {
+bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
+  if (op.reads_number) return read_number(stack);
   PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
   if (by == nullptr) return false;
   if (recorder.at(by, kSameValue) == Py_True) return same_value(op, stack);
@@ -314,11 +466,19 @@ bool marid::recorded(const Operator& op, torch::jit::Stack* stack) {
   PyObject* described = known.at(found, kSeveral);
   if (one ? op.returns != 1 || op.returns_list : described == Py_None) return false;
   if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
-  PyObject* room = tape.at(known.at(found, kTape), kRoom);
-  long long left = PyLong_AsLongLong(room) - PyLong_AsLongLong(known.at(found, kCost));
-  if (left < 0) return false;  // the tape may be full
+  PyObject* on = known.at(found, kTape);
   Results results;
-  if (!add(by, found, call, left, results)) return false;
+  Outcome at_once = Outcome::kUnusual;
+  if (tape.at(on, kImmediate) == Py_True) {
+    at_once = run_at_once(by, found, handle, op, c10::ArrayRef<c10::IValue>(arguments, op.formals.size()), call, results);
+  }
+  if (at_once == Outcome::kError) return false;
+  if (at_once == Outcome::kUnusual) {
+    long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
+    if (left < 0) return false;  // the tape may be full
+    results.clear();
+    if (!add(by, found, call, left, results)) return false;
+  }
   torch::jit::drop(*stack, op.formals.size());
   if (op.returns_list) {
     c10::List<at::Tensor> list;
@@ -340,7 +500,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   std::pair<const char*, PyObject**> wanted[] = {
       {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"not_recorded", &not_recorded},
-      {"bucket", &bucket}, {"tapes", &tapes}, {"last_write", &last_write_of}};
+      {"bucket", &bucket}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);
@@ -355,7 +515,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
           recorder_type, {"op", "plain", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
-      tape.find(tape_type, {"sequence", "entries", "room"});
+      tape.find(tape_type, {"sequence", "entries", "room", "immediate", "resident", "_resident_limit"});
   if (!found) return nullptr;
   marid::prepare_reading(bucket);
   Py_RETURN_NONE;
@@ -414,7 +574,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 
 namespace marid {
 extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[], derive_functions[],
-    geometry_functions[], autocast_functions[], stack_functions[];
+    geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -428,7 +588,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions,
         marid::derive_functions, marid::geometry_functions, marid::autocast_functions,
-        marid::stack_functions}) {
+        marid::stack_functions, marid::immediate_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

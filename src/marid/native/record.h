@@ -23,12 +23,13 @@ struct Operator {
   size_t returns = 0;
   bool returns_list = false;
   PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
+  bool reads_number = false;  // whether it is what `item()` calls
   bool asks_autocast = false;  // whether Python has to be asked how autocast changes it
 };
 
-// Record a call like one that was recorded before, with the interpreter's lock; false to leave it to Python, and nothing
-// was recorded. Then an error may be set.
-bool recorded(const Operator& op, torch::jit::Stack* stack);
+// Record a call like one that was recorded before, or run it at once, with the interpreter's lock; false to leave it to
+// Python, and nothing was recorded. Then an error may be set. Throws what a kernel throws.
+bool recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack);
 
 // One of our tensors without its gradient's history, with the interpreter's lock: a second tensor for its value. Undefined
 // for other tensors, where Python has to make it, and after an error, which is set then.

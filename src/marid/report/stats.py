@@ -67,7 +67,8 @@ functions: weakref.WeakSet[FunctionStats] = weakref.WeakSet()
 class Stats:
     """A snapshot of the counters since import or ``marid.reset_stats()``.
 
-    ``ops_captured`` operations recorded; ``ops_executed`` of them run; ``programs_built`` and ``programs_reused``;
+    ``ops_captured`` operations recorded; ``ops_executed`` of them run; ``ops_immediate`` of these at once, as they were
+    written; ``programs_built`` and ``programs_reused``;
     ``materializations`` times a read had to run something; ``automatic_cuts`` times the tape was run because it grew
     too large; ``fallbacks`` operator name to count of operations that could not be recorded and ran eagerly;
     ``dynamic`` the same for operations whose output shape depends on data; ``mispredictions`` results that were not
@@ -88,6 +89,7 @@ class Stats:
 
     ops_captured: int
     ops_executed: int
+    ops_immediate: int
     programs_built: int
     programs_reused: int
     materializations: int
@@ -125,6 +127,7 @@ class Counters:
     """The live numbers behind ``Stats``."""
 
     ops_captured_before: int = 0
+    ops_immediate_before: int = 0
     ops_executed: int = 0
     programs_built: int = 0
     programs_reused: int = 0
@@ -212,12 +215,14 @@ class Counters:
         found = [Sync(source, reason, int(count), seconds) for (source, reason), (count, seconds) in merged.items()]
         return sorted(found, key=lambda sync: -sync.seconds)
 
-    def reset(self, ops_captured: int) -> None:
+    def reset(self, ops_captured: int, ops_immediate: int) -> None:
         """Start again from zero; the epoch goes on."""
         for function in list(functions):
             function.reset()
         with self.lock:
-            self.__init__(ops_captured_before=ops_captured, epoch=self.epoch, lock=self.lock)
+            self.__init__(
+                ops_captured_before=ops_captured, ops_immediate_before=ops_immediate, epoch=self.epoch, lock=self.lock
+            )
 
 
 counters = Counters()

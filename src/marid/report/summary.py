@@ -43,9 +43,7 @@ def render(stats: Stats) -> RenderableType:
     facts.add_column(style="bold")
     facts.add_column()
     rows = {
-        "operations": f"{stats.ops_captured:,} captured, {stats.ops_executed:,} executed"
-        if stats.ops_captured
-        else "none: nothing ran on the device",
+        "operations": _operations(stats),
         "programs": f"{stats.programs_built:,} built, {stats.programs_reused:,} reused",
         "fallbacks": _counts(stats.fallbacks),
         "data-dependent": _counts(stats.dynamic),
@@ -59,6 +57,13 @@ def render(stats: Stats) -> RenderableType:
         facts.add_row(name, Text(text))
     title = Rule("marid", align="left", style="dim")
     return Group(title, facts, _waits(lines)) if lines else Group(title, facts)
+
+
+def _operations(stats: Stats) -> str:
+    if not stats.ops_captured:
+        return "none: nothing ran on the device"
+    at_once = f", {stats.ops_immediate:,} of them at once" if stats.ops_immediate else ""
+    return f"{stats.ops_captured:,} captured, {stats.ops_executed:,} executed{at_once}"
 
 
 def _remote(remote: RemoteStats) -> dict[str, str]:

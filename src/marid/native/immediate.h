@@ -1,0 +1,52 @@
+// Operations that run at once, in place of being recorded (immediate.cpp).
+#pragma once
+#include "call.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+
+namespace marid {
+
+// The values of the tensors of a call, in the order of their appearance.
+using Concrete = c10::SmallVector<at::Tensor, 8>;
+
+// The concrete tensor that a value holds; undefined where its operation has not run.
+at::Tensor concrete_tensor(PyObject* value);
+
+// For as long as this lives: the state of dispatch below everything but kernels; without the interpreter's lock, if it is
+// to be let go of.
+class Below {
+ public:
+  explicit Below(bool lets_go);
+  Below(const Below&) = delete;
+  Below& operator=(const Below&) = delete;
+  ~Below();
+
+ private:
+  c10::impl::LocalDispatchKeySet keys_;
+  at::impl::TorchFunctionDisabledState functions_;
+  PyThreadState* thread_;  // null where the lock is kept
+};
+
+// Call an operator on concrete tensors with the arguments of a call on ours, with the interpreter's lock, which is let go
+// of meanwhile where that may take long. Below everything that dispatch does above kernels. Throws what the kernel throws.
+void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
+             torch::jit::Stack& returned);
+
+// How much may still be made before operations are recorded again: work that is large, or of which nothing is read, is
+// done better as a whole.
+class Allowance {
+ public:
+  void renew();
+  bool take(int64_t nbytes);  // false where it is used up
+
+ private:
+  int64_t bytes_ = 0, operations_ = 0;
+};
+extern Allowance allowance;
+extern int64_t performed;  // operations that ran at once since the process began
+
+}  // namespace marid
