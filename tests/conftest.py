@@ -78,7 +78,7 @@ def nothing_alive() -> None:
 @pytest.fixture
 def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Everything that runs three times is compiled; the cache is a folder of the test."""
-    wanted = {"compile": True, "compile_after": 2, "compile_ms": 0, "cache_dir": tmp_path}
+    wanted = {"compile": True, "compile_after": 2, "compile_ms": 0, "immediate_bytes": 0, "cache_dir": tmp_path}
     kept = {name: getattr(marid.settings, name) for name in ("compile_niceness", "cache_bytes")}
     for name, value in (wanted | kept).items():
         monkeypatch.setattr(marid.settings, name, value)

@@ -34,6 +34,7 @@ LOOPS = 12
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ahead, "_processors", lambda: 1 << 20)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     for index in range(handles.device_count):
         handles.tape(index).piece = 0

@@ -353,7 +353,13 @@ def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     print(workers.compiler.process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    environment = {**os.environ, "MARID_COMPILE": "1", "MARID_COMPILE_AFTER": "2", "MARID_COMPILE_MS": "0"}
+    environment = {
+        **os.environ,
+        "MARID_COMPILE": "1",
+        "MARID_COMPILE_AFTER": "2",
+        "MARID_COMPILE_MS": "0",
+        "MARID_IMMEDIATE_BYTES": "0",
+    }
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(text)], env=environment, capture_output=True, text=True, check=False
     )
@@ -495,6 +501,7 @@ def test_a_compiled_chain_is_right_for_other_numbers_and_its_results_are_the_use
         "MARID_COMPILE": "1",
         "MARID_COMPILE_AFTER": "2",
         "MARID_COMPILE_MS": "0",
+        "MARID_IMMEDIATE_BYTES": "0",
         "MARID_CACHE_DIR": str(compiling),
     }
     ran = subprocess.run(

@@ -98,10 +98,10 @@ def answer(
     build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[[str], None]]:
     """Have every part compiled to the one of this kind, at once."""
-    names = ("compile", "compile_after", "compile_ms", "cache_dir")
+    names = ("compile", "compile_after", "compile_ms", "immediate_bytes", "cache_dir")
     before = {name: getattr(marid.settings, name) for name in names}
     marid.settings.compile, marid.settings.compile_after, marid.settings.compile_ms = True, 2, 0
-    marid.settings.cache_dir = tmp_path
+    marid.settings.immediate_bytes, marid.settings.cache_dir = 0, tmp_path
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
 
     def use(option: str) -> None:

@@ -30,11 +30,11 @@ def _immediate(work: Callable[[], object]) -> int:
 
 
 def test_a_loop_that_reads_what_it_makes() -> None:
-    """From the fourth turn on, with the values that the CPU has."""
+    """After ``immediate_after`` turns, with the values that the CPU has."""
 
     def run(device: str) -> list[float]:
         x, seen = torch.linspace(-1, 1, 8).to(device), []
-        for _ in range(12):
+        for _ in range(33):
             x = (x * 1.5).sin()
             x[4:] += x[:4]
             seen.append(x.sum().item())
@@ -45,7 +45,7 @@ def test_a_loop_that_reads_what_it_makes() -> None:
     ran = _immediate(lambda: found.extend(run(DEVICE)))
     assert found == expected
     assert 6 * 7 <= ran <= 9 * 7
-    assert marid.stats().materializations <= 6
+    assert marid.stats().materializations <= 27
 
 
 def test_a_loop_that_makes_much_is_recorded() -> None:
@@ -62,7 +62,7 @@ def test_a_loop_that_makes_much_is_recorded() -> None:
 
 def test_what_makes_much_is_recorded_again() -> None:
     x = torch.rand(4, device=DEVICE)
-    for _ in range(8):
+    for _ in range(30):
         x = x * 0.5
         x.sum().item()
     assert marid.stats().ops_immediate > 0
@@ -74,7 +74,7 @@ def test_what_makes_much_is_recorded_again() -> None:
 
 def test_work_that_is_read_no_more_is_recorded_again() -> None:
     x = torch.rand(4, device=DEVICE)
-    for _ in range(8):
+    for _ in range(30):
         x = x * 0.5
         x.sum().item()
     for _ in range(20_000):

@@ -150,13 +150,14 @@ choose, interrupted = random.Random(int(sys.argv[1])), 0
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 for _ in range(12):
     try:
-        signal.setitimer(signal.ITIMER_REAL, choose.choice([0.003, 0.03, 0.3]) * choose.random())
-        work(DEVICE)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, choose.choice([0.003, 0.03, 0.3]) * choose.random())
+            work(DEVICE)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # where this is interrupted, nothing is left to turn off
     except KeyboardInterrupt:
         interrupted += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        torch.set_grad_enabled(True)  # torch.no_grad() itself, interrupted as it begins or ends, leaves it off
+    torch.set_grad_enabled(True)  # torch.no_grad() itself, interrupted as it begins or ends, leaves it off
 import sympy, torch._dynamo
 print(sympy.core.Symbol("x") + 1, interrupted > 0, work(DEVICE) == work("cpu"))
 """

@@ -50,7 +50,7 @@ class Settings:
     immediate_bytes: int = 64 << 10
     """Where a loop reads what it makes, and makes no more bytes than this an operation, operations run as they are
     written, on the thread that calls them; 0 for never."""
-    immediate_after: int = 3
+    immediate_after: int = 24
     """After so many turns of the loop; 0 from the first read on."""
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""

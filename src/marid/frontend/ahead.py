@@ -11,7 +11,7 @@ its second program is the one that comes again. In a loop that reads only now an
 optimizer is such a read, once it has taken a few.
 
 A loop whose operations make little, and that reads what it has made, gains nothing from a program: recording an
-operation, and running it later, takes longer than it does. After a few such turns its operations run *at once*, as they
+operation, and running it later, takes longer than it does. After some such turns its operations run *at once*, as they
 are written, on the thread that calls them (``native/immediate.cpp``). They are recorded again when they make more, or
 when nothing is read any more.
 """
@@ -36,8 +36,8 @@ _NEEDED = 0.95  # of what it recorded
 _TURNS = 2
 _UNREAD = 4  # steps of an optimizer that may wait for a read
 _SITES = 256
-_LONGEST = 10_000  # operations in a turn that may run at once
-_RELAPSES = 8  # doublings of the turns that it takes to run operations at once, for each time that it did not last
+_LONGEST = 1_000  # operations in a turn that may run at once
+_RELAPSES = 5  # doublings of the turns that it takes to run operations at once, for each time that it did not last
 
 
 def may_go_ahead() -> bool:
@@ -71,23 +71,23 @@ def _processors() -> int:
 class _Line:
     """What is known of a line that reads: the counts of the tape at its last turn, and when it was last read at."""
 
-    __slots__ = ("charged", "charged_at_read", "little", "piece", "read", "recorded", "run", "turns")
+    __slots__ = ("charged", "charged_at_read", "little", "piece", "read", "recorded", "relapses", "run", "turns")
 
     def __init__(self, tape: Tape) -> None:
         self.read = self.recorded = tape.recorded
         self.run = tape.run
         self.charged = self.charged_at_read = tape.charged
-        self.piece = self.turns = self.little = 0
+        self.piece = self.turns = self.little = self.relapses = 0
 
-    def made_little(self, tape: Tape) -> int:
-        """The value is read: how many turns in a row have made little, each operation."""
+    def wants_immediate(self, tape: Tape) -> bool:
+        """The value is read: whether enough turns in a row have made little, each operation."""
         count, charged = tape.recorded - self.read, tape.charged - self.charged_at_read
         if count > 0:
             made = charged - count * (settings.max_pending_bytes // settings.max_pending_nodes)
             is_little = count <= _LONGEST and made <= count * settings.immediate_bytes
             self.little = self.little + 1 if is_little else 0
         self.charged_at_read = tape.charged
-        return self.little
+        return self.little >= settings.immediate_after << self.relapses
 
 
 class Rhythm:
@@ -95,29 +95,30 @@ class Rhythm:
 
     def __init__(self) -> None:
         self._lines: dict[Any, _Line] = {}
-        self._was_immediate = False
-        self._relapses = 0
+        self._began: _Line | None = None  # the line from which operations ran at once, latest
+        self._latest: _Line | None = None
         self.wants_immediate = False
         """Whether operations should run at once from the latest read on."""
 
     def begins_immediate(self) -> None:
         """Operations run at once from now on."""
-        self._was_immediate = True
+        self._began = self._latest
 
     def piece(self, site: Any, tape: Tape) -> int:
         """A value is read at ``site``: how much, in units of ``Tape.room``, the tape may hold until it is handed over;
         0 to wait until it is asked for."""
-        if self._was_immediate and not tape.immediate:
-            self._relapses = min(self._relapses + 1, _RELAPSES)
-        self._was_immediate = self.wants_immediate = False
-        line = self._lines.get(site)
+        if self._began is not None:  # they are recorded again
+            self._began.relapses = min(self._began.relapses + 1, _RELAPSES)
+            self._began.little = 0
+            self._began = None
+        self._latest = line = self._lines.get(site)
+        self.wants_immediate = settings.immediate_after == 0
         if line is None:
             if len(self._lines) >= _SITES:
                 self._lines.clear()
-            self._lines[site] = _Line(tape)
-            self.wants_immediate = settings.immediate_after == 0
+            self._latest = self._lines[site] = _Line(tape)
             return 0
-        self.wants_immediate = line.made_little(tape) >= settings.immediate_after << self._relapses
+        self.wants_immediate = line.wants_immediate(tape)
         since, line.read = tape.recorded - line.read, tape.recorded
         if since < _FEWEST:  # the same turn, or a loop too short to be worth it
             return tape.piece
