@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
 
-.PHONY: help demo test check conformance conformance-worker fuzz bench docs matrix clean
+.PHONY: help demo test check conformance conformance-worker fuzz bench docs matrix wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make bench        what recording an operation costs, and a quick run of the workloads"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make matrix       the core of the suite on PyTorch $(TORCHES) and Python $(PYTHONS), those that can be had"
+	@echo "make wheel        a wheel that carries the C++ half, for this Python and PyTorch $(TORCH), in dist/"
 	@echo "make clean        remove what was built, the virtual environment too"
 
 # PyTorch comes first and alone, so that exactly this build is used.
@@ -79,6 +80,9 @@ docs: $(READY)
 
 matrix:
 	$(PYTHON) tests/matrix.py --torch $(TORCHES) --python $(PYTHONS)
+
+wheel: $(READY)
+	$(BIN)/python packaging/wheel.py dist
 
 clean:
 	rm -rf $(VENV) build dist src/marid/native/_built .pytest_cache .ruff_cache .hypothesis src/*.egg-info

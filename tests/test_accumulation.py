@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import marid
-from marid.native import module
 from tests.helpers import DEVICE
 
 Tensors = list[torch.Tensor]
@@ -101,7 +100,6 @@ def test_random_graphs(part: int) -> None:
         _compare(_random_graph(seed))
 
 
-@pytest.mark.skipif(module is None, reason="needs the C++ half")
 def test_sums_in_recordings() -> None:
     """A function is recorded under a dispatch mode, where autograd would add another way; not under that of Marid."""
     for seed in range(30):

@@ -24,7 +24,6 @@ from marid.native import library
 from tests.helpers import DEVICE, interrupted
 
 pytestmark = [
-    pytest.mark.skipif(library is None, reason="needs C++"),
     pytest.mark.in_process("is about the in-process engine's own thread"),
 ]
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marid
-from marid import native
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 
@@ -340,7 +339,6 @@ def _outcome(function: Callable[[], Any]) -> Any:
         return str(error)
 
 
-@pytest.mark.skipif(native.library is None, reason="without the C++ half autograd replays views")
 @pytest.mark.parametrize("program", _VIEWS, ids=lambda program: program.__name__)
 def test_views_whose_base_changes(program: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
     """Their history, gradients and errors are those of strided tensors on the CPU."""

@@ -20,9 +20,15 @@ from marid.frontend import calls, handles, record
 from marid.graph.node import Node, Output
 from tests.helpers import DEVICE, on_both
 
-needs_module = pytest.mark.skipif(native.module is None, reason="needs the C++ half and Python's headers")
-
 _numbers = st.one_of(st.integers(-(2**63), 2**63 - 1), st.floats(), st.booleans(), st.complex_numbers())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _recorded() -> Iterator[None]:
+    """What these loops read is recorded, and does not run at once."""
+    kept, marid.settings.immediate_bytes = marid.settings.immediate_bytes, 0
+    yield
+    marid.settings.immediate_bytes = kept
 
 
 @contextlib.contextmanager
@@ -98,7 +104,6 @@ def _calls() -> list[Callable[[], torch.Tensor]]:
     ]
 
 
-@needs_module
 def test_both_read_the_same_arguments() -> None:
     """The keys that one has filled in are those that the other looks up, and the nodes are equal."""
     for call in _calls():
@@ -124,7 +129,6 @@ def _shown(part: Any) -> Any:
     return (type(part), repr(part)) if isinstance(part, (int, float, complex, str)) else (type(part), id(part))
 
 
-@needs_module
 def test_usual_calls_do_not_reach_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a call is known, whichever of the two has seen it first."""
     calls = _calls()
@@ -139,7 +143,6 @@ def test_usual_calls_do_not_reach_python(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(seen) == {"aten.index.Tensor"}  # what may be masks
 
 
-@needs_module
 def test_where_a_factory_puts_its_result_is_followed() -> None:
     x = torch.ones(2, 3, device=DEVICE)
     for _ in range(3):
@@ -151,7 +154,6 @@ def test_where_a_factory_puts_its_result_is_followed() -> None:
             torch.zeros_like(x, layout=torch.sparse_coo)
 
 
-@needs_module
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(_numbers, _numbers)
 def test_both_read_the_same_numbers(one: Any, other: Any) -> None:
@@ -170,7 +172,6 @@ def test_both_read_the_same_numbers(one: Any, other: Any) -> None:
         assert attempt(operation) == first
 
 
-@needs_module
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_what_is_raised_while_recording_is_not_lost(requires_grad: bool) -> None:
     """By the handler of a signal, say: it surfaces at the line that records, and nothing is recorded by then."""
@@ -197,7 +198,6 @@ def test_what_is_raised_while_recording_is_not_lost(requires_grad: bool) -> None
     assert (x * 1e30).tolist() == torch.full((2,), 1e30).tolist()
 
 
-@needs_module
 def test_reading_leaks_nothing() -> None:
     """Also where a call is left to Python halfway."""
     x, y = torch.ones(2, 3, device=DEVICE), torch.ones(2, 3, device=DEVICE)
@@ -221,7 +221,6 @@ def test_reading_leaks_nothing() -> None:
     assert [sys.getrefcount(thing) for thing in counted] == before
 
 
-@needs_module
 def test_modes_and_other_subclasses_still_see_operators() -> None:
     """A dispatch mode sees every call on the device; another subclass keeps its own ``__torch_dispatch__``."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -324,7 +323,6 @@ def _described(device_index: int) -> list[Any]:
     ]
 
 
-@needs_module
 def test_both_recorders_record_the_same() -> None:
     """Nodes with their order, lines, modules and phases: views, writes, several results, lists and keywords."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4)).to(DEVICE)
@@ -359,7 +357,6 @@ def test_both_recorders_record_the_same() -> None:
     assert before == after
 
 
-@needs_module
 def test_nodes_are_none_of_the_collectors_business() -> None:
     """A long tape is not walked by Python's collector, nor does it make the collector walk everything else."""
     x = torch.ones(2, 3, device=DEVICE)
@@ -425,7 +422,6 @@ def _steps() -> dict[str, Callable[[], Any]]:
     }
 
 
-@needs_module
 @pytest.mark.parametrize("name", list(_steps()))
 def test_a_step_that_repeats_is_recorded_without_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = _steps()[name]

@@ -167,7 +167,7 @@ def test_deep_nonsense_is_no_entry(cache: DiskCache, built: Path) -> None:
 
 def test_marid_cache_says_and_clears(cache: DiskCache, built: Path) -> None:
     cache.store(_structure(), built, [])
-    environment = {**os.environ, "MARID_CACHE_DIR": str(cache.folder.parent), "MARID_NATIVE": "0"}
+    environment = {**os.environ, "MARID_CACHE_DIR": str(cache.folder.parent)}
 
     def marid(*arguments: str) -> str:
         command = [sys.executable, "-m", "marid", *arguments]

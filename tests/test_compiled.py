@@ -32,8 +32,6 @@ from .helpers import DEVICE
 
 pytestmark = pytest.mark.in_process("reads what the in-process engine has compiled")
 
-needs_library = pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
-
 
 def lazy(*sizes: int) -> torch.Tensor:
     return torch.randn(*sizes).to(DEVICE)
@@ -269,7 +267,6 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], N
     return replace
 
 
-@needs_library
 def test_a_worker_that_dies_is_replaced_once(compiling: Path, script: Callable[[str], None]) -> None:
     script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     a = lazy(64)
@@ -282,7 +279,6 @@ def test_a_worker_that_dies_is_replaced_once(compiling: Path, script: Callable[[
     assert marid.stats().compiled_runs == 0
 
 
-@needs_library
 @pytest.mark.parametrize("answer", ["nonsense", '{"id": 0}', '["id"]', '{"id": null, "path": "/etc/passwd"}'])
 def test_a_worker_that_answers_nonsense_is_not_believed(
     compiling: Path, script: Callable[[str], None], answer: str
@@ -295,7 +291,6 @@ def test_a_worker_that_answers_nonsense_is_not_believed(
     assert marid.stats().compiled_runs == 0
 
 
-@needs_library
 def test_an_answer_that_is_no_code_is_a_failure(compiling: Path, script: Callable[[str], None]) -> None:
     (compiling / "bad.so").write_bytes(b"no code")
     script(
@@ -311,7 +306,6 @@ def test_an_answer_that_is_no_code_is_a_failure(compiling: Path, script: Callabl
     assert torch.equal(_chain(a).cpu(), _chain(a.cpu()))
 
 
-@needs_library
 def test_nobody_waits_for_a_worker(compiling: Path, script: Callable[[str], None]) -> None:
     script("import time; time.sleep(60)")
     a = lazy(64)
@@ -327,7 +321,6 @@ def test_nobody_waits_for_a_worker(compiling: Path, script: Callable[[str], None
     assert process.returncode == -signal.SIGKILL
 
 
-@needs_library
 def test_a_worker_gives_way_to_the_script(compiling: Path) -> None:
     """Its niceness counts only within the session: Linux gives each session an equal share (sched_autogroup)."""
     marid.settings.compile_niceness = 7
@@ -340,7 +333,6 @@ def test_a_worker_gives_way_to_the_script(compiling: Path) -> None:
     assert os.getpgid(process.pid) == process.pid  # Ctrl-C does not reach it
 
 
-@needs_library
 def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """The real worker: it must notice by itself."""
     text = """
@@ -375,7 +367,6 @@ def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     raise AssertionError("the worker lives on")
 
 
-@needs_library
 def test_switched_off_nothing_is_compiled() -> None:
     a = lazy(64)
     for _ in range(30):
@@ -417,7 +408,6 @@ def _wait_for(function: Callable[[], Any], runs: int = 3, seconds: float = 300.0
     assert _run_until(function, lambda: marid.stats().compiled_runs >= wanted, seconds), marid.stats()
 
 
-@needs_library
 @pytest.mark.conformance
 @pytest.mark.usefixtures("compiling")
 def test_compiled_products_of_one_row_are_right() -> None:
@@ -435,7 +425,6 @@ def test_compiled_products_of_one_row_are_right() -> None:
     assert marid.stats().compile_failures == 0
 
 
-@needs_library
 @pytest.mark.usefixtures("compiling")
 def test_products_in_parts_are_run_by_the_faster_kernel() -> None:
     """In all the forms in which they come; and with few rows, which are ATen's affair there too."""
@@ -459,7 +448,6 @@ def test_products_in_parts_are_run_by_the_faster_kernel() -> None:
         gemm.configure()
 
 
-@needs_library
 def test_a_compiled_chain_is_right_for_other_numbers_and_its_results_are_the_users(compiling: Path) -> None:
     a, b = lazy(70, 30), lazy(70, 30)
     ca, cb = a.cpu(), b.cpu()
@@ -510,7 +498,6 @@ def test_a_compiled_chain_is_right_for_other_numbers_and_its_results_are_the_use
     assert ran.stdout.split() == ["1", "True", "0"], ran.stderr
 
 
-@needs_library
 @pytest.mark.conformance
 def test_one_more_compile_serves_every_size(compiling: Path) -> None:
     """Sizes from the second on share a form; so do written inputs and their views."""
@@ -543,7 +530,6 @@ def test_one_more_compile_serves_every_size(compiling: Path) -> None:
         torch.testing.assert_close(parameter.detach().cpu(), expected.detach(), rtol=1e-4, atol=1e-4)
 
 
-@needs_library
 @pytest.mark.conformance
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_a_training_step_with_a_changing_learning_rate(compiling: Path, optimizer: str) -> None:
@@ -576,7 +562,6 @@ def test_a_training_step_with_a_changing_learning_rate(compiling: Path, optimize
         torch.testing.assert_close(parameter.detach().cpu(), expected.detach(), rtol=1e-2, atol=1e-3)
 
 
-@needs_library
 @pytest.mark.conformance
 def test_a_recurrent_cell(compiling: Path) -> None:
     """Its part is used, and not declined when it runs."""
@@ -594,7 +579,6 @@ def test_a_recurrent_cell(compiling: Path) -> None:
     assert (stats.compile_mismatches, stats.compile_failures) == (0, 0), stats
 
 
-@needs_library
 @pytest.mark.conformance
 def test_a_transformer_forward(compiling: Path) -> None:
     torch.manual_seed(0)

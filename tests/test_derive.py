@@ -10,13 +10,10 @@ import torch
 from torch.nn import functional as F
 
 import marid
-from marid import native
 from marid.frontend import derive, handles, infer, record
 from marid.frontend.rules import rules, same_as
 from tests.conformance import derived
 from tests.helpers import DEVICE, assert_same, on_both
-
-needs_module = pytest.mark.skipif(native.module is None, reason="needs the C++ half and Python's headers")
 
 aten = torch.ops.aten
 
@@ -127,7 +124,6 @@ PROGRAMS = [_attention, _norm, _batch_norm, _embedding, _pointwise, _views, _red
 PARTLY_INFERRED = [_losses, _copies_and_spreads, _trained_norm]
 
 
-@needs_module
 @pytest.mark.parametrize("program", [*PROGRAMS, *PARTLY_INFERRED], ids=lambda p: p.__name__)
 def test_new_sizes_give_what_eager_gives(program: Callable[[int, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, shapes, dtypes and strides, for sizes 1 and 0 too; and what is derived is what a probe says."""
@@ -138,7 +134,6 @@ def test_new_sizes_give_what_eager_gives(program: Callable[[int, str], Any], mon
     assert sum(found.compared.values()) > 10
 
 
-@needs_module
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_new_sizes_are_not_inferred(program: Callable[[int, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a run of a meta kernel nor by a probe."""
@@ -157,7 +152,6 @@ def test_new_sizes_are_not_inferred(program: Callable[[int, str], Any], monkeypa
     assert not inferred
 
 
-@needs_module
 def test_new_sizes_do_not_reach_torch_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -175,7 +169,6 @@ def test_new_sizes_do_not_reach_torch_dispatch(monkeypatch: pytest.MonkeyPatch) 
     assert not seen
 
 
-@needs_module
 def test_first_large_sizes_are_judged_by_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer norm that is too large to be tried is tried with small sizes."""
     tried: list[list[int]] = []
@@ -244,7 +237,6 @@ def test_large_calls_lie_in_memory_as_those_of_eager(call: Callable[[torch.Tenso
         assert torch.equal(found.cpu(), expected)
 
 
-@needs_module
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -338,7 +330,6 @@ def test_a_derivation_that_a_probe_contradicts_is_not_believed(monkeypatch: pyte
     assert asked == 1
 
 
-@needs_module
 def test_operators_with_a_rule_exist_on_this_version() -> None:
     for func in (*rules, *same_as):
         assert derive.deriver_of(record.recorder_of(func)) is not None
@@ -361,7 +352,6 @@ def test_patterns_tell_apart_what_kernels_branch_on() -> None:
     assert len(set(kinds)) == len(kinds)
 
 
-@needs_module
 def test_sizes_among_the_arguments_may_change_and_other_numbers_not() -> None:
     """The size that ``view`` is given is one; the dimension that ``transpose`` is given is none."""
     x, y = torch.randn(2, 3, 4, device=DEVICE), torch.randn(5, 3, 4, device=DEVICE)

@@ -17,14 +17,12 @@ import marid
 from marid.execute import flat
 from marid.execute.table import Table
 from marid.frontend.engines import local_engine as engine
-from marid.native import module
 from tests.helpers import DEVICE, assert_same, interrupted, on_both, seeded, train_step
 from tests.random_work import Writer, armed
 
 pytestmark = pytest.mark.in_process("reads the programs of the in-process engine")
 
-needs_module = pytest.mark.skipif(module is None, reason="needs C++")
-WAYS = [pytest.param("table", marks=needs_module), "loop"]
+WAYS = ["table", "loop"]
 
 
 @pytest.fixture(params=WAYS, autouse=True)
@@ -32,8 +30,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """How every program runs from the second time on."""
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(marid.settings, "plan_bytes", 0)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     if request.param == "loop":
-        monkeypatch.setattr(flat, "module", None)
+        monkeypatch.setattr(flat.FlatProgram, "prepared", lambda _: None)
     yield request.param
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -197,7 +196,6 @@ def test_an_operation_that_fails_says_the_same_every_time() -> None:
     assert len(set(messages)) == 1
 
 
-@needs_module  # without it kernels warn on standard error
 def test_what_kernels_warn_of_is_a_warning_at_the_line_that_waits(capfd: pytest.CaptureFixture[str]) -> None:
     """In every way to run; by default once for each line, as Python does it."""
     with warnings.catch_warnings(record=True) as caught:
@@ -212,7 +210,6 @@ def test_what_kernels_warn_of_is_a_warning_at_the_line_that_waits(capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
-@needs_module
 def test_a_warning_that_is_an_error_costs_no_result() -> None:
     """The read raises the warning, as it would eagerly; what was computed is kept, and nothing runs twice."""
     for _ in range(5):

@@ -210,7 +210,6 @@ def test_nothing_of_it_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> N
     assert "addmm" not in _operators(work, X, W, B)
 
 
-@pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
 @pytest.mark.conformance
 def test_it_is_compiled(compiling: Any) -> None:
     """Attention, norm and bias in one part, with the kernel that they are fused to."""

@@ -14,7 +14,6 @@ from marid.execute import flat
 from marid.frontend import handles, infer
 from marid.frontend.engines import local_engine as engine
 from marid.frontend.record import recorder_of
-from marid.native import module
 from tests import operators  # noqa: F401
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import connected
@@ -105,8 +104,7 @@ def test_whenever_it_differs(runs: int, plans: bool, monkeypatch: pytest.MonkeyP
 
 def test_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where programs run in Python, and are compared there."""
-    monkeypatch.setattr(flat, "module", None)
-    monkeypatch.setattr("marid.execute.geometry.module", None)
+    monkeypatch.setattr(flat.FlatProgram, "prepared", lambda _: None)
     for runs in (0, 2):
         marid.reset_stats()
         test_whenever_it_differs(runs, False, monkeypatch)
@@ -183,7 +181,6 @@ def test_batch_norm_writes_its_statistics_once(batches: int) -> None:
     assert torch.equal(there.running_mean.cpu(), here.running_mean)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-@pytest.mark.skipif(module is None, reason="needs C++")
 def test_on_a_worker() -> None:
     """The worker lays it out as recorded, and says so; the client counts it and records the next one right."""
     x = torch.rand(_LARGE)

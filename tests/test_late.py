@@ -8,10 +8,7 @@ import textwrap
 
 import pytest
 
-from marid import native
 from tests.helpers import DEVICE
-
-NEEDS_MODULE = pytest.mark.skipif(native.module is None, reason="needs the C++ half and Python's headers")
 
 
 def _run(script: str, *args: object) -> list[str]:
@@ -25,7 +22,6 @@ def _run(script: str, *args: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-@NEEDS_MODULE
 @pytest.mark.parametrize(
     "first",
     [
@@ -65,7 +61,6 @@ _FIRST_STEPS = {
 }
 
 
-@NEEDS_MODULE
 @pytest.mark.parametrize("step", _FIRST_STEPS)
 def test_a_first_step_imports_no_large_packages(step: str) -> None:
     """Neither forward nor backward, nor what is read of them. Dynamo is for ``torch.compile``; PyTorch's optimizers ask

@@ -24,7 +24,6 @@ from marid.optimize.memory import MemoryPlan, Trace, plan
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 pytestmark = [
-    pytest.mark.skipif(library is None, reason="needs the C++ half"),
     pytest.mark.in_process("reads the memory plans of the in-process engine"),
 ]
 
@@ -35,6 +34,7 @@ CONFORMANCE_PROGRAMS = 100_000
 @pytest.fixture(autouse=True)
 def every_program_is_planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(marid.settings, "plan_bytes", 0)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     marid.reset_stats()
     yield
     torch.remote_accelerator.empty_cache()

@@ -263,7 +263,6 @@ def test_linear_takes_the_kernels_of_the_cpu(bias: bool, dtype: torch.dtype, mod
         on_both(run)
 
 
-@pytest.mark.skipif(marid.native.module is None, reason="there is no C++ half")
 def test_linear_is_one_operation_where_nobody_differentiates_it() -> None:
     """And its steps where somebody does, forwards or backwards, or where a mode wants to see them."""
     x, w = torch.randn(2, 3, 4, device=DEVICE), torch.randn(5, 4, device=DEVICE)

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import marid
-from marid.native import gemm, library
+from marid.native import gemm
 
 DEVICE = "remote_accelerator"
 pytestmark = [
-    pytest.mark.skipif(library is None, reason="needs the C++ half"),
     pytest.mark.in_process("counts products in this process"),
 ]
 

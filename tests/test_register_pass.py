@@ -148,7 +148,6 @@ def test_what_a_pass_changed_is_for_the_sizes_that_it_saw() -> None:
     assert (asks.for_any_size, asks.symbols) == (True, 1)
 
 
-@pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
 def test_what_is_compiled_follows_the_passes(compiling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked for before is asked for again when a pass comes or goes."""
     requests: list[list[str]] = []
@@ -177,7 +176,6 @@ def test_what_is_compiled_follows_the_passes(compiling: Any, monkeypatch: pytest
     assert requests == [["exp", "sin", "mul"], ["exp", "cos", "mul"], ["exp", "sin", "mul"]]
 
 
-@pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
 def test_a_pass_that_computes_something_else_is_found_out(compiling: Any) -> None:
     """Before anything of it is used: what is compiled is compared with what was recorded."""
 
@@ -298,7 +296,6 @@ def test_a_bug_in_a_pass_of_marid_costs_no_result(monkeypatch: pytest.MonkeyPatc
         assert _run() == PLAIN
 
 
-@pytest.mark.skipif(marid.native.library is None, reason="there is no C++ half")
 def test_a_warning_that_is_an_error_leaves_the_results(compiling: Any) -> None:
     """As with warnings of kernels."""
     marid.register_pass(_raises)

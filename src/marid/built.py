@@ -9,7 +9,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +18,12 @@ import torch
 
 from marid.settings import settings
 
-__all__ = ["HAS_MODULE", "build", "library_path"]
+__all__ = ["build", "library_path"]
 
 _FOLDER = Path(__file__).parent / "native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
-HAS_MODULE = (_PYTHON / "Python.h").exists()
-"""Whether the library can be a Python module too: whether Python's headers are installed."""
-_OF_MODULE = (
-    "accumulate autocast call concretely cut derive dispatch geometry immediate kernels record runs stack".split()
-)
-_SOURCES = [path for path in sorted(_FOLDER.rglob("*.cpp")) if HAS_MODULE or path.stem not in _OF_MODULE]
+_ABI = sysconfig.get_config_var("EXT_SUFFIX")  # Python's version, the processor and the system
+_SOURCES = sorted(_FOLDER.rglob("*.cpp"))
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
 _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -48,7 +43,7 @@ def library_path() -> Path:
 
     That is beside its sources, like the compiled files of Python; where we may not write, with the cached files.
     """
-    identity = f"{torch.__version__} {sys.version} {sys.platform} {_OPTIONS} {_OF_KERNELS} ".encode()
+    identity = f"{torch.__version__} {_ABI} {_OPTIONS} {_OF_KERNELS} ".encode()
     identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(_FOLDER.rglob("*.h"))])
     name = f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     beside, cached = _FOLDER / "_built" / name, settings.cache_dir / name
@@ -58,13 +53,15 @@ def library_path() -> Path:
 
 
 def build(path: Path) -> None:
-    """Compile the library, or wait for the process that does. Raises ``OSError`` without a compiler,
-    ``CalledProcessError`` where that fails."""
+    """Compile the library, or wait for the process that does. Raises ``OSError`` without a compiler or Python's
+    headers, ``CalledProcessError`` where that fails."""
     from filelock import FileLock  # not where the library is there: PyTorch's import would load it too
 
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler (g++ or clang++) was found")
+    if not (_PYTHON / "Python.h").exists():
+        raise OSError(f"Python's headers are not installed ({_PYTHON} has no Python.h)")
     root = Path(torch.__file__).parent
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Built under a private name and moved into place: who does not wait never sees half a file.

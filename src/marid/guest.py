@@ -311,8 +311,7 @@ def _make_changes() -> None:
 
 def uninstall() -> None:
     """Undo all that was done to PyTorch and the process. The device stays known, and the next tensor that is made there
-    changes it again; those that there are can be read. (Without the C++ half PyTorch does not ask a second time: then
-    ``torch.remote_accelerator.init()`` does that.)"""
+    changes it again; those that there are can be read."""
     global _undo
     with _lock:
         if _undo is not None:

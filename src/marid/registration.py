@@ -19,7 +19,6 @@ import torch
 from torch.utils import backend_registration
 
 from marid import built
-from marid.settings import settings
 from marid.uninterrupted import Uninterrupted
 
 __all__ = ["DEVICE_TYPE", "device_module", "first_use", "is_used", "register", "when_used"]
@@ -60,7 +59,7 @@ _use: Callable[[], None] | None = None
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """For where there is no C++ half, or none yet."""
+    """For where the C++ half is not built yet."""
 
     def is_available(self) -> bool:
         return True
@@ -107,8 +106,8 @@ def register() -> None:
     )
     torch._register_device_module(DEVICE_TYPE, device_module)
     setattr(torch.ops, "marid", _Operators("marid"))  # noqa: B010
-    path = built.library_path() if settings.native else None
-    if path is not None and path.exists():
+    path = built.library_path()
+    if path.exists():
         ctypes.CDLL(str(path)).marid_register_hooks()
     else:
         _keep_alive.append(_Hooks())

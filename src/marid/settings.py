@@ -102,8 +102,6 @@ class Settings:
     """How many bytes workers keep of tensors that were copied from one to another, for a worker that is lost."""
     progress: bool = True
     """Show a bar while much is uploaded to a worker, if standard error is a terminal."""
-    native: bool = True
-    """Build and use the C++ half when a compiler is there."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))
     """Where built files are kept."""
 

@@ -52,7 +52,6 @@ class Flight:
         run: TableRun,
         give_back: Callable[[list[Node]], None],
     ) -> None:
-        assert library is not None
         self.task = task
         self.form = form
         self._placement = placement = form.placement
@@ -76,12 +75,11 @@ class Flight:
 
     def __del__(self) -> None:
         job = getattr(self, "job", None)  # None where Ctrl-C came before there was one
-        if library is not None and job is not None:
+        if library is not None and job is not None:  # the end of the interpreter takes the library away
             library.marid_job_free(job)
 
     def start(self, positioned: Any) -> bool:
         """Hand it over; False when the process is about to end. ``positioned`` gives it generators."""
-        assert library is not None
         self.number = library.marid_job_submit(self.job, positioned)
         if self.number == 0:
             return False
@@ -96,7 +94,6 @@ class Flight:
         """It is done: give its values their tensors."""
         self.run.tensors(self.form.output_slots, self.task)
         self._note_memory(True)
-        assert library is not None
         self.form.ran(library.marid_job_seconds(self.job))
 
     def take_back(self) -> None:
@@ -110,13 +107,11 @@ class Flight:
 
     def warn(self) -> None:
         """Warn of what its kernels have warned of."""
-        assert library is not None
         warnings = library.marid_job_warnings(self.job)
         if warnings is not None:
             warn_of(module.warnings_of(warnings))
 
     def _note_memory(self, completed: bool) -> None:
-        assert library is not None
         if self._placement is not None:
             watched = library.marid_job_watched(self.job)
             self._placement.ended(completed, watched, bool(library.marid_job_left(self.job)))

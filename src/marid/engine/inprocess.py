@@ -26,23 +26,18 @@ from marid.execute.compiled.workers import compiler
 from marid.execute.forms import Way
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
-from marid.graph import program, tape
 from marid.graph.node import (
     Draw,
     Node,
     Operation,
-    Output,
     Value,
     fail,
-    failures,
     placed,
-    raise_failure,
     root_of,
     values_in,
 )
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Task, bind, deliver
-from marid.graph.tape import Tape
 from marid.graph.twister import Twisters
 from marid.native import library, module, omp_pause
 from marid.report.stats import counters
@@ -74,37 +69,7 @@ _EXCLUDED = _keys(
 )
 
 
-if module is not None:
-    module.configure_cuts(
-        Node=Node,
-        Output=Output,
-        Task=Task,
-        Tape=Tape,
-        Draw=Draw,
-        failures=failures,
-        raise_failure=raise_failure,
-    )
-    tape.accelerate(module.cut, module.pending)
-    program.accelerate(module.bind)
-
-
-class _Concretely:
-    """The context manager below in Python, where an interrupt could come between its halves."""
-
-    __slots__ = ("_function", "_keys")
-
-    def __enter__(self) -> None:
-        self._keys = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
-        self._function = torch._C.DisableTorchFunction()
-        self._keys.__enter__()
-        self._function.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._function.__exit__(*error)  # pyright: ignore[reportArgumentType]
-        self._keys.__exit__(*error)
-
-
-concretely: Any = _Concretely if module is None else module.concretely(_INCLUDED.raw_repr(), _EXCLUDED.raw_repr())
+concretely: Any = module.concretely(_INCLUDED.raw_repr(), _EXCLUDED.raw_repr())
 """Context manager: inside, ATen calls go straight to the kernels of concrete tensors, as if called outside of any
 dispatch: no autograd, autocast, tensor subclass, mode or functional transform sees them."""
 
@@ -127,10 +92,9 @@ class InProcessEngine:
         self._depth = 0  # of runs on the calling thread, one inside of another
         self._writing: dict[Value, int] = {}  # the newest flight that may write the memory of a value
         self._positioned = Positioned(self._position)
-        if library is not None:
-            atexit.register(library.marid_queue_stop)
-            library.marid_queue_release_threads(omp_pause)
-            os.register_at_fork(before=self._before_fork, after_in_child=library.marid_queue_forked)
+        atexit.register(library.marid_queue_stop)
+        library.marid_queue_release_threads(omp_pause)
+        os.register_at_fork(before=self._before_fork, after_in_child=library.marid_queue_forked)
 
     def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
         with self.lock:
@@ -161,7 +125,6 @@ class InProcessEngine:
                 if number == 0:
                     return waited
             waited = True
-            assert library is not None
             if library.marid_queue_is_here():
                 raise RuntimeError("a value was read on the device's own thread, which has to make it first")
             library.marid_queue_wait(number, _SECONDS)  # in which Ctrl-C goes unheard
@@ -310,7 +273,6 @@ class InProcessEngine:
 
     def _wait_for(self, number: int) -> None:
         """With the lock: wait for one flight."""
-        assert library is not None
         while self._flights and self._flights[0].number <= number:
             library.marid_queue_wait(number, _SECONDS)
             self._settle()
@@ -323,7 +285,6 @@ class InProcessEngine:
         """Hand out the results of flights that are done; raise the error of one that failed."""
         if not self._flights:
             return
-        assert library is not None
         done = library.marid_queue_done()
         while self._flights and self._flights[0].number <= done:
             flight = self._flights.popleft()
@@ -337,7 +298,6 @@ class InProcessEngine:
     def _recover(self) -> None:
         """An operation raised on the device's thread: do it again here, and take back all that follows. Where it does
         not raise here, what follows is done here too: it counted as run."""
-        assert library is not None
         failed, *following = self._flights
         self._flights.clear()
         self._by_job.clear()

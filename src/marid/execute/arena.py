@@ -47,8 +47,6 @@ class Placement:
 
     def begin(self) -> bool:
         """Begin a run on this thread, watched or by the plan; False where there is no memory for it."""
-        if library is None:
-            return False
         if not _installed and not _withdrawn:  # in a worker's process, where nobody uses the device
             install()
         if self.plan is None:
@@ -70,7 +68,6 @@ class Placement:
 
     def _adopt(self, trace: Trace) -> None:
         """Plan from what was seen."""
-        assert library is not None
         self.attempts += 1
         self.plan = plan(trace)
         offsets = self.plan.offsets
@@ -87,7 +84,7 @@ class Placement:
 class Arena:
     """Context manager around a run on this thread: ``with arena.run(placement): ...``.
 
-    A run inside of a run, and any run without the C++ library, is left to PyTorch's allocator.
+    A run inside of a run is left to PyTorch's allocator.
     """
 
     def __init__(self) -> None:
@@ -97,7 +94,7 @@ class Arena:
     @property
     def nbytes(self) -> int:
         """Bytes of the slab."""
-        return 0 if library is None else library.marid_memory_arena_bytes()
+        return library.marid_memory_arena_bytes()
 
     def run(self, placement: Placement | None) -> Arena:
         """What the next ``with`` block runs; None to leave it to PyTorch's allocator."""
@@ -112,7 +109,7 @@ class Arena:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         placement = self._active.pop()
-        if placement is None or library is None:
+        if placement is None:
             return
         if placement.plan is None:
             placement.ended(kind is None, library.marid_memory_end_watched(), False)
@@ -121,9 +118,8 @@ class Arena:
 
     def trim(self) -> None:
         """Give back the slab, and the blocks that are kept to be used again; between runs."""
-        if library is not None:
-            library.marid_memory_release()
-            library.marid_memory_trim()
+        library.marid_memory_release()
+        library.marid_memory_trim()
 
 
 _installed = False
@@ -142,12 +138,11 @@ def install() -> Callable[[], None]:
 def _uninstall() -> None:
     global _installed, _withdrawn
     _installed, _withdrawn = False, True
-    if library is not None:
-        library.marid_memory_uninstall()
+    library.marid_memory_uninstall()
 
 
 def _settings_changed() -> None:
-    if _installed and library is not None:
+    if _installed:
         library.marid_memory_install(settings.pool_bytes)
 
 
@@ -155,7 +150,6 @@ settings.when_changed(_settings_changed)
 
 
 def _read(run: int) -> Trace:
-    assert library is not None
     sizes = int64s([0] * library.marid_memory_seen_blocks(run))
     events = int64s([0] * library.marid_memory_seen_events(run))
     library.marid_memory_seen(run, sizes, events)

@@ -26,7 +26,6 @@ from marid.execute.table import Table, Untranslatable, donors, translate
 from marid.graph.operators import last_uses, unsettled_slots
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
-from marid.native import module
 from marid.settings import settings
 
 __all__ = ["FlatProgram", "may_be_stopped"]
@@ -58,7 +57,7 @@ class FlatProgram:
         self._seen: set[int] = set()
         self._wasted = 0
         self._prepared: Table | None = None
-        self._untranslatable = module is None
+        self._untranslatable = False
         self.unsettled = unsettled_slots(program)
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""

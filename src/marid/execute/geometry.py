@@ -149,16 +149,7 @@ def _copy(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
 def agrees(tensor: Any, spec: Spec, base: torch.Tensor | None, given: list[Any]) -> bool:
     """Whether a result has the geometry ``spec``, as a view of ``base``, or as a tensor of its own: none of those that
     were ``given``."""
-    if module is not None:
-        return module.agrees(tensor, spec, base, given)
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype is spec.dtype
-        and _placement(tensor) == (spec.shape, spec.stride, spec.offset)
-        and (tensor.is_conj(), tensor.is_neg()) == (spec.conj, spec.neg)
-        and _has_its_memory(tensor, base)
-        and (base is not None or not _is_among(tensor, given))
-    )
+    return module.agrees(tensor, spec, base, given)
 
 
 def _is_among(tensor: Any, given: list[Any]) -> bool:
@@ -183,5 +174,4 @@ def _steps_alike(stride: tuple[int, ...], spec: Spec) -> bool:
     return spec.numel == 0 or all(a == b or size == 1 for a, b, size in steps)
 
 
-if module is not None:
-    module.configure_geometry(Spec)
+module.configure_geometry(Spec)

@@ -1,7 +1,6 @@
 """What kernels warn of in a run becomes a warning in Python, at the user's line that waits, once the results are safe.
 
 PyTorch warns when the Python function that was called returns; recorded operations have returned long before they run.
-Without the C++ half such warnings go to standard error, as those of every ATen call without a Python function do.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class KernelWarnings:
     __slots__ = ("_kept",)
 
     def __enter__(self) -> None:
-        self._kept = None if module is None else module.warnings_begin()
+        self._kept = module.warnings_begin()
 
     def __exit__(self, *_: object) -> None:
-        warn_of([] if module is None else module.warnings_end(self._kept))
+        warn_of(module.warnings_end(self._kept))
 
 
 def warn_of(texts: list[str]) -> None:

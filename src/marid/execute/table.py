@@ -48,7 +48,6 @@ class Table:
     __slots__ = ("__weakref__", "_input_slots", "pointer", "slot_count")
 
     def __init__(self, program: Program) -> None:
-        assert library is not None
         self.pointer: int = library.marid_program_new(program.slot_count)
         weakref.finalize(self, library.marid_program_free, self.pointer).atexit = False
         self.slot_count = program.slot_count
@@ -88,27 +87,24 @@ class TableRun:
         self.pointer = pointer
 
     def __del__(self) -> None:
-        if library is not None:
+        if library is not None:  # which the end of the interpreter takes away
             library.marid_run_free(self.pointer)
 
     def go(self, generator: torch.Generator | None) -> int:
         """Go on to the end (``DONE``), for a while (``AGAIN``), or up to an operation that wants a generator
         (``DRAWS``), raises, or has given something else than was recorded (``RAISED``). ``generator`` is for the first
         operation, after ``DRAWS``."""
-        assert library is not None
         return library.marid_run_go(self.pointer, None if generator is None else generator._cdata, _SECONDS)
 
     @property
     def next(self) -> int:
         """The instruction that comes next."""
-        assert library is not None
         return library.marid_run_next(self.pointer)
 
     @property
     def differs(self) -> bool:
         """Whether the instruction before ``next`` has given something else than was recorded; what it was called with
         exists still."""
-        assert library is not None
         return bool(library.marid_run_differs(self.pointer))
 
     def tensors(self, slots: tuple[int, ...], task: Task | None = None) -> list[torch.Tensor]:
@@ -117,7 +113,6 @@ class TableRun:
 
     def existing(self) -> dict[int, torch.Tensor]:
         """Every tensor that exists now, by slot."""
-        assert library is not None
         slots = [slot for slot in range(self._table.slot_count) if library.marid_run_has(self.pointer, slot)]
         return dict(zip(slots, self.tensors(tuple(slots)), strict=True))
 
@@ -131,7 +126,6 @@ def _address(donors: Any) -> int | None:
 
 def translate(program: Program, dying: list[list[int]]) -> Table:
     """The table of ``program``. Raises ``Untranslatable``."""
-    assert library is not None
     table = Table(program)
     unsettled = unsettled_slots(program)
     for instruction, dead in zip(program.instructions, dying, strict=True):
@@ -140,7 +134,6 @@ def translate(program: Program, dying: list[list[int]]) -> Table:
 
 
 def _add(pointer: int, instruction: Instruction, dead: list[int], unsettled: set[int]) -> None:
-    assert library is not None
     func = instruction.op.func
     target = instruction.op.target
     if instruction.op.call is not target._op:
@@ -178,7 +171,6 @@ def _add(pointer: int, instruction: Instruction, dead: list[int], unsettled: set
 
 
 def _argument(pointer: int, arg: Any) -> tuple[int, int]:
-    assert library is not None
     if isinstance(arg, Slot):
         return _SLOT, arg.index
     if isinstance(arg, Param):

@@ -98,8 +98,7 @@ def without() -> Any:
 
 
 def _unregister() -> None:
-    if module is not None:
-        module.autocasts({})
+    module.autocasts({})
     while _libraries:
         _libraries.pop()._destroy()
 
@@ -114,21 +113,7 @@ def _register(lists: Mapping[str, Sequence[str]]) -> None:
     _listed.clear()
     _listed.update(f"aten::{name}" for names in existing.values() for name in names)
     _known.clear()
-    if module is not None:
-        module.autocasts(existing)
-        return
-    library = torch.library.Library("aten", "IMPL")
-    for policy, names in existing.items():
-        for name in names:
-            library.impl(name, _kernel(_operator(name), policy), "AutocastPrivateUse1")
-    _libraries.append(library)
-
-
-def _operator(name: str) -> Any:
-    """The operator overload, or None where this PyTorch has none of that name."""
-    base, _, overload = name.partition(".")
-    packet = getattr(torch.ops.aten, base, None)
-    return getattr(packet, overload or "default", None)
+    module.autocasts(existing)
 
 
 # --- what is composed of operators on the lists ----------------------------------------------------------------------
@@ -206,66 +191,3 @@ def _try(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     except (RuntimeError, ValueError, TypeError, IndexError):
         pass  # wrong arguments, or values are needed: what was called until then tells
     return watch.listed
-
-
-# --- without the C++ half --------------------------------------------------------------------------------------------
-
-# What ``native/autocast.cpp`` does, for where that cannot be built. PyTorch's cache of casts can be asked in C++ alone:
-# here the gradients of what is cast twice add up in full precision.
-
-
-def _kernel(func: Any, policy: str) -> Any:
-    names = [argument.name for argument in func._schema.arguments]
-    dtype_position = names.index("dtype") if "dtype" in names else len(names)
-
-    def lower_or_full(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-        return func(*_cast(args, dtype), **_cast(kwargs, dtype))
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with without():
-            if policy == "lower":
-                return lower_or_full(torch.get_autocast_dtype(handles.DEVICE_TYPE), args, kwargs)
-            if policy == "full unless dtype":
-                given = args[dtype_position] if len(args) > dtype_position else kwargs.get("dtype")
-                if given is None and _first_is_low(args):
-                    return func(*args[:dtype_position], **{**kwargs, "dtype": torch.float32})
-                return func(*args, **kwargs)
-            if policy == "full":
-                return lower_or_full(torch.float32, args, kwargs)
-            return lower_or_full(_widest(args), args, kwargs)
-
-    return kernel
-
-
-def _eligible(thing: Any) -> bool:
-    return (
-        isinstance(thing, torch.Tensor)
-        and thing.device.type == handles.DEVICE_TYPE
-        and thing.is_floating_point()
-        and thing.dtype != torch.float64
-    )
-
-
-def _cast(thing: Any, dtype: torch.dtype) -> Any:
-    if _eligible(thing):
-        return thing.to(dtype)
-    if isinstance(thing, (list, tuple)):
-        return type(thing)([_cast(item, dtype) for item in thing])
-    if isinstance(thing, dict):
-        return {name: _cast(item, dtype) for name, item in thing.items()}
-    return thing
-
-
-def _first_is_low(args: Any) -> bool:
-    return bool(args) and _eligible(args[0])
-
-
-def _widest(args: Any) -> torch.dtype:
-    lower = found = torch.get_autocast_dtype(handles.DEVICE_TYPE)
-    for arg in args:
-        for item in arg if isinstance(arg, (list, tuple)) else [arg]:
-            if _eligible(item) and torch.float32 in (found, item.dtype):
-                found = torch.float32
-            elif _eligible(item) and item.dtype != lower:
-                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-    return found

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from marid.native import module
-
 __all__ = [
     "Cell",
     "Hidden",
@@ -61,7 +59,7 @@ def simple_cell(nonlinearity: Any) -> Cell:
 
 def lstm_cell(input: Tensor, hidden: Hidden, params: Params, computed: bool) -> Hidden:
     hx, cx = hidden
-    if module is not None and computed and params.w_hr is None:
+    if computed and params.w_hr is None:
         return torch.ops.marid.lstm_step.default(input, hx, cx, params.w_hh, params.b_hh)
     gates = params.linear_hh(hx)
     gates = aten.add_.Tensor(gates, input if computed else params.linear_ih(input))
@@ -77,15 +75,8 @@ def lstm_cell(input: Tensor, hidden: Hidden, params: Params, computed: bool) -> 
 
 
 def gru_cell(input: Tensor, hidden: Hidden, params: Params, computed: bool) -> Hidden:
-    if module is not None:
-        from_input = input if computed else params.linear_ih(input)
-        return (torch.ops.marid.gru_step.default(from_input, hidden[0], params.w_hh, params.b_hh),)
-    inputs = aten.unsafe_chunk.default(input if computed else params.linear_ih(input), 3, 1)
-    hiddens = aten.unsafe_chunk.default(params.linear_hh(hidden[0]), 3, 1)
-    reset = aten.sigmoid_.default(aten.add_.Tensor(hiddens[0], inputs[0]))
-    update = aten.sigmoid_.default(aten.add_.Tensor(hiddens[1], inputs[1]))
-    new = aten.tanh_.default(aten.add.Tensor(inputs[2], aten.mul_.Tensor(hiddens[2], reset)))
-    return (aten.add_.Tensor(aten.mul_.Tensor(aten.sub.Tensor(hidden[0], new), update), new),)
+    from_input = input if computed else params.linear_ih(input)
+    return (torch.ops.marid.gru_step.default(from_input, hidden[0], params.w_hh, params.b_hh),)
 
 
 # --- layers: cells along a sequence. Each returns the outputs and the last hidden state. -----------------------------

@@ -43,7 +43,7 @@ def deriver_of(recorder: Recorder) -> Derivation | None:
     rule = rules.get(recorder.func) or for_each(recorder.func)
     if rule is not None:
         return Derivation(recorder, lambda args, kwargs: rule(*args, **dict(kwargs or ())))
-    if module is None or recorder.func in _ASK_FOR_MORE:
+    if recorder.func in _ASK_FOR_MORE:
         return None
     func, translated = same_as.get(recorder.func, (recorder.func, None))
     number = module.derives(func._schema.name, func._schema.overload_name)
@@ -182,5 +182,4 @@ def _returns(rule: infer.Rule, described: Any, specs: Sequence[Any], view: bool,
     return out
 
 
-if module is not None:
-    module.configure_deriving(Node, Output, Spec)
+module.configure_deriving(Node, Output, Spec)

@@ -23,6 +23,7 @@ from marid.frontend.materialize import bytes_of, run_everything, wait_anyway
 from marid.frontend.record import follow_switches
 from marid.frontend.tensor import LazyTensor
 from marid.graph.node import tell
+from marid.native import library
 from marid.report.stats import counters
 from marid.semantics import scopes
 from marid.semantics.tracebacks import folded
@@ -42,31 +43,21 @@ __all__ = [
 ]
 
 
-class _PythonGuard(torch._C._acc.DeviceGuard):
-    def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.PrivateUse1
-
-
-_guards: list[_PythonGuard] = []
 when_mispredicted(corrections.correct)
 
 
 def give_devices() -> None:
     """Let PyTorch count the devices, for good; once per process. Before the first use there are none."""
-    if handles.library is not None:
-        # Autograd counts devices in the first backward of a process, starts a thread for each, and with any refuses to
-        # run in a fork. Ours needs none (frontend/backward.py). In a thread of its own nothing of the user's is on: no
-        # mode, no transform.
-        first_backward = threading.Thread(  # named: the numbers of threads without a name are the user's
-            target=lambda: torch.ones((), device="cpu", requires_grad=True).backward(), name="marid-first-backward"
-        )
-        first_backward.start()
-        first_backward.join()
-        handles.library.marid_register_hooks()
-        handles.library.marid_set_device_count(handles.device_count)
-    elif not _guards:
-        _guards.append(_PythonGuard())
-        torch._C._acc.register_python_privateuseone_device_guard(_guards[0])
+    # Autograd counts devices in the first backward of a process, starts a thread for each, and with any refuses to run
+    # in a fork. Ours needs none (frontend/backward.py). In a thread of its own nothing of the user's is on: no mode, no
+    # transform.
+    first_backward = threading.Thread(  # named: the numbers of threads without a name are the user's
+        target=lambda: torch.ones((), device="cpu", requires_grad=True).backward(), name="marid-first-backward"
+    )
+    first_backward.start()
+    first_backward.join()
+    library.marid_register_hooks()
+    library.marid_set_device_count(handles.device_count)
 
 
 # What kernels ask for when they run, and set with these functions of ``torch._C``.
@@ -201,17 +192,13 @@ def _figures(device: int, reset: int, found: Any) -> None:
 
 def give_figures() -> Callable[[], None]:
     """Let ``torch.accelerator`` know how much memory is in use. Returns what ends that."""
-    library = handles.library
-    if library is None:
-        return lambda: None
     library.marid_set_figures(_figures)
     return lambda: library.marid_set_figures(None)
 
 
 def require_first_use() -> None:
     """Have PyTorch ask for the first use again."""
-    if handles.library is not None:
-        handles.library.marid_require_init()
+    library.marid_require_init()
 
 
 def _index(device: Any) -> int:
@@ -252,8 +239,7 @@ def names() -> dict[str, Any]:
     def set_device(device: Any) -> None:
         """Make a device current for this thread."""
         index = _index(device)
-        if handles.library is not None:
-            handles.library.marid_set_current_device(index)
+        library.marid_set_current_device(index)
 
     @contextlib.contextmanager
     def device(device: Any) -> Iterator[None]:

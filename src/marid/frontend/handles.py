@@ -1,8 +1,7 @@
 """Handles: making the tensor objects that users hold, without data, at the lowest cost PyTorch allows.
 
 Specs are interned here, and each keeps a *pattern*: a data-less device tensor of its geometry from which new handles
-are copied (about two thirds of the cost of ``_make_wrapper_subclass``). Patterns need the C++ library; without it,
-handles are made the slow way.
+are copied (about two thirds of the cost of ``_make_wrapper_subclass``).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = [
     "wrap",
 ]
 
-device_count = settings.devices if library is not None else 1
+device_count = settings.devices
 tapes = [Tape(index) for index in range(device_count)]
 """Of each device, by its index."""
 _handle_class: Any = None
@@ -60,13 +59,12 @@ def bind_handle_class(cls: type) -> None:
     """Name the tensor class that handles are made of; called once, where it is defined."""
     global _handle_class
     _handle_class = cls
-    if module is not None:
-        module.make_handles(cls)
+    module.make_handles(cls)
 
 
 def current_device() -> int:
     """The index of the current device of this thread."""
-    return library.marid_current_device() if library is not None else 0
+    return library.marid_current_device()
 
 
 def check_index(device: Any) -> None:
@@ -92,7 +90,7 @@ def tape(index: int) -> Tape:
 
 def ops_immediate() -> int:
     """How many operations have run at once since the process began."""
-    return module.performed() if module is not None else 0
+    return module.performed()
 
 
 def record_again() -> None:
@@ -136,9 +134,7 @@ def spec_of(tensor: torch.Tensor, device: int) -> Spec:
     )
 
 
-def _pattern(of: Spec) -> torch.Tensor | None:
-    if library is None:
-        return None
+def _pattern(of: Spec) -> torch.Tensor:
     with torch.inference_mode(False):  # else every handle like it would be an inference tensor, for good
         pattern = torch._C._acc.create_empty_tensor((0,), of.dtype)
     rank = len(of.shape)
@@ -169,9 +165,8 @@ def below_autograd() -> Any:
 def new_handle(value: Value, of: Spec, storage: Storage | None, alone: bool = False) -> LazyTensor:
     """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``. To PyTorch's C++ all
     handles of a spec seem to share memory, but for one that is made ``alone``."""
-    if of.pattern is not None and not alone:
+    if not alone:
         handle = _make_subclass(_handle_class, of.pattern)
-        assert library is not None  # without it there are no patterns
         library.marid_view_by_strides(handle._cdata)
     else:
         handle = _make_wrapper(

@@ -174,12 +174,7 @@ def _plan(tape: Tape, site: Site | None) -> int:
 
 def may_be_immediate(tape: Tape) -> bool:
     """Whether operations may run at once on the thread that calls them."""
-    allowed = (
-        module is not None
-        and settings.immediate_bytes > 0
-        and not settings.memory_limit
-        and not settings.log_intercepts
-    )
+    allowed = settings.immediate_bytes > 0 and not settings.memory_limit and not settings.log_intercepts
     return allowed and not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
 
 

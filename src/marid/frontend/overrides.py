@@ -20,7 +20,6 @@ from marid.frontend import autocast, handles
 from marid.frontend.cells import dropout
 from marid.frontend.record import Recorder, special
 from marid.frontend.rules import attends, has_plain_rows
-from marid.native import module
 from marid.semantics.tracebacks import folded
 
 aten = torch.ops.aten
@@ -52,7 +51,7 @@ def register() -> Callable[[], None]:
     """Install the replacements above autograd. Returns what takes them away."""
     library = torch.library.Library("aten", "IMPL")
     for func, replacement in _replacements.items():
-        if module is None or func not in _IN_CPP:
+        if func not in _IN_CPP:
             library.impl(func, folded(replacement), "AutogradPrivateUse1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden

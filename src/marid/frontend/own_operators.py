@@ -1,8 +1,8 @@
 """Defining operators of Marid's own, ``torch.ops.marid.*``, from functions in plain PyTorch.
 
 The function is the operator wherever there is nothing else: where gradients are wanted (it is taken apart, and PyTorch
-derives it), on meta tensors and other devices, and without the C++ half, which has kernels for the CPU. On the lazy
-device a call is one node.
+derives it), on meta tensors and other devices. For the CPU there are kernels in C++. On the lazy device a call is one
+node.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Every operator overload gets a ``Recorder`` when it is first seen. A recorder looks up what is known of calls with the
 same input specs and constants, appends a node to the tape, and returns handles for the results. Operators that cannot
 be recorded run at once on their real inputs (``eager.py``); operators that need special care have handlers in
-``special.py``. ``native/record.cpp`` does all of this for the usual calls, in a fraction of the time, where it can be
-built: ``dispatch`` and ``Recorder.append`` say what it does.
+``special.py``. ``native/record.cpp`` does all of this for the usual calls, in a fraction of the time: ``dispatch``
+and ``Recorder.append`` say what it does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from marid.frontend.derive import deriver_of
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, download, overflow, run_everything
 from marid.frontend.observe import observer
-from marid.frontend.replayed import note_views, refuse_write
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
 from marid.graph.operators import operation_of, written_arguments
 from marid.graph.tape import Tape
@@ -139,9 +138,8 @@ class Recorder:
 
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""
-        if module is not None:
-            schema = self.func._schema
-            module.adopt(schema.name, schema.overload_name, id(self.func), self.asks_autocast)
+        schema = self.func._schema
+        module.adopt(schema.name, schema.overload_name, id(self.func), self.asks_autocast)
 
     def is_changed_by_autocast(self, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether autocast is on and changes what this operator is composed of."""
@@ -240,8 +238,6 @@ class Recorder:
     ) -> Any:
         """Add a node for a call to the tape, with the user's line at or outside ``frame``; handles for its results."""
         tape, scope = known.tape, current_scope()
-        if handles.library is None and known.writes:
-            refuse_write(tensors, known.writes)
         node = Node(
             next(tape.sequence),
             self.op,
@@ -262,8 +258,6 @@ class Recorder:
                 base = tensors[known.view_of]
                 node.root, storage = root_of(base._value), storage_of(base)
             returned = new_handle(node, known.spec, storage)
-        if handles.library is None and self.op.view:
-            note_views(tensors[0], returned)
         if self.bumps:
             torch.autograd.graph.increment_version([tensors[index] for index in known.writes])
         tape.append(node, known.cost)
@@ -445,8 +439,7 @@ def follow_switches() -> None:
     """Record by the rules for the switches as they are now."""
     global _recorders
     _recorders = _tables.setdefault(_switches(), {})
-    if module is not None:
-        module.use(_recorders)
+    module.use(_recorders)
 
 
 def _settings_changed() -> None:
@@ -507,40 +500,33 @@ def _eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return run_eagerly(recorder, args, kwargs, reason)
 
 
-if module is not None:
-    module.configure(
-        Operation=Operation,
-        Node=Node,
-        Output=Output,
-        Storage=Storage,
-        Tape=Tape,
-        Recorder=Recorder,
-        Known=Known,
-        not_recorded=NOT_RECORDED,
-        bucket=bucket,
-        tapes=handles.tapes,
-        last_write=last_write,
-        run_pending=run_everything,
-    )
-    module.use(_recorders)
-    scopes.use(module)
+module.configure(
+    Operation=Operation,
+    Node=Node,
+    Output=Output,
+    Storage=Storage,
+    Tape=Tape,
+    Recorder=Recorder,
+    Known=Known,
+    not_recorded=NOT_RECORDED,
+    bucket=bucket,
+    tapes=handles.tapes,
+    last_write=last_write,
+    run_pending=run_everything,
+)
+module.use(_recorders)
+scopes.use(module)
 
 
 def record_in_cpp() -> Callable[[], None]:
-    """Have the C++ half record what it can, where it is there. Returns what ends that."""
-    cpp = module
-    if cpp is None:
-        return lambda: None
-    cpp.record_calls(True)
+    """Have the C++ half record what it can. Returns what ends that."""
+    module.record_calls(True)
     for found in _recorders.values():
         found.adopt()
-    return lambda: cpp.record_calls(False)
+    return lambda: module.record_calls(False)
 
 
 def detach_in_cpp() -> Callable[[], None]:
     """Have the C++ half detach the device's tensors where autograd saves them. Returns what ends that."""
-    cpp = module
-    if cpp is None:
-        return lambda: None
-    cpp.detach_directly(True)
-    return lambda: cpp.detach_directly(False)
+    module.detach_directly(True)
+    return lambda: module.detach_directly(False)

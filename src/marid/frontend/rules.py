@@ -75,8 +75,6 @@ def _dense(shape: Sequence[int], dtype: torch.dtype, order: Sequence[int] | None
 
 def _like(value: Value) -> Any:
     """A new tensor whose dimensions lie in memory as those of ``value``."""
-    if module is None:
-        return NotImplemented
     return module.derive(module.derives("aten::empty_like", ""), (value,), None, False)
 
 
@@ -403,7 +401,7 @@ def for_each(func: Any) -> Rule | None:
     is none. PyTorch's stand-ins for these operators are slow, and lay dimensions of size one out otherwise."""
     schema = func._schema
     name, overload = schema.name.removeprefix("aten::_foreach_"), schema.overload_name
-    if module is None or name == schema.name:
+    if name == schema.name:
         return None
     alone = not overload and len(schema.arguments) == 1
     of_one = "" if alone else _FOR_EACH.get((name.removesuffix("_"), overload))
@@ -427,7 +425,6 @@ def for_each(func: Any) -> Rule | None:
 
 
 def _derived_at(index: int, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool) -> Any:
-    assert module is not None
     one = tuple([arg[index] if type(arg) is tuple else arg for arg in args])
     named = tuple([(name, arg[index] if type(arg) is tuple else arg) for name, arg in kwargs.items()])
     return module.derive(number, one, named or None, writes)

@@ -12,22 +12,12 @@ The hazard rule. A cut contains, for every asked value:
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
-from collections.abc import Callable
 
-from marid.graph.node import Node, Output, Spec, Value, fail_like, failures, input_values, raise_failure, root_of
+from marid.graph.node import Node, Spec, Value, fail_like, failures, input_values
+from marid.native import module
 
-__all__ = ["Tape", "accelerate"]
-
-_faster_cut: Callable[[Tape, list[Node]], list[Node]] | None = None
-_faster_pending: Callable[[Tape], list[Node]] | None = None
-
-
-def accelerate(cut: Callable[[Tape, list[Node]], list[Node]], pending: Callable[[Tape], list[Node]]) -> None:
-    """Have ``Tape.cut`` and ``Tape.pending`` done by functions that do the same."""
-    global _faster_cut, _faster_pending
-    _faster_cut, _faster_pending = cut, pending
+__all__ = ["Tape"]
 
 
 class Tape:
@@ -116,16 +106,7 @@ class Tape:
 
     def pending(self) -> list[Node]:
         """Live nodes that have not run, in program order. Compacts the tape."""
-        return self.pending_in_python() if _faster_pending is None else _faster_pending(self)
-
-    def pending_in_python(self) -> list[Node]:
-        """The same, here."""
-        self._recorded += len(self.entries) - self._kept
-        alive = [node for entry in self.entries if (node := entry()) is not None and node.args is not None]
-        alive.sort(key=_sequence_of)
-        self.entries = [weakref.ref(node) for node in alive]
-        self._kept = len(self.entries)
-        return alive
+        return module.pending(self)
 
     def measure(self) -> tuple[int, int]:
         """How many live nodes are pending, and how many bytes their results will take when they run."""
@@ -138,29 +119,7 @@ class Tape:
 
         Raises the error of a needed node that has failed.
         """
-        return self.cut_in_python(asked) if _faster_cut is None else _faster_cut(self, asked)
-
-    def cut_in_python(self, asked: list[Node]) -> list[Node]:
-        """The same, here."""
-        chosen: set[Node] = set()
-        writes: list[Node] = []
-        _close(asked, chosen, writes)
-        if writes:
-            others = [node for node in self.pending_in_python() if node not in chosen]
-            while writes and others:
-                overwritten: dict[Value, int] = {}
-                for write in writes:
-                    for root in write.overwrites or ():
-                        overwritten[root] = max(overwritten.get(root, 0), write.seq)
-                writes = []
-                overtaken = [
-                    node
-                    for node in others
-                    if node not in chosen
-                    and any(node.seq < overwritten.get(root_of(value), 0) for value in input_values(node))
-                ]
-                _close(overtaken, chosen, writes)
-        return sorted(chosen, key=_sequence_of)
+        return module.cut(self, asked)
 
     def fail_dependents(self) -> None:
         """After a failure: what needs a failed value, or must see a failed write, can never run, and fails likewise."""
@@ -183,42 +142,6 @@ class Tape:
         alive = [value for entry in self.resident if (value := entry()) is not None and value.concrete is not None]
         self.resident = [weakref.ref(value) for value in alive]
         return alive
-
-
-def _close(asked: list[Node], chosen: set[Node], writes: list[Node]) -> None:
-    """Add to ``chosen`` all of ``asked`` and what they need; list the nodes added that overwrite storages.
-
-    Raises the error of a node that has failed.
-    """
-    stack = list(asked)
-    push = stack.append
-    while stack:
-        node = stack.pop()
-        args = node.args
-        if args is None:
-            raise_failure(node)
-            continue
-        if node in chosen:
-            continue
-        chosen.add(node)
-        if node.kwargs is not None:
-            args = (*args, *[arg for _, arg in node.kwargs])
-        for arg in args:  # values_in, written out: this loop is most of what a cut costs
-            kind = type(arg)
-            if kind is Node or kind is Output:
-                if arg.concrete is None:
-                    push(arg.node)
-            elif kind is tuple:
-                for item in arg:
-                    if (type(item) is Node or type(item) is Output) and item.concrete is None:
-                        push(item.node)
-        if node.after is not None:
-            stack.extend(node.after)
-        if node.overwrites is not None:
-            writes.append(node)
-
-
-_sequence_of = operator.attrgetter("seq")
 
 
 def _allocates(node: Node) -> int:

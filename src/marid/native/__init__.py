@@ -7,12 +7,10 @@ this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python m
 ``record.cpp`` record the usual operations, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums of
 gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them, ``derive.cpp`` says
 what they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands
-out their results, ``concretely.cpp`` sets the state of dispatch. Where Python's headers are not installed those are
-left out, and Python does it all.
+out their results, ``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp``
+runs operations as they are called.
 
-Without a compiler PyTorch's Python guard is used: then there is one device index, ``torch.Generator`` cannot be made
-for the device, an exception raised inside a backward hook ends the process, and programs run as Python source that
-allocates as eager PyTorch does.
+Where it is not built and cannot be, the import raises ``ImportError``.
 """
 
 from __future__ import annotations
@@ -20,40 +18,38 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import importlib.util
-import logging
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from marid.built import HAS_MODULE, build, library_path
-from marid.settings import settings
+import torch
+
+from marid.built import build, library_path
 
 __all__ = ["int64s", "library", "module"]
-
-logger = logging.getLogger("marid")
 
 _MODULE = "marid_native"
 
 
-def _load() -> ctypes.CDLL | None:
-    if not settings.native:
-        return None
+def _load() -> ctypes.CDLL:
     path = library_path()
     try:
         if not path.exists():
             build(path)
         return _declare(ctypes.CDLL(str(path)))
     except OSError as error:
-        _explain_loss(str(error))
+        reason = str(error)
     except subprocess.CalledProcessError as error:
-        _explain_loss(f"the compiler failed:\n{error.stderr}")
-    return None
+        reason = f"the compiler failed:\n{error.stderr}"
+    raise ImportError(
+        f"marid's C++ half is not there for PyTorch {torch.__version__}, and cannot be built here: {reason}. Install a "
+        "C++ compiler and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev), or a wheel of marid that "
+        "was built for this PyTorch and this Python (make wheel)"
+    )
 
 
 def _load_module() -> Any:
-    if library is None or not HAS_MODULE:
-        return None
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, library._name)
     spec = importlib.util.spec_from_loader(_MODULE, loader)
     assert spec is not None
@@ -146,20 +142,11 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     return loaded
 
 
-def _explain_loss(reason: str) -> None:
-    logger.warning(
-        "marid runs without its C++ half: %s. One device index is available, torch.Generator cannot be made for the "
-        "device, an exception raised in a backward hook ends the process, and memory is not planned. Install g++ to "
-        "lift this.",
-        reason,
-    )
-
-
-library: ctypes.CDLL | None = _load()
-"""The loaded library, or None when it cannot be built (the reason is logged as a warning)."""
+library: ctypes.CDLL = _load()
+"""The loaded library."""
 
 module: Any = _load_module()
-"""The Python module of the library, or None where there is no library or Python's headers are not installed."""
+"""The same as a Python module."""
 
 
 def _omp_pause() -> int | None:

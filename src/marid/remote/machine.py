@@ -322,12 +322,11 @@ class Warned:
 
     def __enter__(self) -> Self:
         self.texts: list[str] = []
-        self._kept = None if module is None else module.warnings_begin()
+        self._kept = module.warnings_begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if module is not None:
-            self.texts = module.warnings_end(self._kept)
+        self.texts = module.warnings_end(self._kept)
 
 
 def _returned_bytes(op: Operation, args: list[Any], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> int:

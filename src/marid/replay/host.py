@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from marid.frontend import autocast, handles
+from marid.frontend import handles
 from marid.graph.operators import written_arguments
 from marid.native import module
 from marid.replay.counters import CounterLog, is_in_a_formula
@@ -38,14 +38,12 @@ class HostWatch(TorchDispatchMode):
         return False  # to be skipped, PyTorch would import Dynamo at the first operation: half a second
 
     def __enter__(self) -> Self:
-        if module is not None:
-            module.watch(True)
+        module.watch(True)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        if module is not None:
-            module.watch(False)
+        module.watch(False)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is an argument or reachable state."""
@@ -61,8 +59,6 @@ class HostWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if module is None and autocast.may_call_listed(func) and autocast.calls_listed(func, args, kwargs):
-            self.refuse(f"without the C++ half autocast may not reach into {func.name()}")
         returned = func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             if self.is_known(args[0]) or self.is_derived(args[0]):

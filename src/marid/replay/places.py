@@ -9,7 +9,6 @@ from marid.frontend import handles
 from marid.frontend.observe import Upload
 from marid.graph.node import Draw, Node, Output, Spec, Value, root_of
 from marid.graph.program import Task
-from marid.native import module
 from marid.replay.gradients import graph_of
 from marid.replay.recording import GRAD, MADE, OUTPUT, TENSOR, UPLOAD, Made, Ref
 
@@ -99,13 +98,11 @@ class Places:
         return self._groups.setdefault(id(storage), len(self._groups))
 
     def unexplained(self, by_autograd: Iterable[Any]) -> str | None:
-        """A result that somebody unknown keeps, in words. ``by_autograd`` are tensors that autograd keeps; without the
-        C++ half it also keeps the views that a view was made through, where nobody can ask it."""
+        """A result that somebody unknown keeps, in words. ``by_autograd`` are tensors that autograd keeps."""
         explained = self._explained | {tensor._value for tensor in by_autograd if handles.is_lazy(tensor)}
         explained |= {root_of(value) for value in explained}
-        in_views = explained | {root_of(value) for value in self._known} if module is None else set()
         for value in self._outputs:
-            if value not in explained and (value.root is None or value.root not in in_views):
+            if value not in explained:
                 op = value.node.op
                 return f"{op.name if op is not None else 'a result'} ({_line(value)})"
         return None

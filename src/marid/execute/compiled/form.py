@@ -47,7 +47,6 @@ class CompiledPart:
 
     def __init__(self, program: Program, asked: Asked, entry: Entry, threads: int) -> None:
         """Load the code. Raises ``OSError``."""
-        assert library is not None
         self._asked, self.part, self.conditions = asked, asked.part, entry.conditions
         self.path, part = entry.path, asked.part
         results = (r for i in program.instructions[part.start : part.stop] for r in i.results)
@@ -78,7 +77,6 @@ class CompiledPart:
 
     def instance(self, sizes: _Sizes) -> int:
         """What calls with these sizes name the part by."""
-        assert library is not None
         numbers = int64s([DTYPES[number.dtype] for number in self.part.numbers])
         return library.marid_compiled_instance(
             *(self.pointer, sizes.inputs, sizes.outputs, int64s(sizes.shapes)),
@@ -93,7 +91,6 @@ class _Instances:
 
     def __init__(self, names: list[int]) -> None:
         self.names = names
-        assert library is not None
         for name in names:
             weakref.finalize(self, library.marid_compiled_drop, name).atexit = False
 

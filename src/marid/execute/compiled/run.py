@@ -68,7 +68,6 @@ class CompiledProgram(FlatProgram):
         """Go on in the flat program."""
         self.left = True
         origin = self._origin(start, frame)
-        assert library is not None
         names = frame.params[len(frame.params) - 2 * len(self.compiled.parts) + 1 :: 2]
         if any(library.marid_compiled_failed(name) == _FAILED_WRITING for name in names):
             error = LazyTensorError("a compiled part failed after it may have written to its inputs")

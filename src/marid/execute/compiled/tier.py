@@ -25,7 +25,6 @@ from marid.execute.flat import FlatProgram
 from marid.execute.forms import Way
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
-from marid.native import library
 from marid.report.stats import counters
 from marid.settings import settings
 
@@ -45,7 +44,7 @@ _said: set[str] = set()
 
 def best(program: FlatProgram, task: Task | Replay, room: int | None) -> Way:
     """How to run ``task``. ``room`` are the bytes that the run may take, or None. To be called below all dispatch."""
-    if not settings.compile or library is None or program.runs < settings.compile_after:
+    if not settings.compile or program.runs < settings.compile_after:
         return program.form(task)
     if program.tier is None or program.tier.generation != generation():
         program.tier = Tier(program)

@@ -38,18 +38,16 @@ def configure(
     ATen, in no more than this ``share`` of the time. ``block`` is for tests: the depth of the stretches in which BLAS
     is taken to add up, -1 to find it out.
     """
-    if library is not None:
-        library.marid_products_configure(also_slower, uses, work, share, block)
+    library.marid_products_configure(also_slower, uses, work, share, block)
 
 
 def count() -> int:
     """How many products the faster kernel has computed in this process."""
-    return 0 if library is None else library.marid_products_count()
+    return library.marid_products_count()
 
 
 def _settings_changed() -> None:
-    if library is not None:
-        library.marid_products_enable(settings.fast_products)
+    library.marid_products_enable(settings.fast_products)
 
 
 configure()
