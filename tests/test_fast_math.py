@@ -22,6 +22,7 @@ pytestmark = pytest.mark.in_process("reads what the in-process engine would comp
 @pytest.fixture(autouse=True)
 def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(marid.settings, "fast_math", True)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
 
 
 def _operators(work: Callable[..., Any], *tensors: torch.Tensor) -> list[str]:

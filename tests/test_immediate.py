@@ -53,9 +53,20 @@ def test_a_loop_that_makes_much_is_recorded() -> None:
 
     def run() -> None:
         y = x
-        for _ in range(10):
+        for _ in range(40):
             y = (y @ x).tanh()
             y.sum().item()
+
+    assert _immediate(run) == 0
+
+
+def test_a_loop_that_reads_much_and_makes_little_is_recorded() -> None:
+    """As a decoder does, one token at a time."""
+    weight, x = torch.rand(512, 512, device=DEVICE), torch.rand(1, 512, device=DEVICE)
+
+    def run() -> None:
+        for _ in range(60):
+            (x @ weight)[0, 0].item()
 
     assert _immediate(run) == 0
 

@@ -26,7 +26,8 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
-def _no_passes() -> Iterator[None]:
+def _no_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     asked_module._complaints.clear()
     yield
     for name in list(_registered):

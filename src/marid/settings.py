@@ -47,9 +47,10 @@ class Settings:
     """How many instructions the kept programs may have together (about 1 KB each); the newest is always kept."""
     asynchronous: bool = True
     """Programs run on a thread of their own while recording goes on, where a processor is left for that."""
-    immediate_bytes: int = 64 << 10
-    """Where a loop reads what it makes, and makes no more bytes than this an operation, operations run as they are
-    written, on the thread that calls them; 0 for never."""
+    immediate_bytes: int = 256 << 10
+    """Where a loop reads what it makes, and its operations touch no more bytes than this each, on average, they run as
+    they are written, on the thread that calls them; 0 for never. Memory takes about as long for so many as recording
+    an operation and running it later."""
     immediate_after: int = 24
     """After so many turns of the loop; 0 from the first read on."""
     plan_bytes: int = 64 << 10

@@ -10,9 +10,9 @@ read behind it, and all else that is pending with it. So a training loop runs wh
 its second program is the one that comes again. In a loop that reads only now and then, or never, each step of the
 optimizer is such a read, once it has taken a few.
 
-A loop whose operations make little, and that reads what it has made, gains nothing from a program: recording an
+A loop whose operations touch little memory, and that reads what it has made, gains nothing from a program: recording an
 operation, and running it later, takes longer than it does. After some such turns its operations run *at once*, as they
-are written, on the thread that calls them (``native/immediate.cpp``). They are recorded again when they make more, or
+are written, on the thread that calls them (``native/immediate.cpp``). They are recorded again when they touch more, or
 when nothing is read any more.
 """
 
@@ -79,6 +79,11 @@ class _Line:
         self.charged = self.charged_at_read = tape.charged
         self.piece = self.turns = self.little = self.relapses = 0
 
+    def relapse(self) -> None:
+        """Operations do not run at once, or do not any more: it takes twice as many turns until they may."""
+        self.relapses = min(self.relapses + 1, _RELAPSES)
+        self.little = 0
+
     def wants_immediate(self, tape: Tape) -> bool:
         """The value is read: whether enough turns in a row have made little, each operation."""
         count, charged = tape.recorded - self.read, tape.charged - self.charged_at_read
@@ -104,12 +109,16 @@ class Rhythm:
         """Operations run at once from now on."""
         self._began = self._latest
 
+    def is_not_immediate(self) -> None:
+        """They do not, although they make little."""
+        if self._latest is not None:
+            self._latest.relapse()
+
     def piece(self, site: Any, tape: Tape) -> int:
         """A value is read at ``site``: how much, in units of ``Tape.room``, the tape may hold until it is handed over;
         0 to wait until it is asked for."""
         if self._began is not None:  # they are recorded again
-            self._began.relapses = min(self._began.relapses + 1, _RELAPSES)
-            self._began.little = 0
+            self._began.relapse()
             self._began = None
         self._latest = line = self._lines.get(site)
         self.wants_immediate = settings.immediate_after == 0

@@ -17,7 +17,7 @@ from marid.frontend.ahead import Rhythm, has_stepped, may_go_ahead, takes_steps_
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
-from marid.graph.tape import Tape
+from marid.graph.tape import Tape, traffic
 from marid.native import module
 from marid.report.stats import counters
 from marid.semantics.scopes import Site, current_site
@@ -142,6 +142,8 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
                 "read the value after the block, or keep it on the device"
             )
         waited |= not quiet
+        immediate = _rhythms[tape.device].wants_immediate and may_be_immediate(tape)
+        is_little = immediate and traffic(nodes) <= settings.immediate_bytes * len(nodes)
         ahead = bool(tape.piece) and not _restraint.holding
         try:
             if nodes:
@@ -150,8 +152,10 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
                 run_everything(tape, wait=False)
                 tape.give_room(tape.piece)
             waited |= wait_for(tensors, need)
-            if _rhythms[tape.device].wants_immediate and may_be_immediate(tape):
+            if is_little:
                 _begin_immediate(tape)
+            elif immediate:
+                _rhythms[tape.device].is_not_immediate()
             return waited
         except MaterializationError:
             continue  # the next cut raises it if the asked values need what failed

@@ -17,7 +17,7 @@ import weakref
 from marid.graph.node import Node, Spec, Value, fail_like, failures, input_values
 from marid.native import module
 
-__all__ = ["Tape"]
+__all__ = ["Tape", "traffic"]
 
 
 class Tape:
@@ -152,3 +152,14 @@ def _allocates(node: Node) -> int:
         value = out()
         specs.append(value.spec if value is not None and value.root is None else None)
     return sum(spec.nbytes for spec in specs if spec is not None)
+
+
+def traffic(nodes: list[Node]) -> int:
+    """How many bytes these nodes read and write, at most; none for views."""
+    nbytes = 0
+    for node in nodes:
+        if node.op is not None and not node.op.view:
+            nbytes += _allocates(node) + sum(
+                value.spec.nbytes for value in input_values(node) if value.spec is not None
+            )
+    return nbytes

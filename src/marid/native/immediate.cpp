@@ -15,7 +15,7 @@ int64_t performed = 0;
 
 namespace {
 
-constexpr int64_t kBytesAtFirst = 4 << 20, kMostBytes = 16 << 20;
+constexpr int64_t kMostBytes = 16 << 20;
 constexpr int64_t kOperations = 16384;  // without a read
 constexpr size_t kQuick = 256 << 10;  // bytes that an operator reads in less time than others would wait for the lock
 int64_t bytes_an_operation = 0;
@@ -44,14 +44,13 @@ Below::~Below() {
   if (thread_ != nullptr) PyEval_RestoreThread(thread_);
 }
 
-void Allowance::renew() {
-  bytes_ = std::max(bytes_, kBytesAtFirst);
-  operations_ = kOperations;
-}
+void Allowance::renew() { operations_ = kOperations; }
 
 bool Allowance::take(int64_t nbytes) {
   bytes_ = std::min(bytes_ + bytes_an_operation - nbytes, kMostBytes);
-  return bytes_ >= 0 && --operations_ >= 0;
+  if (bytes_ >= 0 && --operations_ >= 0) return true;
+  bytes_ = kBytesAtFirst;  // for the next time
+  return false;
 }
 
 at::Tensor concrete_tensor(PyObject* value) {

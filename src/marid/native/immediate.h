@@ -36,15 +36,16 @@ class Below {
 void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
              torch::jit::Stack& returned);
 
-// How much may still be made before operations are recorded again: work that is large, or of which nothing is read, is
-// done better as a whole.
+// How much memory operations may still read and write before they are recorded again: work that is large, or of which
+// nothing is read, is done better as a whole.
 class Allowance {
  public:
   void renew();
   bool take(int64_t nbytes);  // false where it is used up
 
  private:
-  int64_t bytes_ = 0, operations_ = 0;
+  static constexpr int64_t kBytesAtFirst = 4 << 20;
+  int64_t bytes_ = kBytesAtFirst, operations_ = 0;
 };
 extern Allowance allowance;
 extern int64_t performed;  // operations that ran at once since the process began

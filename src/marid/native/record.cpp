@@ -336,6 +336,18 @@ bool take_returned(const Operator& op, PyObject* like, const Concrete& concrete,
   return true;
 }
 
+// How many bytes a call has read and written, at most; none for views.
+int64_t traffic(PyObject* like, const Concrete& concrete, const Concrete& made) {
+  PyObject* described = known.at(like, kSeveral);
+  PyObject* first = described != Py_None && PyTuple_GET_SIZE(described) != 0 ? PyTuple_GET_ITEM(described, 0) : Py_None;
+  if (known.at(like, kViewOf) != Py_None || (first != Py_None && PyTuple_GET_ITEM(first, 4) != Py_None)) return 0;
+  int64_t nbytes = 0;
+  for (const Concrete* tensors : {&concrete, &made}) {
+    for (const at::Tensor& one : *tensors) nbytes += one.defined() ? static_cast<int64_t>(one.nbytes()) : 0;
+  }
+  return nbytes;
+}
+
 // Run a call now; kUnusual where it has to be recorded, and nothing has happened.
 Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& handle, const Operator& op,
                     c10::ArrayRef<c10::IValue> arguments, const Call& call, Results& results) {
@@ -354,12 +366,7 @@ Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& han
   if (!take_returned(op, like, concrete, returned, writes, made)) {
     return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
   }
-  int64_t nbytes = 0;
-  for (const at::Tensor& one : made) nbytes += one.defined() ? static_cast<int64_t>(one.nbytes()) : 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.at(like, kWrites)); i++) {
-    nbytes += static_cast<int64_t>(concrete[PyLong_AsSize_t(PyList_GET_ITEM(known.at(like, kWrites), i))].nbytes());
-  }
-  if (!allowance.take(nbytes)) tape.set(on, kImmediate, Ref::to(Py_False));
+  if (!allowance.take(traffic(like, concrete, made))) tape.set(on, kImmediate, Ref::to(Py_False));
   performed++;
   note_writes(by, like, call);
   if (known.at(like, kReturned) != Py_None) {
