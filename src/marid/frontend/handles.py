@@ -31,7 +31,6 @@ __all__ = [
     "current_device",
     "device_count",
     "is_lazy",
-    "library",
     "new_handle",
     "ops_immediate",
     "record_again",

@@ -1,6 +1,6 @@
 // Recording a call that is like one recorded before, without running Python.
 //
-// frontend/record.py says what recording is and does all of it, for any call and without a compiler; `recorded` does the
+// frontend/record.py says what recording is and does all of it, for any call; `recorded` does the
 // same for the usual ones: calls with own tensors, numbers, texts, None, dtypes and lists of these, whose key is known,
 // and which return new tensors, views, arguments or nothing. Everything else is left to Python as it came.
 //

@@ -26,7 +26,7 @@ from marid.graph.program import Constant, Instruction, ListOf, Param, Program, R
 from marid.remote.device_operators import operator_on
 from marid.remote.operators import kind_of, operator_name, operator_named
 from marid.remote.specs import spec_from, spec_to
-from marid.remote.wire import as_bytes, as_int, as_list, as_text, dtype_name, dtype_named, pack_plain, unpack_plain
+from marid.remote.wire import as_int, as_list, as_text, dtype_name, dtype_named, pack_plain, unpack_plain
 
 __all__ = [
     "BODY_BYTES",
@@ -360,8 +360,3 @@ _NUMBERS: dict[str, Callable[[Any], bool]] = {
 
 def _shown(value: Any) -> str:
     return f"{type(value).__name__} {str(value)[:40]!r}"
-
-
-def digest_from(value: Any) -> bytes:
-    """A digest in a request. Raises ``WireError``."""
-    return as_bytes(value, DIGEST_BYTES, "a digest")

@@ -9,7 +9,6 @@ What comes from the other side is never trusted: whatever does not fit raises ``
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -239,8 +238,3 @@ def _draw(parts: Sequence[Any]) -> Draw:
     offset, end = (as_int(part, 0, _WORDS, "a random position") for part in (parts[1], parts[3]))
     spare, end_spare = (as_int(part, -1, _WORDS, "a random position") for part in (parts[2], parts[4]))
     return Draw(seed, offset, spare, end, end_spare)
-
-
-def is_finite_size(shape: Sequence[int], itemsize: int) -> bool:
-    """Whether a tensor of this shape is one that can be addressed."""
-    return math.prod(shape) * itemsize < 1 << 47
