@@ -24,7 +24,7 @@ from relay import Relay, relay_to
 from torch.overrides import TorchFunctionMode
 
 import marid
-from marid.remote.local import start_workers
+from marid.remote.launch.local import start_workers
 
 LOCAL, WORKER = "remote_accelerator:0", "remote_accelerator:1"
 MOVED = "values moved"

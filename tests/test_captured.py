@@ -15,9 +15,9 @@ from marid.execute.captured import CapturedProgram
 from marid.execute.interrupted import Interrupted
 from marid.frontend.engines import engine_of
 from marid.graph.node import Operation
-from marid.remote.device_operators import HostOperator, WrittenOut, operator_on
-from marid.remote.machine import Machine
-from marid.remote.operators import operator_named
+from marid.remote.worker.device_operators import HostOperator, WrittenOut, operator_on
+from marid.remote.worker.executor import Machine
+from marid.remote.worker.operators import operator_named
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded, connected
 from tests.simulated_graphs import Simulated
@@ -454,7 +454,7 @@ def test_results_are_laid_out_as_recorded(machine: Machine, monkeypatch: pytest.
 
         return WrittenOut(op, preferring) if op.func is layer_op else operator_on(device, op, draws)
 
-    monkeypatch.setattr("marid.remote.programs.operator_on", elsewhere)
+    monkeypatch.setattr("marid.remote.wire.programs.operator_on", elsewhere)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = F.conv2d(x, w)
@@ -481,7 +481,7 @@ def test_what_is_written_out_is_captured_and_what_the_host_does_is_not(
     def placed(device: torch.device, op: Operation, draws: bool) -> Operation:
         return HostOperator(op, device) if op.func is host else operator_on(cuda, op, draws)
 
-    monkeypatch.setattr("marid.remote.programs.operator_on", placed)
+    monkeypatch.setattr("marid.remote.wire.programs.operator_on", placed)
     x = torch.randn(2, 3, 5, 8)
     repeated = Repeated(machine, function, x)
     for _ in range(RUNS):

@@ -18,7 +18,7 @@ from marid.frontend import quantized, quantized_operators
 from marid.frontend.quantized import QuantizedTensor
 from marid.frontend.quantized_operators import PACKINGS
 from marid.models.rwkv7_files import load
-from marid.remote.operators import operator_named
+from marid.remote.worker.operators import operator_named
 from tests.gguf_files import random_blocks, write_model
 from tests.helpers import DEVICE, assert_same
 from tests.test_rwkv7 import random_model

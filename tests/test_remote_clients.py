@@ -11,9 +11,9 @@ from collections import Counter
 import pytest
 import torch
 
-from marid.remote import requests as ask
-from marid.remote.link import Link, LinkLost
-from marid.remote.local import LocalWorker
+from marid.remote.client.link import Link, LinkLost
+from marid.remote.launch.local import LocalWorker
+from marid.remote.wire import requests as ask
 from tests.helpers import DEVICE
 from tests.relay import Relay
 from tests.remote_helpers import Recorded, linked, serving, upload, worker_process

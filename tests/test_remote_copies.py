@@ -18,15 +18,16 @@ import zmq
 import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
-from marid.remote import connect as connecting
-from marid.remote import exchange, wire
-from marid.remote import requests as ask
-from marid.remote.checkpoint import take_checkpoint
-from marid.remote.copies import Arrival, Collectors, Copies, Place
-from marid.remote.keys import ClientKey, make_client
-from marid.remote.link import Link
-from marid.remote.local import start_workers
-from marid.remote.request_readers import read_requests
+from marid.remote.client import exchange
+from marid.remote.client.checkpoint import take_checkpoint
+from marid.remote.client.link import Link
+from marid.remote.launch import connect as connecting
+from marid.remote.launch.local import start_workers
+from marid.remote.wire import codec as wire
+from marid.remote.wire import requests as ask
+from marid.remote.wire.keys import ClientKey, make_client
+from marid.remote.wire.request_readers import read_requests
+from marid.remote.worker.copies import Arrival, Collectors, Copies, Place
 from marid.report.traffic import traffic
 from tests.remote_helpers import connected, kill, within
 
@@ -215,7 +216,7 @@ def test_two_stages_killed_at_every_step() -> None:
 
 def test_kept_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What workers keep for copies that may be needed again makes for a checkpoint, and is freed by it."""
-    from marid.remote import checkpoint
+    from marid.remote.client import checkpoint
 
     monkeypatch.setattr(checkpoint, "_EVERY", 0.0)
     monkeypatch.setattr(marid.settings, "copies_bytes", 1 << 20)
@@ -417,7 +418,7 @@ def test_pieces_are_checked() -> None:
 
 def test_the_client_relays_where_workers_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first copy finds out, the next ones know."""
-    from marid.remote import transfers
+    from marid.remote.client import transfers
 
     monkeypatch.setattr(transfers, "_FIRST", 1)
     source: Any = engine_of(3)
@@ -438,7 +439,7 @@ _nowhere = {"address": "tcp://127.0.0.1:9", "key": None}
 
 def test_a_client_that_goes_while_its_worker_waits_leaves_nothing() -> None:
     """A request that waits for another worker keeps neither other clients waiting nor its memory."""
-    from marid.remote.link import Link
+    from marid.remote.client.link import Link
 
     connection: Any = connecting.connection_of(4)
     link = Link(connection.worker.address)
@@ -504,7 +505,7 @@ def test_a_worker_collects_from_a_bounded_number_of_others() -> None:
 
 
 def test_what_is_missing_may_be_asked_for_again_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marid.remote.copies._PIECE", 1)
+    monkeypatch.setattr("marid.remote.worker.copies._PIECE", 1)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -10,11 +10,11 @@ import torch
 
 from marid.engine.inprocess import concretely
 from marid.graph.node import Operation
-from marid.remote import machine as machines
-from marid.remote import programs
-from marid.remote.device_operators import HostOperator, operator_on
-from marid.remote.machine import Machine
-from marid.remote.operators import operator_named
+from marid.remote.wire import programs
+from marid.remote.worker import executor as machines
+from marid.remote.worker.device_operators import HostOperator, operator_on
+from marid.remote.worker.executor import Machine
+from marid.remote.worker.operators import operator_named
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded
 

@@ -16,9 +16,9 @@ from marid.errors import BudgetError, LazyTensorError, MaterializationError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import run_pending
-from marid.remote import connect as connecting
-from marid.remote import switches
-from marid.remote.work import RunWork
+from marid.remote.client.steps import RunWork
+from marid.remote.launch import connect as connecting
+from marid.remote.wire import kernel_settings as switches
 from tests.helpers import assert_same
 
 FIRST, SECOND = "remote_accelerator:6", "remote_accelerator:7"
@@ -412,7 +412,7 @@ def test_a_fork_that_ends_leaves_the_workers_and_what_is_kept_for_them(tmp_path:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, torch, marid\n"
-        "from marid.remote.connect import connection_of\n"
+        "from marid.remote.launch.connect import connection_of\n"
         "marid.settings.journal_memory = 0\n"
         "marid.connect(workers=1)\n"
         "x = torch.ones(1 << 20, device='cpu').to('remote_accelerator')\n"

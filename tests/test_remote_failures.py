@@ -14,8 +14,8 @@ import torch
 import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
-from marid.remote import connect as connecting
-from marid.remote.link import Link
+from marid.remote.client.link import Link
+from marid.remote.launch import connect as connecting
 from tests.helpers import interrupted
 from tests.remote_helpers import end
 
@@ -118,7 +118,7 @@ def test_calls_on_a_worker_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("ends")
 def test_a_call_on_a_lost_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can have it any more: each call says so, and calls on others are done."""
-    from marid.remote.contents import Content
+    from marid.remote.client.contents import Content
 
     lost, fine = torch.randn(600_000).to(DEVICE), torch.arange(2, device=DEVICE)
     fine.sum().item(), lost.sum().item()
@@ -165,7 +165,7 @@ def test_asking_for_a_lost_tensor_keeps_no_frames() -> None:
 
 _LEFT = """
 import os, signal, torch, marid
-from marid.remote.connect import connection_of
+from marid.remote.launch.connect import connection_of
 marid.connect(workers=1)
 kept = torch.ones(3, device="remote_accelerator") * 2
 print(kept.tolist())

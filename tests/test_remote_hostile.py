@@ -16,23 +16,23 @@ import zmq
 
 from marid.errors import WireError
 from marid.frontend import handles
-from marid.remote import groups as groups_of
-from marid.remote import machine as machines
-from marid.remote import requests as ask
-from marid.remote import wire
-from marid.remote.chunks import ChunkStore
-from marid.remote.collectives import Job
-from marid.remote.copies import Collectors, Copies, Tickets
-from marid.remote.groups import Groups
-from marid.remote.link import Link
-from marid.remote.local import LocalWorker
-from marid.remote.machine import Machine
-from marid.remote.programs import changes_between, digest_of, geometry_of
-from marid.remote.session import Message, Session
-from marid.remote.sockets import ServerSocket
-from marid.remote.switches import Switches
-from marid.remote.worker import Limits, Worker
-from marid.remote.workspace import Workspace
+from marid.remote.client.link import Link
+from marid.remote.launch.local import LocalWorker
+from marid.remote.wire import codec as wire
+from marid.remote.wire import requests as ask
+from marid.remote.wire.chunks import ChunkStore
+from marid.remote.wire.kernel_settings import Switches
+from marid.remote.wire.programs import changes_between, digest_of, geometry_of
+from marid.remote.wire.sockets import ServerSocket
+from marid.remote.worker import executor as machines
+from marid.remote.worker import groups as groups_of
+from marid.remote.worker.collectives import Job
+from marid.remote.worker.copies import Collectors, Copies, Tickets
+from marid.remote.worker.executor import Machine
+from marid.remote.worker.groups import Groups
+from marid.remote.worker.server import Limits, Worker
+from marid.remote.worker.session import Message, Session
+from marid.remote.worker.workspace import Workspace
 from tests.helpers import DEVICE
 from tests.remote_helpers import Recorded, linked, serving, upload, worker_process
 
@@ -675,7 +675,7 @@ def test_too_many_segments(worker: LocalWorker, attacker: Attacker) -> None:
 
 
 def test_another_owner_cannot_use_a_session(tmp_path: Any) -> None:
-    from marid.remote.keys import ClientKey, make_client
+    from marid.remote.wire.keys import ClientKey, make_client
 
     keys = [ClientKey.read(make_client(tmp_path, name)) for name in ("ann", "bob")]
     with worker_process("--keys", str(tmp_path)) as worker, linked(worker, keys[0]) as ann:

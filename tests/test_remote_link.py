@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from marid.errors import WorkerLostError
-from marid.remote import requests as ask
-from marid.remote.link import Link, LinkLost, RequestFailed
-from marid.remote.local import LocalWorker
+from marid.remote.client.link import Link, LinkLost, RequestFailed
+from marid.remote.launch.local import LocalWorker
+from marid.remote.wire import requests as ask
 from tests.helpers import interrupted
 from tests.remote_helpers import serving, upload, worker_process
 

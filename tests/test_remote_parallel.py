@@ -18,13 +18,14 @@ import torch
 import marid
 from marid.errors import LazyTensorError, MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
-from marid.remote import collectives, exchange
-from marid.remote import connect as connecting
-from marid.remote import requests as ask
-from marid.remote.collectives import CollectiveFailed, Store
-from marid.remote.groups import Groups
-from marid.remote.request_readers import read_requests
-from marid.remote.waits import Waits
+from marid.remote.client import exchange
+from marid.remote.launch import connect as connecting
+from marid.remote.wire import requests as ask
+from marid.remote.wire.request_readers import read_requests
+from marid.remote.worker import collectives
+from marid.remote.worker.collectives import CollectiveFailed, Store
+from marid.remote.worker.groups import Groups
+from marid.remote.worker.waits import Waits
 from marid.report.traffic import traffic
 from tests.remote_helpers import connected, kill
 
@@ -197,7 +198,7 @@ def test_a_member_that_does_not_come_is_waited_for_until_the_timeout() -> None:
     number = os.urandom(16)
     meeting = engine.ask(ask.Meet(number, 2))
     engine.finish(meeting)
-    from marid.remote.link import Link, RequestFailed
+    from marid.remote.client.link import Link, RequestFailed
 
     connection: Any = connecting.connection_of(3)
     link = Link(connection.worker.address)

@@ -14,11 +14,11 @@ import torch
 import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
-from marid.remote import connect as connecting
-from marid.remote.checkpoint import take_checkpoint
-from marid.remote.engine import RemoteEngine
-from marid.remote.link import Link
-from marid.remote.work import RunWork
+from marid.remote.client.checkpoint import take_checkpoint
+from marid.remote.client.engine import RemoteEngine
+from marid.remote.client.link import Link
+from marid.remote.client.steps import RunWork
+from marid.remote.launch import connect as connecting
 from marid.report.traffic import traffic
 from tests import remote_helpers
 from tests.remote_helpers import worker_process
@@ -220,7 +220,7 @@ def test_memory_that_was_read_through_larger_numbers_is_whole() -> None:
 
 
 def test_a_journal_that_costs_too_much_takes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    from marid.remote import checkpoint, journal
+    from marid.remote.client import checkpoint, journal
 
     monkeypatch.setattr(journal, "_MOST", 10)
     monkeypatch.setattr(checkpoint, "_EVERY", 0.0)
@@ -240,7 +240,7 @@ def test_uploads_come_back_from_files() -> None:
 
 
 def test_what_cannot_be_recovered_names_tensor_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from marid.remote.contents import Content
+    from marid.remote.client.contents import Content
 
     lost, fine = torch.randn(600_000).to(DEVICE), torch.ones(2, device=DEVICE)
     marid.materialize(lost, fine)

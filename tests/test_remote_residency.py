@@ -16,11 +16,11 @@ import zmq
 import marid
 from marid.errors import MemoryLimitError
 from marid.frontend.engines import engine_of
-from marid.remote import connect as connecting
-from marid.remote import requests as ask
-from marid.remote import wire
-from marid.remote.link import Link
-from marid.remote.residency import ORDER, Residency
+from marid.remote.client.link import Link
+from marid.remote.launch import connect as connecting
+from marid.remote.wire import codec as wire
+from marid.remote.wire import requests as ask
+from marid.remote.worker.residency import ORDER, Residency
 from tests.remote_helpers import linked, upload, worker_process
 from tests.remote_runs import decode, same, train
 
@@ -139,7 +139,7 @@ def test_weights_stay_and_activations_go() -> None:
 @pytest.mark.parametrize("hint", [None, "activation", "weight", "kv cache"])
 def test_hints_change_speed_only(hint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, absent and wrong ones, under a limit that lets memory go out and in all the time."""
-    from marid.remote import engine as remote_engine
+    from marid.remote.client import engine as remote_engine
 
     if hint is not None:
         monkeypatch.setattr(remote_engine, "note_roles", lambda task, step: _all_are(task, hint))

@@ -19,16 +19,16 @@ import torch
 import marid
 from marid.engine.pages import in_large_pages
 from marid.engine.snapshot import snapshot
-from marid.remote import requests as ask
-from marid.remote import spool as spooling
-from marid.remote.connect import connection_of, disconnect
-from marid.remote.contents import Content, content_of
-from marid.remote.keys import make_client, make_worker
-from marid.remote.local import LocalWorker
-from marid.remote.offers import HaveWork
-from marid.remote.progress import UploadProgress
-from marid.remote.spool import Spool
-from marid.remote.work import Sent
+from marid.remote.client import spool as spooling
+from marid.remote.client.contents import Content, content_of
+from marid.remote.client.offers import HaveWork
+from marid.remote.client.progress import UploadProgress
+from marid.remote.client.spool import Spool
+from marid.remote.client.steps import Sent
+from marid.remote.launch.connect import connection_of, disconnect
+from marid.remote.launch.local import LocalWorker
+from marid.remote.wire import requests as ask
+from marid.remote.wire.keys import make_client, make_worker
 from marid.report.traffic import RemoteStats
 from tests.remote_helpers import worker_process
 
@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_content_in_memory(monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     content = Content(torch.arange(2 * MB, dtype=torch.uint8))
-    monkeypatch.setattr("marid.remote.contents.chunk_file", full)
+    monkeypatch.setattr("marid.remote.client.contents.chunk_file", full)
     content.write_out()
     assert bytes(content.pieces()[0]) == bytes(torch.arange(2 * MB, dtype=torch.uint8).numpy().data)
 
@@ -364,7 +364,7 @@ def test_a_bar_is_shown_to_who_waits_at_a_terminal(
     monkeypatch.setattr("sys.stderr", written)
     monkeypatch.setenv("TERM", "xterm")
     now = [100.0]
-    monkeypatch.setattr("marid.remote.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("marid.remote.client.progress.time.monotonic", lambda: now[0])
     bar = UploadProgress("worker at tcp://gpu:7070")
     with setting("progress", wanted):
         for _ in range(10):

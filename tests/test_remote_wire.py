@@ -20,12 +20,11 @@ from marid.execute.accelerator import Host
 from marid.frontend import handles
 from marid.graph.node import Draw
 from marid.graph.program import bind
-from marid.remote import requests as ask
-from marid.remote import wire
-from marid.remote.chunks import CHUNK_BYTES, ChunkStore, chunks_of
-from marid.remote.operators import operator_named
-from marid.remote.packing import packing_of
-from marid.remote.programs import (
+from marid.remote.wire import codec as wire
+from marid.remote.wire import requests as ask
+from marid.remote.wire.chunks import CHUNK_BYTES, ChunkStore, chunks_of
+from marid.remote.wire.packing import packing_of
+from marid.remote.wire.programs import (
     BODY_BYTES,
     RemoteProgram,
     body_of,
@@ -35,9 +34,10 @@ from marid.remote.programs import (
     packed,
     unpacked,
 )
-from marid.remote.request_readers import read_requests
-from marid.remote.specs import matches, spec_from, spec_of, spec_to
-from marid.remote.tensors import memory_of, tensor_of
+from marid.remote.wire.request_readers import read_requests
+from marid.remote.wire.specs import matches, spec_from, spec_of, spec_to
+from marid.remote.wire.tensors import memory_of, tensor_of
+from marid.remote.worker.operators import operator_named
 from tests.helpers import DEVICE
 
 CPU = torch.device("cpu")

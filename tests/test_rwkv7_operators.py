@@ -12,7 +12,7 @@ from torch import Tensor
 import marid
 from marid.frontend import rwkv7_operators
 from marid.frontend.rwkv7_operators import ACTIVATIONS, NAMES
-from marid.remote.operators import operator_named
+from marid.remote.worker.operators import operator_named
 from tests.helpers import DEVICE, assert_same
 
 ops = torch.ops.marid

@@ -15,7 +15,7 @@ from marid.cli import commands
 from marid.models.rwkv7 import RWKV7, Config
 from marid.models.rwkv7_files import load
 from marid.models.rwkv7_text import Talk, _begun, tokenizer
-from marid.remote.local import start_workers
+from marid.remote.launch.local import start_workers
 from tests.helpers import DEVICE
 from tests.test_rwkv7 import blinkdl, random_model
 

@@ -15,9 +15,9 @@ import torch
 import marid
 from marid.engine.safetensors import read_file
 from marid.errors import WorkerLostError
-from marid.remote import offers
-from marid.remote.chunks import ChunkStore
-from marid.remote.connect import connection_of, disconnect
+from marid.remote.client import offers
+from marid.remote.launch.connect import connection_of, disconnect
+from marid.remote.wire.chunks import ChunkStore
 from marid.report.traffic import RemoteStats
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}

@@ -40,29 +40,29 @@ finally:
 
 
 def connect(*args: Any, **kwargs: Any) -> None:
-    """Let workers be devices; see ``marid.remote.connect``, which needs the extra ``remote``."""
-    from marid.remote.connect import connect
+    """Let workers be devices; see ``marid.remote.launch.connect``, which needs the extra ``remote``."""
+    from marid.remote.launch.connect import connect
 
     connect(*args, **kwargs)
 
 
 def disconnect(*indices: int) -> None:
-    """Let devices be this process again; see ``marid.remote.connect``."""
-    from marid.remote.connect import disconnect
+    """Let devices be this process again; see ``marid.remote.launch.connect``."""
+    from marid.remote.launch.connect import disconnect
 
     disconnect(*indices)
 
 
 def process_group(devices: Any, *, timeout: int = 60) -> Any:
-    """Devices that are workers, and reduce together; see ``marid.remote.parallel``."""
-    from marid.remote.parallel import process_group
+    """Devices that are workers, and reduce together; see ``marid.remote.client.parallel``."""
+    from marid.remote.client.parallel import process_group
 
     return process_group(devices, timeout=timeout)
 
 
 def all_reduce(tensors: Any, op: str = "sum", *, group: Any) -> Any:
-    """What tensors on the members of a process group are together, on each; see ``marid.remote.parallel``."""
-    from marid.remote.parallel import all_reduce
+    """What tensors on the members of a process group are together, on each; see ``marid.remote.client.parallel``."""
+    from marid.remote.client.parallel import all_reduce
 
     return all_reduce(tensors, op, group=group)
 

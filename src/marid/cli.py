@@ -98,7 +98,7 @@ class _Bytes(click.ParamType):
     name = "BYTES"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from marid.remote.command import parse_bytes
+        from marid.remote.launch.command import parse_bytes
 
         if isinstance(value, int):
             return value
@@ -145,8 +145,8 @@ def worker(
     """
     if context.invoked_subcommand is None:
         first_use()  # what clients record may be of any operator that is defined for the device
-        from marid.remote.command import serve
-        from marid.remote.worker import Limits
+        from marid.remote.launch.command import serve
+        from marid.remote.worker.server import Limits
 
         limits = Limits(memory=memory_limit, spill=spill, chunks=chunk_memory, lease=lease)
         return serve(bind, device, keys, imports, limits, owners, until_eof)
@@ -161,8 +161,8 @@ def keygen(keys: Path | None, client: str) -> None:
 
     Start the worker with --keys, give the client's file to the client, and connect with key=<the file>.
     """
-    from marid.remote.command import KEYS
-    from marid.remote.command import keygen as make
+    from marid.remote.launch.command import KEYS
+    from marid.remote.launch.command import keygen as make
 
     directory = keys or KEYS
     _, file = make(directory, client)
@@ -178,7 +178,7 @@ def doctor(address: str, key: Path | None) -> int:
 
     The exit status is 1 when something is.
     """
-    from marid.remote.doctor import examine
+    from marid.remote.launch.doctor import examine
 
     return 0 if examine(address, key, click.echo) else 1
 

@@ -25,7 +25,7 @@ import torch
 
 import marid.frontend.onednn  # noqa: F401  (defines operators that are admitted)
 from marid.frontend import linear_activation, quantized_operators, rwkv7_operators
-from marid.remote.operators import kind_of, operator_named
+from marid.remote.worker.operators import kind_of, operator_named
 from tests.attacks.own import own_calls
 from tests.attacks.record import FILE, Unfit, described
 

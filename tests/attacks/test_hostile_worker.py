@@ -13,8 +13,8 @@ import zmq
 
 import marid
 from marid.errors import LazyTensorError, WireError
-from marid.remote import connect as connecting
-from marid.remote import wire
+from marid.remote.launch import connect as connecting
+from marid.remote.wire import codec as wire
 from tests.remote_helpers import within
 
 INDEX = 5

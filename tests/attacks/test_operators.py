@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from marid.errors import WireError
-from marid.remote import operators
-from marid.remote.checks import CHECKS
-from marid.remote.command import _import
-from marid.remote.operators import operator_named
+from marid.remote.launch.command import _import
+from marid.remote.worker import operators
+from marid.remote.worker.checks import CHECKS
+from marid.remote.worker.operators import operator_named
 from tests.attacks.forge import Calls, Forger, outside
 
 HERE = Path(__file__).parent

@@ -16,12 +16,12 @@ import torch
 import zmq
 
 from marid.errors import WireError
-from marid.remote import requests as ask
-from marid.remote import wire
-from marid.remote.doors import _PENDING
-from marid.remote.keys import ClientKey, make_client
-from marid.remote.link import Link, LinkLost, RequestFailed
-from marid.remote.local import LocalWorker
+from marid.remote.client.link import Link, LinkLost, RequestFailed
+from marid.remote.launch.local import LocalWorker
+from marid.remote.wire import codec as wire
+from marid.remote.wire import requests as ask
+from marid.remote.wire.connection_limits import _PENDING
+from marid.remote.wire.keys import ClientKey, make_client
 from tests.remote_helpers import upload, worker_process
 
 OWNERS = ("ann", "bob", "eve")

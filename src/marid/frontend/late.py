@@ -24,7 +24,7 @@ __all__ = ["DYNAMO", "find_whole", "other_spec", "require_dynamo", "spare_dynamo
 DYNAMO = "torch._dynamo"
 _WHOLE = {
     *(DYNAMO, "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "sympy"),
-    *("marid.remote.connect", "marid.remote.parallel", "networkx", "rich.console"),
+    *("marid.remote.launch.connect", "marid.remote.client.parallel", "networkx", "rich.console"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Starting workers, connecting to them, and looking at a connection."""

@@ -1,0 +1,1 @@
+"""What travels between client and worker: requests, answers, tensors and programs as data, and the sockets."""

@@ -1,0 +1,1 @@
+"""The worker's side: sessions, what requests do, and the executor that runs programs."""

@@ -1,0 +1,414 @@
+"""What a worker runs programs with: one device, the programs that were sent, and the memory that sessions hold.
+
+Used on one thread only. Nothing here records: inputs are concrete tensors, and so are results.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from marid.engine.inprocess import concretely
+from marid.engine.operators import perform
+from marid.engine.protocol import Called
+from marid.errors import WireError
+from marid.execute.accelerator import Host, accelerator_of
+from marid.execute.arena import Arena
+from marid.execute.cache import ProgramCache
+from marid.execute.captured import CapturedProgram
+from marid.execute.compiled.tier import best
+from marid.execute.flat import FlatProgram
+from marid.execute.forms import Frame
+from marid.execute.interrupted import Interrupted
+from marid.graph.node import Node, Operation, Spec
+from marid.graph.operators import shared_slots
+from marid.graph.prepared import Prepared, Replay
+from marid.graph.program import ListOf, Slot
+from marid.graph.twister import Twisters
+from marid.native import module
+from marid.remote.wire.programs import RemoteProgram, changed, digest_of, geometry_from, geometry_of
+from marid.remote.wire.specs import matches
+from marid.remote.worker.device_operators import operator_on
+from marid.remote.worker.residency import Residency
+from marid.report.units import bytes_text
+
+__all__ = ["Machine", "TooLarge", "bytes_of"]
+
+_PROGRAMS = 4096
+_PROGRAM_BYTES = 1 << 30  # of programs and geometries, as they are kept
+_INSTRUCTION_BYTES, _SLOT_BYTES = 1024, 32  # what an instruction takes, and a slot in a geometry, about
+_GEOMETRIES = 256  # of one program
+_CAPTURED = 256  # programs with graphs, each of which has memory of its own
+_HELD = 8  # of what a run holds at its fullest, how much is told when it is too much
+
+
+@dataclass
+class TooLarge(Exception):
+    """A run would make the worker hold more than its limit; ``held`` are slots and their bytes, the largest first."""
+
+    nbytes: int
+    room: int
+    held: list[tuple[int, int]]
+
+    def __str__(self) -> str:
+        return f"it would take {bytes_text(self.nbytes)} at once, and the worker has {bytes_text(self.room)} left"
+
+
+class _Kept:
+    """A program that was sent, and its geometries."""
+
+    def __init__(self, remote: RemoteProgram, nbytes: int) -> None:
+        self.remote = remote
+        self.nbytes = nbytes
+        self.geometries: OrderedDict[bytes, tuple[Prepared, list[tuple[int, int]]]] = OrderedDict()
+        self.nodes = [Node(i, one.op, None, None, None, None, None, None) for i, one in enumerate(self.program)]
+
+    @property
+    def program(self) -> Any:
+        return self.remote.program.instructions
+
+
+class Machine:
+    """One device and what runs on it. ``memory_limit`` are the bytes that all may hold on it together, 0 for no limit;
+    ``spill_limit`` those that may wait on the host when it is reached."""
+
+    def __init__(self, device: torch.device, memory_limit: int = 0, spill_limit: int = 0) -> None:
+        self.device = device
+        self.memory_limit = memory_limit
+        self.residency = Residency(device, spill_limit if memory_limit else 0)
+        self.accelerator = accelerator_of(device)
+        self.twisters = Twisters()
+        self.runs = 0
+        self.replays = 0
+        """How many captured pieces of programs were run."""
+        self.refused = 0
+        """How many requests were malformed, or made no sense."""
+        self._cache = ProgramCache()
+        self._arena = Arena()
+        self._captured: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
+        self._programs: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._bytes = 0
+
+    # --- programs ---
+
+    def define(self, digest: bytes, body: Any) -> None:
+        """Keep a program. Raises ``WireError`` for a malformed one."""
+        if digest in self._programs:
+            self._programs.move_to_end(digest)
+            return
+        remote = RemoteProgram.read(body, self.device)
+        nbytes = memoryview(body).nbytes + _INSTRUCTION_BYTES * len(remote.program.instructions)
+        self._programs[digest] = _Kept(remote, nbytes)
+        self._bytes += nbytes
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self._programs) > 1 and (len(self._programs) > _PROGRAMS or self._bytes > _PROGRAM_BYTES):
+            _, oldest = self._programs.popitem(last=False)
+            self._bytes -= oldest.nbytes
+
+    def describe(self, program: bytes, digest: bytes, body: Any) -> None:
+        """Keep a geometry of a program. Raises ``WireError``, and ``LookupError`` where the program is not known."""
+        kept = self._programs[program]
+        self._programs.move_to_end(program)
+        if digest in kept.geometries:
+            kept.geometries.move_to_end(digest)
+            return
+        self._enter(kept, digest, geometry_from(body, kept.remote.program))
+
+    def resize(self, program: bytes, like: bytes, digest: bytes, changes: tuple[tuple[int, Spec], ...]) -> None:
+        """Keep a geometry that is one that is known but for some specs. Raises ``WireError``."""
+        kept = self._programs[program]
+        self._programs.move_to_end(program)
+        if digest in kept.geometries:
+            kept.geometries.move_to_end(digest)
+            return
+        before = kept.geometries[like][0].specs
+        specs = changed(before, changes)
+        if digest_of(geometry_of(specs)) != digest:
+            raise WireError("a geometry does not have the digest that it was sent with")
+        self._enter(kept, digest, specs)
+
+    def _enter(self, kept: _Kept, digest: bytes, specs: tuple[Spec | None, ...]) -> None:
+        held = _fullest(_changes(kept.remote, specs))
+        prepared = Prepared(kept.remote.program, specs, kept.nodes, sum(nbytes for _, nbytes in held))
+        kept.geometries[digest] = prepared, held[:_HELD]
+        added = _SLOT_BYTES * len(specs)
+        if len(kept.geometries) > _GEOMETRIES:
+            kept.geometries.popitem(last=False)
+            added = 0
+        kept.nbytes += added
+        self._bytes += added
+        self._trim()
+
+    def has_program(self, digest: bytes) -> bool:
+        """Whether that program is known."""
+        return digest in self._programs
+
+    def inputs_of(self, digest: bytes) -> tuple[int, ...]:
+        """The input slots of a program that is known."""
+        return self._programs[digest].remote.program.input_slots
+
+    def knows(self, program: bytes, geometry: bytes) -> bool:
+        """Whether a run of that program with that geometry can be asked for."""
+        kept = self._programs.get(program)
+        return kept is not None and geometry in kept.geometries
+
+    # --- running ---
+
+    def run(
+        self,
+        program: bytes,
+        geometry: bytes,
+        inputs: list[torch.Tensor],
+        params: list[Any],
+        resident: Any,
+        at: Callable[[int], None] | None = None,
+    ) -> tuple[Prepared, list[torch.Tensor]]:
+        """Run a program; its outputs, in the order of ``prepared.program.output_slots``. ``resident`` is asked for the
+        bytes that are held when there is a limit; ``at`` is told of each operator before it runs.
+
+        Raises ``WireError``, ``TooLarge`` before anything has run, and ``Interrupted``.
+        """
+        kept, prepared, held = self._checked(program, geometry, inputs, params)
+        self.make_room(prepared.transient_bytes, inputs, resident, held)
+        ready = self._ready(prepared)
+        with concretely():
+            try:
+                if at is None:
+                    results = self._execute(ready, prepared, inputs, params)
+                else:
+                    results = self._one_by_one(ready, prepared, inputs, params, at)
+            except Interrupted as stop:
+                self.twisters.forget()
+                if stop.index < len(kept.program):
+                    raise
+                results = [stop.tensors[slot] for slot in prepared.program.output_slots]
+        self.runs += 1
+        return prepared, results
+
+    def _ready(self, prepared: Prepared) -> FlatProgram:
+        if prepared.ready is None and isinstance(self.accelerator, Host):
+            prepared.ready = self._cache.find(prepared)
+        elif prepared.ready is None:  # what plans and compiles programs knows the host only
+            # The memory that graphs keep is not counted.
+            prepared.ready = CapturedProgram(prepared, self.accelerator, captures=not self.memory_limit)
+        return prepared.ready
+
+    def _execute(
+        self, ready: FlatProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
+    ) -> list[torch.Tensor]:
+        if not isinstance(ready, CapturedProgram):
+            replay = Replay(prepared, inputs, params)
+            form = best(ready, replay, None)
+            with self._arena.run(form.placement):
+                return form.run(replay, self.twisters.at)
+        replays = ready.replays
+        results = ready.execute(inputs, params, self.twisters.at)
+        self.replays += ready.replays - replays
+        if ready.graphs:
+            self._captured[ready] = None
+            self._captured.move_to_end(ready)
+            if len(self._captured) > _CAPTURED:
+                self._captured.popitem(last=False)[0].forget()
+        return results
+
+    def _one_by_one(
+        self,
+        ready: FlatProgram,
+        prepared: Prepared,
+        inputs: list[torch.Tensor],
+        params: list[Any],
+        at: Callable[[int], None],
+    ) -> list[torch.Tensor]:
+        frame, outputs = (
+            Frame.of(Replay(prepared, inputs, params), params, self.twisters.at),
+            prepared.program.output_slots,
+        )
+        for index in range(len(prepared.program.instructions)):
+            at(index)
+            ready.steps(frame, index, index + 1, frozenset(outputs))
+        return [frame.tensors[slot] for slot in outputs]
+
+    def run_until(
+        self,
+        until: int,
+        keep: tuple[int, ...],
+        program: bytes,
+        geometry: bytes,
+        inputs: list[torch.Tensor],
+        params: tuple[Any, ...],
+        resident: Any,
+    ) -> list[torch.Tensor]:
+        """Run what is before instruction ``until``; what is in the slots ``keep`` then. Raises as ``run``."""
+        given = list(params)
+        _, prepared, held = self._checked(program, geometry, inputs, given)
+        self.make_room(prepared.transient_bytes, inputs, resident, held)
+        ready = self._ready(prepared)
+        if until > len(prepared.program.instructions):
+            raise WireError("a run is to go on behind its end")
+        frame = Frame.of(Replay(prepared, inputs, given), given, self.twisters.at)
+        with concretely():
+            ready.steps(frame, 0, until, frozenset(keep))
+        if any(slot not in frame.tensors for slot in keep):
+            raise WireError("a slot that is to be kept does not exist then")
+        return [frame.tensors[slot] for slot in keep]
+
+    def make_room(
+        self,
+        nbytes: int,
+        used: Sequence[torch.Tensor],
+        resident: Callable[[], int],
+        held: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Have ``used`` on the device, and room for so many bytes beside it; to be called before anything of a session
+        is used. Raises ``TooLarge``."""
+        if not self.memory_limit:
+            return
+        room = self.memory_limit - resident()
+        if not self.residency.bring(used, room - nbytes):
+            raise TooLarge(nbytes, room, list(held))
+
+    def _checked(
+        self, program: bytes, geometry: bytes, inputs: list[torch.Tensor], params: list[Any]
+    ) -> tuple[_Kept, Prepared, list[tuple[int, int]]]:
+        """What runs, and what it holds at its fullest moment. Raises ``WireError`` unless inputs and numbers fit."""
+        kept = self._programs[program]
+        self._programs.move_to_end(program)
+        prepared, held = kept.geometries[geometry]
+        kept.remote.check(params)
+        if len(inputs) != len(prepared.input_slots):
+            raise WireError(f"a run was given {len(inputs)} inputs, and its program takes {len(prepared.input_slots)}")
+        for slot, tensor in zip(prepared.input_slots, inputs, strict=True):
+            spec = prepared.specs[slot]
+            if spec is None or not matches(tensor, spec):
+                raise WireError(f"the input in slot {slot} is not what the geometry says")
+        return kept, prepared, held
+
+    def call(
+        self,
+        op: Operation,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        state: bytes | None,
+        resident: Callable[[], int],
+    ) -> Called:
+        """Run one operator now. Raises what it raises, and ``TooLarge`` before it has run."""
+        if self.memory_limit:
+            self.make_room(_returned_bytes(op, args, kwargs, tensors), tensors, resident)
+        drawn = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        if op.factory and self.device.type != "cpu" and any(a.name == "device" for a in op.func._schema.arguments):
+            kwargs = {**kwargs, "device": self.device}
+        with concretely():
+            return perform(operator_on(self.device, op, drawn is not None), args, kwargs, tensors, drawn)
+
+    def trim(self) -> None:
+        """Give back memory that is only kept to be used again."""
+        self._arena.trim()
+
+    @property
+    def programs(self) -> int:
+        """How many programs are known."""
+        return len(self._programs)
+
+
+class Warned:
+    """Context manager: what kernels warn of inside, as texts."""
+
+    def __enter__(self) -> Self:
+        self.texts: list[str] = []
+        self._kept = module.warnings_begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.texts = module.warnings_end(self._kept)
+
+
+def _returned_bytes(op: Operation, args: list[Any], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> int:
+    """What the results of one operator will take, seen on tensors without memory; where that depends on data, at most
+    a number for each dimension of each element."""
+    if op.view:
+        return 0
+
+    def bare(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+        return [bare(part) for part in item] if isinstance(item, list) else item
+
+    where = {"device": "meta"} if op.factory and any(a.name == "device" for a in op.func._schema.arguments) else {}
+    try:
+        returned = op.func(*bare(args), **{name: bare(arg) for name, arg in kwargs.items()}, **where)
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ):  # it says so itself, or its result depends on data
+        return sum(tensor.numel() * 8 * max(tensor.dim(), 1) for tensor in tensors)
+    results = [returned] if isinstance(returned, torch.Tensor) else returned
+    if not isinstance(results, (list, tuple)):
+        return 0
+    return sum(one.numel() * one.itemsize for one in results if isinstance(one, torch.Tensor))
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory that tensors lie in, each block once."""
+    blocks: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        blocks[storage.data_ptr()] = storage.nbytes()
+    return sum(blocks.values())
+
+
+# --- what a run will hold, from instructions and specs, as optimize/forecast.py has it from nodes --------------------
+
+
+def _changes(remote: RemoteProgram, specs: tuple[Spec | None, ...]) -> list[tuple[int, int, int, int]]:
+    """For each result that has memory of its own: slot, bytes, the instruction that makes it and the last that sees it,
+    itself or through a view."""
+    program = remote.program
+    root: dict[int, int] = {slot: slot for slot in program.input_slots}
+    dies: dict[int, int] = {}
+    born: dict[int, int] = {}
+    for index, instruction in enumerate(program.instructions):
+        used = _slots((*instruction.args, *(arg for _, arg in instruction.kwargs)))
+        for slot in used:
+            dies[root[slot]] = index
+        shared = shared_slots(instruction)
+        for result in instruction.results:
+            root[result.slot] = root[shared[result.slot]] if result.slot in shared else result.slot
+            dies[root[result.slot]] = index
+            if root[result.slot] == result.slot:
+                born[result.slot] = index
+    for slot in program.output_slots:
+        dies[root[slot]] = len(program.instructions)
+    return [(slot, spec.nbytes, start, dies[slot]) for slot, start in born.items() if (spec := specs[slot]) is not None]
+
+
+def _slots(args: Iterable[Any]) -> list[int]:
+    found: list[int] = []
+    for arg in args:
+        if isinstance(arg, Slot):
+            found.append(arg.index)
+        elif isinstance(arg, ListOf):
+            found += [item.index for item in arg.items if isinstance(item, Slot)]
+    return found
+
+
+def _fullest(lives: list[tuple[int, int, int, int]]) -> list[tuple[int, int]]:
+    """What is held at the fullest moment: slots and bytes, the largest first."""
+    changes: dict[int, int] = {}
+    for _, nbytes, start, end in lives:
+        changes[start] = changes.get(start, 0) + nbytes
+        changes[end + 1] = changes.get(end + 1, 0) - nbytes
+    held = peak = moment = 0
+    for index in sorted(changes):
+        held += changes[index]
+        if held > peak:
+            peak, moment = held, index
+    return sorted(((slot, n) for slot, n, start, end in lives if start <= moment <= end and n), key=lambda x: -x[1])

@@ -1,0 +1,333 @@
+"""The worker: a process that owns one device and runs programs for its clients.
+
+The main thread takes messages and applies their requests, one message of each session in turn; nothing is handed over
+from thread to thread. While something runs for long, a second thread takes messages, keeps sessions alive, and has the
+run stopped when its client asks for that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+
+from marid.errors import WireError
+from marid.execute.flat import may_be_stopped
+from marid.remote.wire.chunks import ChunkStore
+from marid.remote.wire.codec import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
+from marid.remote.wire.sockets import PEER, OwnedSocket, ServerSocket
+from marid.remote.worker.copies import Collectors, Copies, Tickets
+from marid.remote.worker.executor import Machine
+from marid.remote.worker.groups import Groups
+from marid.remote.worker.session import Cancelled, Message, Session
+from marid.remote.worker.workspace import Workspace
+
+__all__ = ["Limits", "Worker"]
+
+_IDLE = 500  # milliseconds between looks at leases
+_WATCH = 0.03  # seconds between looks of the second thread
+_SEQ = 1 << 53
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a worker allows; bytes, seconds, counts."""
+
+    memory: int = 0
+    """Of all sessions and the current run; 0 for no limit."""
+    spill: int = 0
+    """Of what may wait on the host when the memory is full."""
+    chunks: int = 4 << 30
+    """Of pieces of tensors that are kept in case they are uploaded again."""
+    in_flight: int = 512 << 20
+    """Of messages of one session that wait to be applied."""
+    messages: int = 1024
+    """The same, by their number."""
+    replies: int = 1 << 30
+    """Of answers to one session that it has not taken yet."""
+    sessions: int = 256
+    lease: float = 300.0
+    """How long the tensors of a client that is not heard of are kept."""
+
+
+@dataclass
+class Refusals:
+    """How many messages were refused, by the reason."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def note(self, reason: str) -> None:
+        """One more, for a reason of a fixed set."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+
+
+class Worker:
+    """A worker that serves on ``socket``: to all who reach its address, or to one owner behind a supervisor."""
+
+    def __init__(self, socket: ServerSocket | OwnedSocket, device: torch.device, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.boot = os.urandom(8)
+        self.refusals = Refusals()
+        self.machine = Machine(device, self.limits.memory, self.limits.spill)
+        self._chunks = ChunkStore(self.limits.chunks)
+        self._socket = socket
+        self.address = socket.address
+        self._tickets = Tickets(socket.offered)
+        self._collectors = Collectors(self._socket.wake)
+        self._using = threading.Lock()
+        """Of the socket and of what messages change: sessions, inboxes, who is next."""
+        self._sessions: dict[bytes, Session] = {}
+        self._turns: deque[Session] = deque()
+        self._waiting: list[Session] = []
+        """Those of which the next message has begun, and waits for others."""
+        self._current: Session | None = None
+        self._stopping = False
+        self._looked = 0.0
+
+    # --- serving ---
+
+    def serve(self, until: Callable[[], bool] | None = None) -> None:
+        """Serve until ``stop``; on the main thread, where signals arrive. ``until`` is asked twice a second."""
+        main = threading.get_ident()
+        before = signal.signal(signal.SIGUSR1, self._signalled)
+        watching = threading.Thread(target=self._watch, args=(main, until), name="marid-watch", daemon=True)
+        watching.start()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-3)
+        try:
+            while not self._stopping:
+                if self._waiting:
+                    self._go_on()
+                if not self._turns:
+                    with self._using:
+                        self._take(_IDLE, hurry=True)
+                        self._look_after(until)
+                else:
+                    self._turn(self._turns.popleft())
+        finally:
+            self._stopping = True
+            sys.setswitchinterval(interval)
+            watching.join()
+            signal.signal(signal.SIGUSR1, before)
+            self._collectors.close()
+            self._socket.close()
+
+    def stop(self) -> None:
+        """Stop serving; from any thread, or a signal's handler."""
+        self._stopping = True
+        self._socket.wake()
+
+    def _turn(self, session: Session) -> None:
+        """Apply one message of a session."""
+        with self._using:
+            message = session.inbox.popleft()
+            session.inbox_bytes -= message.nbytes
+        if message.requests is None:
+            session.clear()
+            if not self._sessions:
+                self.machine.trim()
+            return
+        self._current = session
+        try:
+            answer = session.answer(message)
+        finally:
+            self._current = None
+        if answer is None:
+            with self._using:
+                session.inbox.appendleft(message)
+                session.inbox_bytes += message.nbytes
+                self._waiting.append(session)
+            return
+        del message
+        try:
+            header = self._header(answer.fields)
+        except WireError as error:
+            answer = session.give_up(error)
+            header = self._header(answer.fields)
+        with self._using:
+            session.sent(self._socket.send(session.route, header, answer.segments), answer.nbytes)
+            if session.inbox:
+                self._turns.append(session)
+                self._take(0)
+            else:
+                session.scheduled = False
+
+    def _go_on(self) -> None:
+        """Have those that need not wait any longer take turns again."""
+        with self._using:
+            waiting, self._waiting = self._waiting, []
+            for session in waiting:
+                (self._turns if session.may_go_on else self._waiting).append(session)
+
+    def _watch(self, main: int, until: Callable[[], bool] | None) -> None:
+        """What the main thread has no time for while something runs."""
+        seen: Session | None = None
+        while not self._stopping:
+            time.sleep(_WATCH)
+            current = self._current
+            if current is not None and current is seen:
+                with self._using:
+                    self._take(0)
+                    self._look_after(until)
+                if current is self._current and current.is_cancelled:
+                    signal.pthread_kill(main, signal.SIGUSR1)
+            seen = current
+
+    def _signalled(self, _number: int, frame: FrameType | None) -> None:
+        session = self._current
+        if session is not None and session.is_cancelled and may_be_stopped(frame):
+            raise Cancelled("the client asked to stop")
+
+    def _look_after(self, until: Callable[[], bool] | None) -> None:
+        """Twice a second: leases, and whether to go on."""
+        now = time.monotonic()
+        if now - self._looked < _IDLE / 1000:
+            return
+        self._looked = now
+        for session in list(self._sessions.values()):
+            if now - session.seen > self.limits.lease:
+                self._end(session)
+        if until is not None and until():
+            self._stopping = True
+
+    # --- messages ---
+
+    def _take(self, milliseconds: int, hurry: bool = False) -> None:
+        """Take the messages that have come, or come within that time; with ``hurry``, only until there is something to
+        do: ZeroMQ asks its connections in turn, so none waits for another one's."""
+        for route, owner, frames in self._socket.poll(milliseconds):
+            try:
+                if not 1 <= len(frames) <= SEGMENTS + 1:
+                    raise WireError("a message has too many segments, or none")
+                self._handle(route, owner, decode(frames[0].buffer), frames)
+            except WireError as error:
+                self._refuse(route, "malformed", str(error))
+            if hurry and self._turns:
+                return
+
+    def _handle(self, route: bytes, owner: bytes, header: dict[str, Any], frames: list[Any]) -> None:
+        kind = header.get("kind")
+        if kind in ("collect", "collected"):
+            self._collect(route, owner, header)
+            return
+        if owner.startswith(PEER):
+            self._refuse(route, "owner", "another worker may only collect what it is offered")
+            return
+        number = as_bytes(header.get("session"), 16, "a session")
+        session = self._sessions.get(number)
+        if session is not None and session.workspace.owner != owner:
+            self._refuse(route, "owner", "the session belongs to somebody else")
+        elif kind == "hello":
+            self._welcome(route, owner, number, session, header)
+        elif header.get("boot") != self.boot or session is None:
+            self._send(route, {"kind": "gone", "session": number}, [])
+        else:
+            session.route, session.seen = route, time.monotonic()
+            if kind == "work":
+                self._enqueue(route, session, header, frames)
+            elif kind == "ping":
+                self._send(route, {"kind": "pong", "applied": session.applied}, [])
+            elif kind == "cancel":
+                session.cancel(*(as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "through")))
+            elif kind == "offer":
+                self._tickets.offer(session.workspace, header)
+            elif kind == "source":
+                session.workspace.copies.tell(header)
+            elif kind == "bye":
+                self._end(session)
+            else:
+                raise WireError("a message is of no known kind")
+
+    def _collect(self, route: bytes, owner: bytes, header: dict[str, Any]) -> None:
+        if header.get("boot") != self.boot:
+            return  # whoever asks means another worker, or another life of this one
+        proved = owner.removeprefix(PEER).decode() if owner else None
+        answer = self._tickets.answer(header, proved)
+        if answer is not None:
+            self._send(route, *answer)
+
+    def _welcome(
+        self, route: bytes, owner: bytes, number: bytes, session: Session | None, header: dict[str, Any]
+    ) -> None:
+        if session is None:
+            if header.get("boot") is not None:
+                self._send(route, {"kind": "gone", "session": number}, [])
+                return
+            if len(self._sessions) >= self.limits.sessions:
+                self._refuse(route, "sessions", "the worker has as many sessions as it may have")
+                return
+            session = Session(number, self._workspace(owner))
+            self._sessions[number] = session
+        session.route, session.seen = route, time.monotonic()
+        limits = {"in_flight": self.limits.in_flight // 2, "messages": self.limits.messages // 2}
+        limits |= {"lease": self.limits.lease, "memory": self.limits.memory, "spill": self.limits.spill}
+        facts = {"device": str(self.machine.device), "torch": torch.__version__, "pid": os.getpid()}
+        facts |= {"peer": self._collectors.key}
+        state = {"applied": session.applied, "epoch": session.epoch}
+        self._send(route, {"kind": "welcome", "session": number, "limits": limits, **facts, **state}, [])
+
+    def _workspace(self, owner: bytes) -> Workspace:
+        copies, groups = Copies(self._collectors), Groups(self.machine.device, self._socket.wake)
+        replies = min(self.limits.replies, self.limits.memory or self.limits.replies)
+        made = Workspace(owner, self.machine, self._chunks, copies, groups, replies)
+        made.others = lambda: sum(
+            one.workspace.nbytes() for one in list(self._sessions.values()) if one.workspace is not made
+        )
+        made.worker_stats = self.stats
+        return made
+
+    def _enqueue(self, route: bytes, session: Session, header: dict[str, Any], frames: list[Any]) -> None:
+        epoch, seq, acked = [as_int(header.get(name), 0, _SEQ, name) for name in ("epoch", "seq", "acked")]
+        nbytes = sum(map(len, frames)) + 256
+        if seq < 1 or header.get("requests") is None:
+            raise WireError("a message has no requests, or no sequence number")
+        if session.inbox_bytes + nbytes > self.limits.in_flight or len(session.inbox) >= self.limits.messages:
+            self._refuse(route, "in flight", "more is in flight than the worker allows")
+            return
+        at = partial(self._say_at, session) if header.get("careful") is True else None
+        message = Message(epoch, seq, acked, header["requests"], [frame.buffer for frame in frames[1:]], nbytes, at)
+        self._schedule(session, message)
+
+    def _say_at(self, session: Session, seq: int, index: int) -> None:
+        """A program has come to an operator: its client wants to know, should that be the last."""
+        with self._using:
+            self._send(session.route, {"kind": "at", "seq": seq, "index": index}, [])
+
+    def _schedule(self, session: Session, message: Message) -> None:
+        session.inbox.append(message)
+        session.inbox_bytes += message.nbytes
+        if not session.scheduled:
+            session.scheduled = True
+            self._turns.append(session)
+
+    def _end(self, session: Session) -> None:
+        if self._sessions.pop(session.number, None) is not None:
+            session.end()
+            self._tickets.forget(session.workspace)
+            self._schedule(session, Message(0, 0, 0, None, [], 0))
+
+    def _refuse(self, route: bytes, reason: str, text: str) -> None:
+        self.refusals.note(reason)
+        self._send(route, {"kind": "refused", "reason": reason, "text": text}, [])
+
+    def _send(self, route: bytes, fields: dict[str, Any], segments: list[Any]) -> None:
+        self._socket.send(route, self._header(fields), segments)
+
+    def _header(self, fields: dict[str, Any]) -> bytes:
+        return encode({"v": VERSION, "boot": self.boot, **fields})
+
+    def stats(self) -> dict[str, Any]:
+        """What was refused, and how many sessions there are."""
+        refused = {**self.refusals.counts, "connection": self._socket.refused, "request": self.machine.refused}
+        copied = {"collected_bytes": self._collectors.received, "offered_bytes": self._tickets.collected}
+        return {"sessions": len(self._sessions), "refused": refused, **copied}
