@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from marid.remote.wire.requests import documented
+
 ROOT = Path(__file__).parents[1]
 EXECUTED = ["tutorial", "howto/operator", "howto/pass", "howto/engine", "howto/counter"]
 
@@ -29,6 +31,10 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert not [page for page in pages if f": {page}\n" not in navigation]
+
+
+def test_the_table_of_requests_is_what_they_declare() -> None:
+    assert f"\n{documented()}\n" in (ROOT / "docs" / "remote.md").read_text(), documented()
 
 
 _FILE = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9*]+\.(?:py|cpp|h|md))`")

@@ -25,8 +25,8 @@ from marid.remote.launch import connect as connecting
 from marid.remote.launch.local import start_workers
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
-from marid.remote.wire.keys import ClientKey, make_client
-from marid.remote.wire.request_readers import read_requests
+from marid.remote.wire.endpoints import ClientKey, make_client
+from marid.remote.wire.requests import read_requests
 from marid.remote.worker.copies import Arrival, Collectors, Copies, Place
 from marid.report.traffic import traffic
 from tests.remote_helpers import connected, kill, within

@@ -10,8 +10,8 @@ import torch
 
 from marid.engine.inprocess import concretely
 from marid.graph.node import Operation
-from marid.remote.wire import programs
 from marid.remote.worker import executor as machines
+from marid.remote.worker import programs
 from marid.remote.worker.device_operators import HostOperator, operator_on
 from marid.remote.worker.executor import Machine
 from marid.remote.worker.operators import operator_named

@@ -18,7 +18,7 @@ from marid.frontend.engines import engine_of
 from marid.frontend.materialize import run_pending
 from marid.remote.client.steps import RunWork
 from marid.remote.launch import connect as connecting
-from marid.remote.wire import kernel_settings as switches
+from marid.remote.wire import kernel_settings
 from tests.helpers import assert_same
 
 FIRST, SECOND = "remote_accelerator:6", "remote_accelerator:7"
@@ -203,7 +203,7 @@ def test_draws_are_those_of_the_cpu() -> None:
 
 def test_switches_hold_on_the_worker() -> None:
     """And are asked in one call, which must know each of them."""
-    assert switches.current() == switches._asked()
+    assert kernel_settings.current() == kernel_settings._asked()
     try:
         for deterministic, warn_only, precision, dtype in (
             *((True, False, "high", torch.float64), (True, True, "medium", torch.bfloat16)),
@@ -213,7 +213,7 @@ def test_switches_hold_on_the_worker() -> None:
             torch.set_float32_matmul_precision(precision)
             torch.set_default_dtype(dtype)
             with torch.backends.mkldnn.flags(enabled=not warn_only):
-                assert switches.current() == switches._asked()
+                assert kernel_settings.current() == kernel_settings._asked()
                 # PyTorch fills what is not set with NaN while it is to be deterministic.
                 filled = torch.full((1000,), 3.0, device=FIRST).sum() + torch.empty(5, device=FIRST).sum()
                 assert not deterministic or filled.isnan().item()

@@ -20,12 +20,12 @@ from marid.remote.client.link import Link
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
-from marid.remote.wire.chunks import ChunkStore
-from marid.remote.wire.kernel_settings import Switches
+from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.programs import changes_between, digest_of, geometry_of
 from marid.remote.wire.sockets import ServerSocket
 from marid.remote.worker import executor as machines
 from marid.remote.worker import groups as groups_of
+from marid.remote.worker.chunks import ChunkStore
 from marid.remote.worker.collectives import Job
 from marid.remote.worker.copies import Collectors, Copies, Tickets
 from marid.remote.worker.executor import Machine
@@ -186,8 +186,8 @@ def _repeated(recorded: Recorded, handle: int, base: int) -> list[ask.Request]:
         ask.Run(run.program, run.geometry, run.inputs, run.params, base + 100, 1, (1,)),
         ask.Sizes(run.program, run.geometry, digest_of(geometry_of(other)), changes),
         ask.Roles(((handle, "weight"), (base + 7, "kv cache"))),
-        ask.Switch(Switches(torch.float64, 1, False, "high", False)),
-        ask.Switch(Switches()),
+        ask.Configure(KernelSettings(torch.float64, 1, False, "high", False)),
+        ask.Configure(KernelSettings()),
         ask.Free(tuple(range(base, base + 150))),
     ]
 
@@ -299,7 +299,7 @@ def _fuzz_session(count: int, seed: int) -> None:
             assert session.may_go_on
             answer = session.answer(message)
             assert answer is not None
-        wire.encode({"v": 1, **answer.fields})
+        wire.encode({"v": wire.VERSION, **answer.fields})
         failed += session.failure is not None
         assert len(workspace.tensors) < 10_000
     assert failed > count // 4
@@ -361,7 +361,7 @@ def _fuzz_copies(count: int, seed: int) -> None:
                 copies.tell(plain)
             else:
                 answer = tickets.answer(plain, choose.choice([None, bytes(32).hex(), "other"]))
-                wire.encode({"v": 1, **answer[0]} if answer else {})
+                wire.encode({"v": wire.VERSION, **answer[0]} if answer else {})
         except WireError:
             refused += 1
     assert refused > count // 4
@@ -456,9 +456,8 @@ def test_requests_that_are_too_early_are_refused(attacker: Attacker) -> None:
 
 def test_switches_that_no_process_can_have(attacker: Attacker, worker: LocalWorker) -> None:
     """They fail, and what comes next is done under those before."""
-    for name in ("float8_e4m3fn", "int64", "complex64", "bool"):
-        switch = ["switch", [name, 0, True, "highest", True]]
-        attacker.send(attacker.work([switch]))
+    for name in ("float32", -1, 4, True):
+        attacker.send(attacker.work([["configure", [name]]]))
         assert attacker.answer()["error"]["type"] == "WireError"
         attacker.epoch += 1
         attacker.seq += 1
@@ -643,7 +642,7 @@ def test_a_frame_that_claims_a_terabyte(worker: LocalWorker) -> None:
 
 def test_a_message_that_never_ends(worker: LocalWorker) -> None:
     """ZeroMQ holds the segments of a message until its last one has come, however many they are."""
-    ping = wire.encode({"v": 1, "kind": "ping"})
+    ping = wire.encode({"v": wire.VERSION, "kind": "ping"})
     segment = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)  # more of the message follows
     resident = []
     for _ in range(4):
@@ -669,13 +668,13 @@ def test_a_header_that_is_too_long(worker: LocalWorker, attacker: Attacker) -> N
 
 
 def test_too_many_segments(worker: LocalWorker, attacker: Attacker) -> None:
-    attacker.send([wire.encode({"v": 1, "kind": "ping"}), *[b""] * (wire.SEGMENTS + 5)])
+    attacker.send([wire.encode({"v": wire.VERSION, "kind": "ping"}), *[b""] * (wire.SEGMENTS + 5)])
     assert attacker.answer()["kind"] == "refused"
     _is_well(worker)
 
 
 def test_another_owner_cannot_use_a_session(tmp_path: Any) -> None:
-    from marid.remote.wire.keys import ClientKey, make_client
+    from marid.remote.wire.endpoints import ClientKey, make_client
 
     keys = [ClientKey.read(make_client(tmp_path, name)) for name in ("ann", "bob")]
     with worker_process("--keys", str(tmp_path)) as worker, linked(worker, keys[0]) as ann:

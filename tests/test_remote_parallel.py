@@ -21,7 +21,7 @@ from marid.frontend.engines import engine_of
 from marid.remote.client import exchange
 from marid.remote.launch import connect as connecting
 from marid.remote.wire import requests as ask
-from marid.remote.wire.request_readers import read_requests
+from marid.remote.wire.requests import read_requests
 from marid.remote.worker import collectives
 from marid.remote.worker.collectives import CollectiveFailed, Store
 from marid.remote.worker.groups import Groups

@@ -24,7 +24,7 @@ from marid.errors import AuthenticationError, LazyTensorError
 from marid.remote.client.link import Link
 from marid.remote.launch import connect as connecting
 from marid.remote.launch import ray_cluster as clusters
-from marid.remote.wire.keys import ClientKey
+from marid.remote.wire.endpoints import ClientKey
 from marid.report.traffic import traffic
 
 A, B = "remote_accelerator:3", "remote_accelerator:4"

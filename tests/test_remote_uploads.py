@@ -28,7 +28,7 @@ from marid.remote.client.steps import Sent
 from marid.remote.launch.connect import connection_of, disconnect
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import requests as ask
-from marid.remote.wire.keys import make_client, make_worker
+from marid.remote.wire.endpoints import make_client, make_worker
 from marid.report.traffic import RemoteStats
 from tests.remote_helpers import worker_process
 

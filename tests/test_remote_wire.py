@@ -22,22 +22,23 @@ from marid.graph.node import Draw
 from marid.graph.program import bind
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
-from marid.remote.wire.chunks import CHUNK_BYTES, ChunkStore, chunks_of
-from marid.remote.wire.packing import packing_of
-from marid.remote.wire.programs import (
-    BODY_BYTES,
-    RemoteProgram,
-    body_of,
-    digest_of,
-    geometry_from,
-    geometry_of,
-    packed,
-    unpacked,
+from marid.remote.wire.kernel_settings import KernelSettings
+from marid.remote.wire.programs import BODY_BYTES, body_of, digest_of, geometry_of, packed, unpacked
+from marid.remote.wire.requests import read_requests
+from marid.remote.wire.tensors import (
+    CHUNK_BYTES,
+    chunks_of,
+    matches,
+    memory_of,
+    packing_of,
+    spec_from,
+    spec_of,
+    spec_to,
+    tensor_of,
 )
-from marid.remote.wire.request_readers import read_requests
-from marid.remote.wire.specs import matches, spec_from, spec_of, spec_to
-from marid.remote.wire.tensors import memory_of, tensor_of
+from marid.remote.worker.chunks import ChunkStore
 from marid.remote.worker.operators import operator_named
+from marid.remote.worker.programs import RemoteProgram, geometry_from
 from tests.helpers import DEVICE
 
 CPU = torch.device("cpu")
@@ -63,21 +64,21 @@ def test_a_header_comes_back_as_it_was() -> None:
         pytest.param(b"", id="nothing"),
         pytest.param(b"\xc1", id="no msgpack"),
         pytest.param(msgpack.packb([1]), id="no map"),
-        pytest.param(msgpack.packb({"v": 2}), id="another version"),
+        pytest.param(msgpack.packb({"v": wire.VERSION + 1}), id="another version"),
         pytest.param(msgpack.packb({"v": True}), id="a boolean as version"),
         pytest.param(msgpack.packb({}), id="no version"),
-        pytest.param(msgpack.packb({1: 2, "v": 1}), id="a number as key"),
-        pytest.param(msgpack.packb({"v": 1, "x": msgpack.ExtType(5, b"abc")}), id="an extension"),
-        pytest.param(msgpack.packb({"v": 1, "x": msgpack.Timestamp(1)}), id="a timestamp"),
-        pytest.param(msgpack.packb({"v": 1}) + b"x", id="more behind it"),
-        pytest.param(b"\x82\xa1v\x01\xa1x" + b"\x91" * 2000 + b"\x01", id="nested too deep"),
-        pytest.param(b"\x82\xa1v\x01\xa1x" + b"\x91" * 40 + b"\x01", id="nested a little too deep"),
-        pytest.param(b"\x82\xa1v\x01\xa1x" + b"\xdd\xff\xff\xff\xff", id="a list that claims four billion items"),
-        pytest.param(b"\x82\xa1v\x01\xa1x" + b"\xc6\xff\xff\xff\xff", id="bytes that claim four billion"),
-        pytest.param(b"\x82\xa1v\x01\xa1x" + b"\xdf\xff\xff\xff\xff", id="a map that claims four billion items"),
-        pytest.param(b"\x82\xa1v\x01\xa1x\xa2\xff\xfe", id="a text that is no UTF-8"),
-        pytest.param(msgpack.packb({"v": 1, "x": [0] * 70_000}), id="a list that is too long"),
-        pytest.param(msgpack.packb({"v": 1, "x": b"0" * wire.HEADER_BYTES}), id="too long"),
+        pytest.param(msgpack.packb({1: 2, "v": wire.VERSION}), id="a number as key"),
+        pytest.param(msgpack.packb({"v": wire.VERSION, "x": msgpack.ExtType(5, b"abc")}), id="an extension"),
+        pytest.param(msgpack.packb({"v": wire.VERSION, "x": msgpack.Timestamp(1)}), id="a timestamp"),
+        pytest.param(msgpack.packb({"v": wire.VERSION}) + b"x", id="more behind it"),
+        pytest.param(b"\x82\xa1v\x02\xa1x" + b"\x91" * 2000 + b"\x01", id="nested too deep"),
+        pytest.param(b"\x82\xa1v\x02\xa1x" + b"\x91" * 40 + b"\x01", id="nested a little too deep"),
+        pytest.param(b"\x82\xa1v\x02\xa1x" + b"\xdd\xff\xff\xff\xff", id="a list that claims four billion items"),
+        pytest.param(b"\x82\xa1v\x02\xa1x" + b"\xc6\xff\xff\xff\xff", id="bytes that claim four billion"),
+        pytest.param(b"\x82\xa1v\x02\xa1x" + b"\xdf\xff\xff\xff\xff", id="a map that claims four billion items"),
+        pytest.param(b"\x82\xa1v\x02\xa1x\xa2\xff\xfe", id="a text that is no UTF-8"),
+        pytest.param(msgpack.packb({"v": wire.VERSION, "x": [0] * 70_000}), id="a list that is too long"),
+        pytest.param(msgpack.packb({"v": wire.VERSION, "x": b"0" * wire.HEADER_BYTES}), id="too long"),
     ],
 )
 def test_what_is_no_header_is_refused(data: bytes) -> None:
@@ -88,7 +89,7 @@ def test_what_is_no_header_is_refused(data: bytes) -> None:
 def test_lengths_that_are_claimed_take_no_memory() -> None:
     """Lists in lists, each claiming as much as may be: little is taken for them, and all of it is given back."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    bomb = b"\x82\xa1v\x01\xa1x" + b"\xdd\x00\x00\x3f\xff" * 30_000
+    bomb = b"\x82\xa1v\x02\xa1x" + b"\xdd\x00\x00\x3f\xff" * 30_000
     for _ in range(50):
         with pytest.raises(WireError):
             wire.decode(bomb)
@@ -472,13 +473,27 @@ def test_requests_come_back_as_they_were() -> None:
         ask.Program(digest, b"body"),
         ask.Geometry(digest, digest, b"body"),
         ask.Run(digest, digest, (1, 2), (1, 2.5, (3, 4), 1 + 2j), 100),
+        ask.Run(digest, digest, (1, 2), (), 100, 3, (1, 2)),
+        ask.Again(digest, digest, ((0, 7), (3, 8)), ((1, 2.5),), 100),
+        ask.Sizes(digest, digest, digest, ((3, spec_of(torch.ones(2, 3))),)),
         ask.Call("aten.sum.default", (ask.Handle(1), [1, 2.5, None], "x"), (("dtype", torch.int8),), None, 9),
+        ask.Call("aten.to.other", (ask.Handle(1), torch.channels_last, torch.strided), (), None, 9),
         ask.Fetch(5),
         ask.Fetch(5, (3, (2, 2), (2, 1))),
         ask.Free((1, 2, 3)),
         ask.Load("a.safetensors", 8, CHUNK_BYTES + 1, (digest, digest)),
         ask.Stats(),
+        ask.Roles(((1, "weight"), (2, "activation"))),
+        ask.Configure(KernelSettings()),
+        ask.Configure(KernelSettings(torch.float64, 2, mkldnn=False)),
+        ask.Pack(1, 2),
+        ask.Take(1, bytes(32), torch.float32, (2, 3), (3, 1)),
+        ask.Meet(bytes(16), 5),
+        ask.Join(bytes(16), 1, 2, "host", 80, "127.0.0.1", 5),
+        ask.Reduce(bytes(16), "mean", 1, 2),
+        ask.Leave(bytes(16)),
     ]
+    assert {type(one) for one in sent} == set(ask._records)
     data, segments = ask.write_requests(sent)
     arrived = read_requests(wire.unpack_plain(wire.pack_plain(data), 1000), segments)
     assert arrived == sent
@@ -499,16 +514,16 @@ def test_requests_come_back_as_they_were() -> None:
         pytest.param([["fetch", True]], id="a boolean as handle"),
         pytest.param([["chunk", b"\0" * 31, 0]], id="a short digest"),
         pytest.param([["chunk", b"\0" * 32, 1]], id="no such segment"),
-        pytest.param([["upload", 1, "float32", [4], [1], 1, 0, []]], id="too few bytes"),
-        pytest.param([["upload", 1, "float32", [1 << 60], [1], 1, 0, []]], id="too large"),
-        pytest.param([["upload", 1, "float32", [2], [1], 5, 0, []]], id="more segments than there are"),
-        pytest.param([["upload", 1, "float32", [2], [1], 1, 0, [b"\0" * 32]]], id="segments and digests"),
-        pytest.param([["upload", 1, "uint8", [8], [1], 0, 0, [b"\0" * 32] * 2]], id="too many digests"),
+        pytest.param([["upload", 1, "float32", [4], [1], [0, 1]]], id="too few bytes"),
+        pytest.param([["upload", 1, "float32", [1 << 60], [1], [0, 1]]], id="too large"),
+        pytest.param([["upload", 1, "float32", [2], [1], [0, 5]]], id="more segments than there are"),
+        pytest.param([["upload", 1, "float32", [2], [1], [0, 1], [b"\0" * 32]]], id="segments and digests"),
+        pytest.param([["upload", 1, "uint8", [8], [1], [], [b"\0" * 32] * 2]], id="too many digests"),
         pytest.param([["run", b"\0" * 32, b"\0" * 32, ["x"], [], 0]], id="a text as input"),
         pytest.param([["run", b"\0" * 32, b"\0" * 32, [], [None], 0]], id="None as number"),
         pytest.param([["call", "aten.add.Tensor", [[[[1]]]], [], None, 0]], id="lists in lists"),
         pytest.param([["call", "aten.add.Tensor", [{"h": "x"}], [], None, 0]], id="a text as handle"),
-        pytest.param([["call", "aten.add.Tensor", [], [["a"]], None, 0]], id="a name without a value"),
+        pytest.param([["call", "aten.add.Tensor", [], ["a"], None, 0]], id="a name without a value"),
         pytest.param([["call", "aten.add.Tensor", [], [], 5, 0]], id="a number to draw from"),
         pytest.param([["load", "x", 0, 1, []]], id="a file without digests"),
         pytest.param([["load", "x", -1, 1, [b"\0" * 32]]], id="before a file"),

@@ -16,11 +16,9 @@ from marid.errors import AuthenticationError, WireError, WorkerLostError
 from marid.remote.client.link import Link, LinkLost, RequestFailed
 from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.wire import requests as ask
-from marid.remote.wire.addresses import endpoint, served_endpoint
-from marid.remote.wire.chunks import CHUNK_BYTES, chunks_of
-from marid.remote.wire.keys import ClientKey, make_client, make_worker
+from marid.remote.wire.endpoints import ClientKey, endpoint, make_client, make_worker, served_endpoint
 from marid.remote.wire.programs import packed
-from marid.remote.wire.tensors import memory_of
+from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, memory_of
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded, end, linked, upload, worker_process
 

@@ -21,7 +21,7 @@ from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
 from marid.remote.wire.connection_limits import _PENDING
-from marid.remote.wire.keys import ClientKey, make_client
+from marid.remote.wire.endpoints import ClientKey, make_client
 from tests.remote_helpers import upload, worker_process
 
 OWNERS = ("ann", "bob", "eve")

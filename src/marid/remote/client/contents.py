@@ -8,9 +8,7 @@ import blake3
 import torch
 
 from marid.remote.client.spool import ChunkFile, Spool, chunk_file
-from marid.remote.wire.chunks import CHUNK_BYTES, chunks_of, file_pieces
-from marid.remote.wire.packing import packing_of
-from marid.remote.wire.tensors import memory_of, segments_of
+from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, file_pieces, memory_of, packing_of, segments_of
 
 __all__ = ["LARGE", "Content", "FileContent", "content_of"]
 

@@ -164,7 +164,7 @@ class Delivery:
     def _refuse(self, error: WireError | OSError) -> None:
         """Something cannot be written down or read: take back the step that it is in, and raise."""
         self._progress.end()
-        self._sent = Sent(switches=None)
+        self._sent = Sent(settings=None)
         for place, step in enumerate(self._outbox):
             try:
                 write_requests(step.requests(Sent()))
@@ -344,7 +344,7 @@ class Delivery:
             self._asked.clear()
             self._outbox = []
             self.link.resume()
-            self._sent = Sent(switches=None)  # definitions behind the failure were refused too
+            self._sent = Sent(settings=None)  # definitions behind the failure were refused too
             if again:
                 self._outbox = following
             else:

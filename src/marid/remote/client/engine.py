@@ -60,8 +60,7 @@ from marid.remote.client.steps import (
 )
 from marid.remote.wire.replies import as_stats
 from marid.remote.wire.requests import Handle, Request, Stats
-from marid.remote.wire.specs import spec_from
-from marid.remote.worker.operators import operator_name
+from marid.remote.wire.tensors import spec_from
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 from marid.uninterrupted import Uninterrupted
@@ -268,7 +267,7 @@ class RemoteEngine:
             named = tuple([(name, placed(arg, _handle_of)) for name, arg in kwargs])
             given = None if state is None else bytes(state.tolist())
             step = CallWork(
-                operator_name(op.func),
+                str(op.func),
                 tuple([placed(arg, _handle_of) for arg in args]),
                 named,
                 given,

@@ -19,7 +19,7 @@ from marid.remote.client.link import Link
 from marid.remote.client.memory import Memory
 from marid.remote.client.steps import End, Work
 from marid.remote.client.transfers import PackWork, ReduceWork, TakeWork
-from marid.remote.wire.packing import packing_of
+from marid.remote.wire.tensors import packing_of
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 

@@ -34,13 +34,11 @@ from marid.remote.wire.codec import (
     dtype_named,
     encode,
 )
-from marid.remote.wire.keys import ClientKey
-from marid.remote.wire.packing import packing_of
+from marid.remote.wire.endpoints import ClientKey
 from marid.remote.wire.replies import check_failure, check_results, check_welcome
 from marid.remote.wire.requests import Request, write_requests
 from marid.remote.wire.sockets import ClientSocket, Wake, greets
-from marid.remote.wire.specs import sizes_from
-from marid.remote.wire.tensors import number_of, tensor_of
+from marid.remote.wire.tensors import number_of, packing_of, sizes_from, tensor_of
 from marid.report.traffic import SocketCounts
 from marid.uninterrupted import Uninterrupted
 

@@ -7,7 +7,7 @@ from typing import Any
 from marid.execute.geometry import Misprediction, report
 from marid.remote.client.steps import RunWork
 from marid.remote.wire.codec import as_int, as_list
-from marid.remote.wire.specs import spec_from, spec_to
+from marid.remote.wire.tensors import spec_from, spec_to
 
 __all__ = ["misprediction_to", "report_mispredictions"]
 

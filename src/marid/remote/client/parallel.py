@@ -23,9 +23,8 @@ from marid.remote.client.engine import RemoteEngine
 from marid.remote.client.link import Link
 from marid.remote.client.steps import AskWork
 from marid.remote.client.transfers import ReduceWork, TakeWork
-from marid.remote.wire.addresses import host_of, is_loopback
-from marid.remote.wire.requests import Join, Leave, Meet
-from marid.remote.worker.collectives import OPERATIONS
+from marid.remote.wire.endpoints import host_of, is_loopback
+from marid.remote.wire.requests import OPERATIONS, Join, Leave, Meet
 from marid.semantics.scopes import current_site
 from marid.semantics.tracebacks import folded
 

@@ -61,7 +61,7 @@ class Successor:
             self._lose(f"{self._reason}, and what was kept of it cannot be read: {error}")
         except RequestFailed as failed:
             self.link.resume()
-            self.sent = Sent(switches=None)
+            self.sent = Sent(settings=None)
             self._messages.clear()
             self._left.extendleft(reversed([step for last, step in self._asked if last >= failed.seq]))
             self._asked.clear()

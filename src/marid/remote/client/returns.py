@@ -9,7 +9,7 @@ from marid.remote.client.buffers import Block, RemoteBuffer, geometry_of_spec
 from marid.remote.client.memory import Memory
 from marid.remote.client.steps import CallWork
 from marid.remote.wire.codec import as_int, as_list, as_text
-from marid.remote.wire.specs import spec_from
+from marid.remote.wire.tensors import spec_from
 
 __all__ = ["Returns"]
 

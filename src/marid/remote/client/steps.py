@@ -18,13 +18,15 @@ from marid.remote.client.contents import Content, FileContent
 from marid.remote.client.link import Link
 from marid.remote.client.programs import Sized
 from marid.remote.client.roles import role_of
-from marid.remote.wire.kernel_settings import Switches, current
+from marid.remote.wire.kernel_settings import KernelSettings, current
 from marid.remote.wire.programs import changes_between, packed
 from marid.remote.wire.replies import as_tensor
 from marid.remote.wire.requests import (
+    ROLES,
     Again,
     Call,
     Chunk,
+    Configure,
     Fetch,
     Free,
     Geometry,
@@ -34,10 +36,8 @@ from marid.remote.wire.requests import (
     Roles,
     Run,
     Sizes,
-    Switch,
     Upload,
 )
-from marid.remote.worker.residency import ORDER
 from marid.report.traffic import traffic
 
 __all__ = [
@@ -87,14 +87,14 @@ class End(Protocol):
 @dataclass
 class Sent:
     """What a session has been told of: programs, geometries and chunks by digest, the last geometry and run of each
-    program, and the switches that hold (None where that is not known)."""
+    program, and the kernels' settings that hold (None where that is not known)."""
 
     programs: set[bytes] = field(default_factory=set)
     geometries: set[tuple[bytes, bytes]] = field(default_factory=set)
     chunks: set[bytes] = field(default_factory=set)
     last: dict[bytes, Sized] = field(default_factory=dict)
     runs: dict[bytes, tuple[tuple[int, ...], tuple[Any, ...]]] = field(default_factory=dict)
-    switches: Switches | None = field(default_factory=Switches)
+    settings: KernelSettings | None = field(default_factory=KernelSettings)
 
 
 class Work:
@@ -223,7 +223,7 @@ class RunWork(Work):
         self.stopped: tuple[int, tuple[int, ...]] | None = None
         """Where it has failed, and the slots that existed then."""
         self.task: Task | None = None
-        self._switches = current()
+        self._settings = current()
         self._give_back: GiveBack | None = None
         self._kept: list[tuple[Any, ...]] = []
 
@@ -235,7 +235,7 @@ class RunWork(Work):
             finish(node)
 
     def requests(self, sent: Sent) -> list[Request]:
-        known, found = self.sized.known, _switch(self._switches, sent)
+        known, found = self.sized.known, _configure(self._settings, sent)
         if known.digest not in sent.programs:
             sent.programs.add(known.digest)
             found.append(Program(known.digest, packed(known.body)))
@@ -360,7 +360,7 @@ class RolesWork(Work):
     lasting = False
 
     def __init__(self, roles: Iterable[tuple[int, Block]]) -> None:
-        self._blocks = [(handle, block, block.role) for handle, block in roles if block.role in ORDER]
+        self._blocks = [(handle, block, block.role) for handle, block in roles if block.role in ROLES]
         for _, block, role in self._blocks:
             block.told = role
 
@@ -405,12 +405,12 @@ class CallWork(Work):
         self.inputs = tuple([arg.number for arg in _handles((*args, *(arg for _, arg in kwargs)))])
         self.base = base
         self.site = site
-        self._switches = current()
+        self._settings = current()
         self.result: Any = None
         self.error: Exception | None = None
 
     def requests(self, sent: Sent) -> list[Request]:
-        return [*_switch(self._switches, sent), self._request]
+        return [*_configure(self._settings, sent), self._request]
 
     def done(self, result: Any) -> None:
         super().done(result)
@@ -429,11 +429,11 @@ def _geometry(sized: Sized, before: Sized | None) -> Request:
     return Sizes(program, before.digest, sized.digest, changes)
 
 
-def _switch(switches: Switches, sent: Sent) -> list[Request]:
-    if switches == sent.switches:
+def _configure(settings: KernelSettings, sent: Sent) -> list[Request]:
+    if settings == sent.settings:
         return []
-    sent.switches = switches
-    return [Switch(switches)]
+    sent.settings = settings
+    return [Configure(settings)]
 
 
 def _handles(args: Iterable[Any]) -> Iterable[Handle]:

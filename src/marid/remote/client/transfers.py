@@ -17,8 +17,7 @@ from marid.engine.protocol import Geometry
 from marid.remote.client.buffers import RemoteBuffer
 from marid.remote.client.link import Link
 from marid.remote.client.steps import End, Sent, Work
-from marid.remote.wire.requests import Pack, Reduce, Request, Take
-from marid.remote.worker.copies import TICKET_BYTES
+from marid.remote.wire.requests import TICKET_BYTES, Pack, Reduce, Request, Take
 from marid.report.traffic import traffic
 
 __all__ = ["PackWork", "ReduceWork", "TakeWork"]

@@ -17,7 +17,7 @@ from marid.remote.client.engine import RemoteEngine
 from marid.remote.client.link import Link
 from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.launch.ray_cluster import workers_on_ray
-from marid.remote.wire.keys import ClientKey
+from marid.remote.wire.endpoints import ClientKey
 from marid.semantics.tracebacks import folded
 from marid.settings import settings
 

@@ -14,9 +14,8 @@ import torch
 from marid.errors import LazyTensorError
 from marid.remote.client.link import Link, LinkLost, RequestFailed
 from marid.remote.wire import requests as ask
-from marid.remote.wire.addresses import endpoint
-from marid.remote.wire.chunks import CHUNK_BYTES
-from marid.remote.wire.keys import ClientKey
+from marid.remote.wire.endpoints import ClientKey, endpoint
+from marid.remote.wire.tensors import CHUNK_BYTES
 from marid.report.units import bytes_text
 
 __all__ = ["examine"]

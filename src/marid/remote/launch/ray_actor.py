@@ -15,7 +15,7 @@ import ray  # pyright: ignore[reportMissingImports]
 import ray.util  # pyright: ignore[reportMissingImports]
 
 from marid.remote.launch.local import LocalWorker, start_workers
-from marid.remote.wire.keys import make_worker, public_key_of
+from marid.remote.wire.endpoints import make_worker, public_key_of
 
 __all__ = ["WorkerActor"]
 

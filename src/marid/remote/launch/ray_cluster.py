@@ -21,7 +21,7 @@ import zmq
 
 from marid.errors import LazyTensorError, WorkerLostError
 from marid.remote.client.link import Link
-from marid.remote.wire.keys import ClientKey
+from marid.remote.wire.endpoints import ClientKey
 from marid.settings import settings
 
 __all__ = ["OnRay", "workers_on_ray"]

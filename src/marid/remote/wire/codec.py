@@ -20,6 +20,7 @@ from marid.graph.node import Draw
 
 __all__ = [
     "HEADER_BYTES",
+    "MEMORY_FORMATS",
     "MISPREDICTIONS",
     "SEGMENTS",
     "SEGMENT_BYTES",
@@ -39,7 +40,7 @@ __all__ = [
     "unpack_plain",
 ]
 
-VERSION = 1
+VERSION = 2
 """Of the protocol; both sides must speak the same one."""
 
 HEADER_BYTES = 1 << 20
@@ -173,6 +174,8 @@ _DTYPES = {
         *(torch.complex32, torch.complex64, torch.complex128),
     )
 }
+MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
+"""They travel as positions in this."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

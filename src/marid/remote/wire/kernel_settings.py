@@ -1,50 +1,49 @@
-"""What kernels ask of the process that they run in: the client's switches are the worker's while it works for it."""
+"""What kernels ask of the process that they run in: the client's settings are the worker's while it works for it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from marid.errors import WireError
 from marid.native import module
-from marid.remote.wire.codec import as_list, dtype_name, dtype_named
+from marid.remote.wire.fields import FLAG, choice, whole
 
-__all__ = ["Switches", "apply", "current", "switches_from", "switches_to"]
+__all__ = ["KernelSettings", "apply", "current"]
 
+_DEFAULT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # PyTorch takes no others
 _PRECISIONS = ("highest", "high", "medium")
-_DEFAULTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # PyTorch takes no others as the default
 
 
-class Switches(NamedTuple):
+class KernelSettings(NamedTuple):
     """As ``torch.get_default_dtype()`` and the like have them; ``deterministic`` is 0, 1 (warn only) or 2."""
 
-    default_dtype: torch.dtype = torch.float32
-    deterministic: int = 0
-    fill_uninitialized: bool = True
-    precision: str = "highest"
-    mkldnn: bool = True
+    default_dtype: Annotated[torch.dtype, choice(_DEFAULT_DTYPES, "default dtype")] = torch.float32
+    deterministic: Annotated[int, whole(0, 2, "deterministic algorithms")] = 0
+    fill_uninitialized: Annotated[bool, FLAG] = True
+    precision: Annotated[str, choice(_PRECISIONS, "precision of products")] = "highest"
+    mkldnn: Annotated[bool, FLAG] = True
 
 
-_known: dict[int, Switches] = {}
+_by_key: dict[int, KernelSettings] = {}
 """By what C++ makes of them: one number, at a third of the time with cold caches, where each step asks."""
 
 
-def current() -> Switches:
+def current() -> KernelSettings:
     """Those of this process."""
     key = module.switches()
-    found = _known.get(key)
+    found = _by_key.get(key)
     if found is None:
-        found = _known[key] = _asked()
+        found = _by_key[key] = _asked()
     return found
 
 
-def _asked() -> Switches:
+def _asked() -> KernelSettings:
     private: Any = torch._C
     deterministic = 0
     if private._get_deterministic_algorithms():
         deterministic = 1 if private._get_deterministic_algorithms_warn_only() else 2
-    return Switches(
+    return KernelSettings(
         torch.get_default_dtype(),
         deterministic,
         private._get_deterministic_fill_uninitialized_memory(),
@@ -53,33 +52,15 @@ def _asked() -> Switches:
     )
 
 
-def apply(switches: Switches) -> None:
+def apply(settings: KernelSettings) -> None:
     """Set them in this process."""
     before = current()
-    if switches is before or switches == before:
+    if settings is before or settings == before:
         return
     private: Any = torch._C
-    if switches.default_dtype is not before.default_dtype:
-        torch.set_default_dtype(switches.default_dtype)
-    private._set_deterministic_algorithms(switches.deterministic > 0, warn_only=switches.deterministic == 1)
-    private._set_deterministic_fill_uninitialized_memory(switches.fill_uninitialized)
-    private._set_float32_matmul_precision(switches.precision)
-    private._set_mkldnn_enabled(switches.mkldnn)
-
-
-def switches_to(switches: Switches) -> list[Any]:
-    """As plain data."""
-    return [dtype_name(switches.default_dtype), *switches[1:]]
-
-
-def switches_from(data: Any) -> Switches:
-    """What ``switches_to`` was given. Raises ``WireError``."""
-    parts = as_list(data, 5, "switches")
-    if len(parts) != 5:
-        raise WireError("there are five switches")
-    dtype, deterministic, fill, precision, mkldnn = parts
-    found = Switches(dtype_named(dtype), deterministic, fill, precision, mkldnn)
-    fits = type(deterministic) is int and 0 <= deterministic <= 2 and type(fill) is bool and type(mkldnn) is bool
-    if not fits or precision not in _PRECISIONS or found.default_dtype not in _DEFAULTS:
-        raise WireError("a switch has a value that it cannot have")
-    return found
+    if settings.default_dtype is not before.default_dtype:
+        torch.set_default_dtype(settings.default_dtype)
+    private._set_deterministic_algorithms(settings.deterministic > 0, warn_only=settings.deterministic == 1)
+    private._set_deterministic_fill_uninitialized_memory(settings.fill_uninitialized)
+    private._set_float32_matmul_precision(settings.precision)
+    private._set_mkldnn_enabled(settings.mkldnn)

@@ -1,34 +1,64 @@
 """The requests of a session: what a client may ask a worker to do, one step of work each.
 
-Each is written as a list that begins with its kind; bytes of tensors and of programs go into segments of the message,
-of which the list has the position. ``request_readers`` reads them.
+Each is declared once: its fields with their kinds and bounds (``fields.py``), what the worker does (the docstring), and
+what it answers. A request travels as a list that begins with its name; the table in ``docs/remote.md`` is
+``documented()``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, dataclass_transform
 
 import torch
 
 from marid.errors import WireError
 from marid.graph.node import Spec
 from marid.remote.wire.codec import (
+    MEMORY_FORMATS,
+    SEGMENT_BYTES,
     Buffer,
+    as_int,
+    as_list,
     dtype_name,
+    dtype_named,
+    number_from,
     number_to,
 )
-from marid.remote.wire.kernel_settings import Switches, switches_to
-from marid.remote.wire.specs import spec_to
-from marid.remote.worker.residency import ORDER
+from marid.remote.wire.fields import (
+    DTYPE,
+    NUMBER,
+    SPEC,
+    Kind,
+    Record,
+    choice,
+    exact,
+    listed,
+    matching,
+    nested,
+    optional,
+    pairs,
+    segment,
+    segments,
+    text,
+    whole,
+    wholes,
+)
+from marid.remote.wire.kernel_settings import KernelSettings
+from marid.remote.wire.programs import BODY_BYTES, DIGEST_BYTES
+from marid.remote.wire.tensors import CHUNK_BYTES, LONGEST, RANK, check_sizes, packing_of
 
 __all__ = [
-    "GROUP_BYTES",
     "HANDLES",
+    "OPERATIONS",
+    "ROLES",
+    "TICKET_BYTES",
     "Again",
     "Call",
     "Chunk",
+    "Configure",
     "Fetch",
     "Free",
     "Geometry",
@@ -46,100 +76,263 @@ __all__ = [
     "Run",
     "Sizes",
     "Stats",
-    "Switch",
     "Take",
     "Upload",
-    "spec_text",
+    "documented",
+    "read_requests",
+    "record_of",
     "write_requests",
 ]
 
 HANDLES = 1 << 53
 """Handles are below this."""
-GROUP_BYTES = 16
+TICKET_BYTES = 32
+ROLES = ("activation", "other", "input", "gradient", "optimizer state", "kv cache", "weight")
+"""What memory is for; what is spilled first comes first."""
+OPERATIONS = ("sum", "mean", "max", "min")
+"""How tensors may be reduced."""
+
+_INPUTS = 1 << 14
+_CHUNKS = 1 << 14
+_REQUESTS = 1 << 14  # in one message
+_ITEMS = 1 << 12  # in a list that is an argument
+_STATE_BYTES = torch.Generator().get_state().numel()
+
+
+# --- kinds of fields -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
-    """A tensor with this handle: ``data`` are its packed elements (``packing.py``), in pieces of at most
-    ``SEGMENT_BYTES``; or ``digests`` name the chunks that they are, sent before (``Chunk``)."""
+class Handle:
+    """A tensor of the session, as an argument."""
 
-    handle: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    data: tuple[Buffer, ...] = ()
-    digests: tuple[bytes, ...] = ()
+    number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a large tensor, named by the BLAKE3 of all of it, at most ``CHUNK_BYTES`` long."""
-
-    digest: bytes
-    data: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Have:
-    """Which of these chunks the worker lacks: the answer is a list of positions."""
-
-    digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A program, to be named from now on by the digest of its body, which is ``packed``."""
-
-    digest: bytes
-    body: Buffer
+def _write_argument(arg: Any, segments: list[Buffer]) -> Any:
+    if isinstance(arg, Handle):
+        return {"h": arg.number}
+    if isinstance(arg, (list, tuple)):
+        return [_write_argument(item, segments) for item in arg]
+    if isinstance(arg, torch.dtype):
+        return {"t": dtype_name(arg)}
+    if isinstance(arg, torch.memory_format):
+        return {"m": MEMORY_FORMATS.index(arg)}
+    if arg is torch.strided:
+        return {"y": True}
+    return arg if arg is None or type(arg) in (bool, str) else number_to(arg)
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """The specs of all slots of a program, to be named by the digest of their body, which is ``packed``."""
+def _read_argument(data: Any, segments: Sequence[Buffer], depth: int = 0) -> Any:
+    if data is None or type(data) in (bool, str):
+        return data
+    if type(data) is list:
+        if depth > 1 or len(data) > _ITEMS:
+            raise WireError("a list of arguments is too long, or nested")
+        return [_read_argument(item, segments, depth + 1) for item in data]
+    if type(data) is dict and len(data) == 1:
+        ((tag, value),) = data.items()
+        if tag == "h":
+            return Handle(as_int(value, 0, HANDLES, "a handle"))
+        if tag == "t":
+            return dtype_named(value)
+        if tag == "m":
+            return MEMORY_FORMATS[as_int(value, 0, len(MEMORY_FORMATS) - 1, "a memory format")]
+        if tag == "y":
+            return torch.strided
+    return number_from(data)
 
-    program: bytes
-    digest: bytes
-    body: Buffer
+
+def _read_view(data: Any, _: Sequence[Buffer]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    parts = as_list(data, 3, "a view")
+    if len(parts) != 3:
+        raise WireError("a view has an offset, a shape and a stride")
+    shape, stride = (_SIZES.read(part, ()) for part in parts[1:])
+    check_sizes(shape, stride, torch.uint8)  # checked again when the dtype is known
+    return as_int(parts[0], 0, HANDLES, "an offset"), shape, stride
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+_HANDLE = whole(0, HANDLES, "handle")
+_DIGEST = exact(DIGEST_BYTES, "digest")
+_SIZES = wholes(0, LONGEST, RANK, "sizes")
+_PLACE = whole(0, HANDLES, "place")
+_GROUP = exact(16, "group")
+_HOST = matching(r"[\w.:-]+", 253, "host")
+_SECONDS = whole(1, 3600, "seconds")
+_ARGUMENT = Kind("argument", _read_argument, _write_argument)
+_VIEW = Kind("offset, shape and stride", _read_view)
+
+HandleField = Annotated[int, _HANDLE]
+HandlesField = Annotated[tuple[int, ...], wholes(0, HANDLES, _INPUTS, "handles")]
+DigestField = Annotated[bytes, _DIGEST]
+DigestsField = Annotated[tuple[bytes, ...], listed(_DIGEST, _CHUNKS, "digests")]
+DtypeField = Annotated[torch.dtype, DTYPE]
+SizesField = Annotated[tuple[int, ...], _SIZES]
+BodyField = Annotated[Buffer, segment(BODY_BYTES, "the compressed body")]
+GroupField = Annotated[bytes, _GROUP]
+HostField = Annotated[str, _HOST]
+SecondsField = Annotated[int, _SECONDS]
+
+
+class Request:
+    """What a client asks for."""
+
+    __slots__ = ()
+
+
+_records: dict[type[Request], Record] = {}
+_answers: dict[type[Request], str] = {}
+
+
+@dataclass_transform(frozen_default=True)
+def _request(answer: str = "") -> Callable[[type[Any]], type[Any]]:
+    """Declares a request, and what it is answered with, if with anything."""
+
+    def declare(cls: type[Any]) -> type[Any]:
+        made = dataclass(frozen=True, slots=True)(cls)
+        _records[made] = Record(made, made.__name__.lower())
+        _answers[made] = answer
+        return made
+
+    return declare
+
+
+# --- tensors of the client -------------------------------------------------------------------------------------------
+
+
+@_request()
+class Upload(Request):
+    """A tensor gets this handle. Its packed elements are ``data``, or the chunks that ``digests`` name (``Chunk``)."""
+
+    handle: HandleField
+    dtype: DtypeField
+    shape: SizesField
+    stride: SizesField
+    data: Annotated[tuple[Buffer, ...], segments(SEGMENT_BYTES, "the elements")] = ()
+    digests: DigestsField = ()
+
+    def check(self) -> None:
+        """The bytes are those that the elements take."""
+        check_sizes(self.shape, self.stride, self.dtype)
+        nbytes = packing_of(self.shape, self.stride, self.dtype).nbytes
+        if self.digests:
+            if self.data or len(self.digests) != -(-nbytes // CHUNK_BYTES):
+                raise WireError("an upload has another number of chunks than its bytes take")
+        elif sum(memoryview(piece).nbytes for piece in self.data) != nbytes:
+            raise WireError("an upload has more or fewer bytes than its elements take")
+
+
+@_request()
+class Chunk(Request):
+    """A chunk of a large tensor, named by the BLAKE3 of all of it; all but the last one have 4 MiB."""
+
+    digest: DigestField
+    data: Annotated[Buffer, segment(CHUNK_BYTES, "the chunk")]
+
+
+@_request("positions of the chunks that the worker lacks")
+class Have(Request):
+    """Asks which chunks the worker has."""
+
+    digests: DigestsField
+
+
+@_request("as `have`")
+class Load(Request):
+    """As ``Have`` for the chunks of these bytes of a file, after the worker took from the file what it lacks: where
+    it can see one of that name, and finds in it what the digests say."""
+
+    path: Annotated[str, text(4096, "path")]
+    offset: Annotated[int, whole(0, 1 << 48, "offset")]
+    nbytes: Annotated[int, whole(0, 1 << 48, "bytes")]
+    digests: DigestsField
+
+    def check(self) -> None:
+        """There are as many digests as chunks."""
+        if len(self.digests) != -(-self.nbytes // CHUNK_BYTES):
+            raise WireError("so many bytes of a file have another number of chunks")
+
+
+@_request("the elements, packed: in segments, or in the header where they are 16 bytes or fewer")
+class Fetch(Request):
+    """Sends a tensor's elements, or those of a view of its memory, in elements."""
+
+    handle: HandleField
+    view: Annotated[tuple[int, tuple[int, ...], tuple[int, ...]] | None, optional(_VIEW)] = None
+
+
+@_request()
+class Free(Request):
+    """Forgets handles; those that are not there are no error."""
+
+    handles: HandlesField
+
+
+@_request()
+class Roles(Request):
+    """What the memory of tensors is for: hints, of which those of handles that are not there are no error. Sent only
+    where memory may wait on the host."""
+
+    roles: Annotated[tuple[tuple[int, str], ...], pairs(_HANDLE, choice(ROLES, "role"), _INPUTS, "roles")]
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+@_request()
+class Program(Request):
+    """A program, to be named from now on by the digest of its body."""
+
+    digest: DigestField
+    body: BodyField
+
+
+@_request()
+class Geometry(Request):
+    """The specs of all slots of a program, to be named by the digest of their body."""
+
+    program: DigestField
+    digest: DigestField
+    body: BodyField
+
+
+@_request()
+class Sizes(Request):
     """The geometry ``digest`` of a program is as the geometry ``like``, but for the specs at these places: a size that
     changes at each run."""
 
-    program: bytes
-    like: bytes
-    digest: bytes
-    changes: tuple[tuple[int, Spec], ...]
+    program: DigestField
+    like: DigestField
+    digest: DigestField
+    changes: Annotated[tuple[tuple[int, Spec], ...], pairs(_PLACE, SPEC, _INPUTS, "changes")]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Run a program with these inputs and numbers; what escapes from slot i becomes handle ``base + i``.
+@_request("nothing; slot i of the program becomes handle `base` + i, for the slots that escape")
+class Run(Request):
+    """Runs a program with these inputs and numbers.
 
-    With ``until``, run only what is before that instruction, and keep what is in the slots ``keep``: what had failed,
+    With ``until``, runs only what is before that instruction, and keeps what is in the slots ``keep``: what had failed,
     once more.
     """
 
-    program: bytes
-    geometry: bytes
-    inputs: tuple[int, ...]
-    params: tuple[Any, ...]
-    base: int
-    until: int | None = None
-    keep: tuple[int, ...] = ()
+    program: DigestField
+    geometry: DigestField
+    inputs: HandlesField
+    params: Annotated[tuple[Any, ...], listed(NUMBER, _INPUTS, "numbers")]
+    base: HandleField
+    until: Annotated[int | None, optional(whole(0, HANDLES, "instruction"))] = None
+    keep: Annotated[tuple[int, ...], wholes(0, HANDLES, _INPUTS, "slots")] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """Run a program as it was run last in this session, but for the inputs and numbers at these places."""
+@_request("as `run`")
+class Again(Request):
+    """Runs a program as it was run last in this session, but for the inputs and numbers at these places."""
 
-    program: bytes
-    geometry: bytes
-    inputs: tuple[tuple[int, int], ...]
-    params: tuple[tuple[int, Any], ...]
-    base: int
+    program: DigestField
+    geometry: DigestField
+    inputs: Annotated[tuple[tuple[int, int], ...], pairs(_PLACE, _HANDLE, _INPUTS, "inputs")]
+    params: Annotated[tuple[tuple[int, Any], ...], pairs(_PLACE, NUMBER, _INPUTS, "numbers")]
+    base: HandleField
 
     def run(self, inputs: tuple[int, ...], params: tuple[Any, ...]) -> Run:
         """The run that is meant, given those of the last one. Raises ``WireError``."""
@@ -152,246 +345,138 @@ class Again:
         return Run(self.program, self.geometry, tuple(handles), tuple(numbers), self.base)
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A tensor of the session, as an argument."""
+@_request(
+    "`returned`, with `{t: [handle, spec, layout, same as, base]}` for tensors; `arguments`: their specs; `state`"
+)
+class Call(Request):
+    """Runs one operator now. Arguments are ``Handle``, numbers, texts, dtypes and lists of them; ``state`` is that of
+    the CPU generator it draws from, or None. The n-th tensor it returns becomes handle ``base`` + n."""
 
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Run one operator now. Arguments are ``Handle``, numbers, texts, dtypes and lists of them; ``state`` is that of
-    the CPU generator it draws from, or None. The n-th tensor it returns becomes handle ``base + n``."""
-
-    operator: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    state: bytes | None
-    base: int
+    operator: Annotated[str, text(256, "operator")]
+    args: Annotated[tuple[Any, ...], listed(_ARGUMENT, 64, "arguments")]
+    kwargs: Annotated[tuple[tuple[str, Any], ...], pairs(text(64, "name"), _ARGUMENT, 64, "named arguments")]
+    state: Annotated[bytes | None, optional(exact(_STATE_BYTES, "state of a generator"))]
+    base: HandleField
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Send a tensor's elements, or those of a view of it: (offset in its memory, shape, stride), all in elements."""
-
-    handle: int
-    view: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Forget handles; those that are not there are no error."""
-
-    handles: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """As ``Have`` for the chunks of these bytes of a file, after the worker took from the file what it lacks: where
-    it can see one of that name, and finds in it what the digests say."""
-
-    path: str
-    offset: int
-    nbytes: int
-    digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """The bytes of the tensor ``source``, packed, in memory of the host, become ``handle``: what others may collect."""
-
-    handle: int
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """What another worker has packed, and is offered under this ticket, becomes a tensor of this geometry here."""
-
-    handle: int
-    ticket: bytes
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Meet:
-    """Let the members of a group meet here: the answer is the port."""
-
-    group: bytes
-    timeout: int
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Form a group with others, who meet at ``host`` and ``port``, and reach this member at ``own``; waits for them."""
-
-    group: bytes
-    rank: int
-    size: int
-    host: str
-    port: int
-    own: str
-    timeout: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """``handle`` becomes what ``source`` and those of the other members of a group are together; waits for them."""
-
-    group: bytes
-    operation: str
-    handle: int
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """A group is not needed any more."""
-
-    group: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What the worker holds and has done: the answer is a map."""
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
+@_request()
+class Configure(Request):
     """What kernels ask of their process is this from now on."""
 
-    switches: Switches
+    settings: Annotated[KernelSettings, nested(KernelSettings, "settings")]
 
 
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """What the memory of tensors is for, by handle: hints, of which those of handles that are not there are no
-    error."""
-
-    roles: tuple[tuple[int, str], ...]
+# --- with other workers ----------------------------------------------------------------------------------------------
 
 
-Request = (
-    Roles
-    | Switch
-    | Sizes
-    | Again
-    | Upload
-    | Chunk
-    | Have
-    | Program
-    | Geometry
-    | Run
-    | Call
-    | Fetch
-    | Free
-    | Load
-    | Pack
-    | Take
-    | Meet
-    | Join
-    | Reduce
-    | Leave
-    | Stats
-)
+@_request()
+class Pack(Request):
+    """The bytes of the tensor ``source``, packed, in memory of the host, become ``handle``: what others may collect."""
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+    handle: HandleField
+    source: HandleField
+
+
+@_request()
+class Take(Request):
+    """What another worker has packed, and offers under this ticket, becomes a tensor of this geometry. Waits for it."""
+
+    handle: HandleField
+    ticket: Annotated[bytes, exact(TICKET_BYTES, "ticket")]
+    dtype: DtypeField
+    shape: SizesField
+    stride: SizesField
+
+    def check(self) -> None:
+        """The tensor can be addressed."""
+        check_sizes(self.shape, self.stride, self.dtype)
+
+
+@_request("the port")
+class Meet(Request):
+    """Opens a store where the members of a process group meet."""
+
+    group: GroupField
+    timeout: SecondsField
+
+
+@_request()
+class Join(Request):
+    """Forms a group with others, who meet at ``host`` and ``port`` and reach this member at ``own``. Waits for them."""
+
+    group: GroupField
+    rank: Annotated[int, whole(0, 4095, "rank")]
+    size: Annotated[int, whole(1, 4096, "number of members")]
+    host: HostField
+    port: Annotated[int, whole(1, 65535, "port")]
+    own: HostField
+    timeout: SecondsField
+
+    def check(self) -> None:
+        """It is one of the members."""
+        if self.rank >= self.size:
+            raise WireError("a group has as many ranks as members")
+
+
+@_request()
+class Reduce(Request):
+    """``handle`` becomes what ``source`` and those of the other members of a group are together. Waits for them."""
+
+    group: GroupField
+    operation: Annotated[str, choice(OPERATIONS, "operation")]
+    handle: HandleField
+    source: HandleField
+
+
+@_request()
+class Leave(Request):
+    """A group is not needed any more."""
+
+    group: GroupField
+
+
+@_request("a map of counts")
+class Stats(Request):
+    """What the worker holds and has done."""
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+_by_name = {cls.__name__.lower(): record for cls, record in _records.items()}
+
+
+def record_of(request: Request) -> Record:
+    """How a request travels."""
+    return _records[type(request)]
 
 
 def write_requests(requests: Sequence[Request]) -> tuple[list[Any], list[Buffer]]:
     """The requests as plain data, and the segments that go with them."""
-    segments: list[Buffer] = []
-    return [_WRITERS[type(request)](request, segments) for request in requests], segments
+    given: list[Buffer] = []
+    return [_records[type(request)].write(request, given) for request in requests], given
 
 
-def _geometry_to(of: Upload | Take) -> list[Any]:
-    return [dtype_name(of.dtype), list(of.shape), list(of.stride)]
+def read_requests(data: Any, given: Sequence[Buffer]) -> list[Request]:
+    """The requests of a message, with its segments. Raises ``WireError`` when any of them is malformed."""
+    requests = [_read(one, given) for one in as_list(data, _REQUESTS, "requests")]
+    if not requests:
+        raise WireError("a message has no requests")
+    return requests
 
 
-def _segment(data: Buffer, segments: list[Buffer]) -> int:
-    segments.append(data)
-    return len(segments) - 1
+def _read(data: Any, given: Sequence[Buffer]) -> Request:
+    record = _by_name.get(data[0]) if type(data) is list and data and type(data[0]) is str else None
+    if record is None:
+        raise WireError("a request has no name that is known")
+    return record.read(data, given)
 
 
-def _upload(of: Upload, segments: list[Buffer]) -> list[Any]:
-    first = len(segments)
-    segments += of.data
-    return ["upload", of.handle, *_geometry_to(of), len(of.data), first, list(of.digests)]
-
-
-def _run(of: Run, _segments: list[Buffer]) -> list[Any]:
-    run = ["run", of.program, of.geometry, list(of.inputs), [number_to(param) for param in of.params], of.base]
-    return run if of.until is None else [*run, of.until, list(of.keep)]
-
-
-def _again(of: Again, _segments: list[Buffer]) -> list[Any]:
-    inputs = [part for pair in of.inputs for part in pair]
-    params = [part for place, number in of.params for part in (place, number_to(number))]
-    return ["again", of.program, of.geometry, inputs, params, of.base]
-
-
-def _call(of: Call, _segments: list[Buffer]) -> list[Any]:
-    args = [_write_argument(arg) for arg in of.args]
-    return ["call", of.operator, args, [[name, _write_argument(arg)] for name, arg in of.kwargs], of.state, of.base]
-
-
-def _fetch(of: Fetch, _segments: list[Buffer]) -> list[Any]:
-    if of.view is None:
-        return ["fetch", of.handle]
-    offset, shape, stride = of.view
-    return ["fetch", of.handle, offset, list(shape), list(stride)]
-
-
-def _sizes(of: Sizes, _segments: list[Buffer]) -> list[Any]:
-    return ["sizes", of.program, of.like, of.digest, [[place, spec_to(spec)] for place, spec in of.changes]]
-
-
-def _roles(of: Roles, _segments: list[Buffer]) -> list[Any]:
-    return ["roles", [part for handle, role in of.roles for part in (handle, ORDER.index(role))]]
-
-
-_WRITERS: dict[type, Callable[[Any, list[Buffer]], list[Any]]] = {
-    Upload: _upload,
-    Chunk: lambda of, segments: ["chunk", of.digest, _segment(of.data, segments)],
-    Have: lambda of, _: ["have", list(of.digests)],
-    Program: lambda of, segments: ["program", of.digest, _segment(of.body, segments)],
-    Geometry: lambda of, segments: ["geometry", of.program, of.digest, _segment(of.body, segments)],
-    Run: _run,
-    Call: _call,
-    Fetch: _fetch,
-    Free: lambda of, _: ["free", list(of.handles)],
-    Load: lambda of, _: ["load", of.path, of.offset, of.nbytes, list(of.digests)],
-    Pack: lambda of, _: ["pack", of.handle, of.source],
-    Take: lambda of, _: ["take", of.handle, of.ticket, *_geometry_to(of)],
-    Meet: lambda of, _: ["meet", of.group, of.timeout],
-    Join: lambda of, _: ["join", of.group, of.rank, of.size, of.host, of.port, of.own, of.timeout],
-    Reduce: lambda of, _: ["reduce", of.group, of.operation, of.handle, of.source],
-    Leave: lambda of, _: ["leave", of.group],
-    Stats: lambda _of, _: ["stats"],
-    Switch: lambda of, _: ["switch", switches_to(of.switches)],
-    Roles: _roles,
-    Sizes: _sizes,
-    Again: _again,
-}
-
-
-def _write_argument(arg: Any) -> Any:
-    if isinstance(arg, Handle):
-        return {"h": arg.number}
-    if isinstance(arg, (list, tuple)):
-        return [_write_argument(item) for item in arg]
-    if isinstance(arg, torch.dtype):
-        return {"t": dtype_name(arg)}
-    if isinstance(arg, torch.memory_format):
-        return {"m": str(arg).removeprefix("torch.")}
-    if arg is torch.strided:
-        return {"y": True}
-    return arg if arg is None or type(arg) in (bool, str) else number_to(arg)
-
-
-def spec_text(spec: Spec) -> str:
-    """A spec for people."""
-    return f"{spec.dtype}{list(spec.shape)}"
+def documented() -> str:
+    """A table of all requests for the documentation."""
+    lines = ["| request | what it does | fields | answer |", "|---|---|---|---|"]
+    for cls, record in sorted(_records.items(), key=lambda one: one[0].__name__):
+        fields = [name if name == kind.says else f"{name} ({kind.says})" for name, kind in record.fields.items()]
+        does = re.sub(r"``(\w+)``", lambda m: f"`{m[1].lower() if m[1] in globals() else m[1]}`", cls.__doc__ or "")
+        cells = f"`{cls.__name__.lower()}`", " ".join(does.split()), "; ".join(fields), _answers[cls]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

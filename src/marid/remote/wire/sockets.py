@@ -18,7 +18,7 @@ import zmq
 
 from marid.remote.wire.codec import HEADER_BYTES, SEGMENT_BYTES, SEGMENTS, pack_plain
 from marid.remote.wire.connection_limits import Doors
-from marid.remote.wire.keys import ClientKey, WorkerKeys
+from marid.remote.wire.endpoints import ClientKey, WorkerKeys
 
 __all__ = ["PEER", "ClientSocket", "OwnedSocket", "ServerSocket", "Wake", "greets", "passed_on", "received"]
 

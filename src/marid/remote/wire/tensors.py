@@ -1,20 +1,216 @@
-"""Tensors from bytes and bytes from tensors, on the worker: uploads and fetches."""
+"""Tensors on the wire: their specs as plain data, their elements packed, and cut into segments or chunks.
+
+Each element that a tensor has is sent once, in the order in which it lies in memory. Strides are part of a value, so
+the receiver lays the elements out as the sender has them. What lies between the elements of a slice is not sent (a
+column of a large matrix is as long as the column), and elements that a dimension of stride 0 repeats are sent once.
+Only where strides overlap in another way is everything between the first and the last element sent.
+
+Large tensors travel by content: in chunks, each named by the BLAKE3 of all of its bytes.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import math
+import os
+import stat
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
+import blake3
 import torch
 
 from marid.engine.pages import in_large_pages
 from marid.errors import WireError
 from marid.execute.accelerator import Accelerator
-from marid.remote.wire.codec import SEGMENT_BYTES
-from marid.remote.wire.packing import Packing
+from marid.graph.node import Spec
+from marid.remote.wire.codec import SEGMENT_BYTES, as_int, as_list, dtype_name, dtype_named
 
-__all__ = ["bytes_of_number", "elements_of", "memory_of", "number_of", "segments_of", "tensor_of"]
+__all__ = [
+    "CHUNK_BYTES",
+    "LONGEST",
+    "RANK",
+    "Packing",
+    "bytes_of_number",
+    "check_sizes",
+    "chunks_of",
+    "elements_of",
+    "file_pieces",
+    "matches",
+    "memory_of",
+    "number_of",
+    "packing_of",
+    "segments_of",
+    "sizes_from",
+    "spec_from",
+    "spec_of",
+    "spec_to",
+    "tensor_of",
+]
+
+# --- specs as plain data ---------------------------------------------------------------------------------------------
+
+
+RANK = 64
+"""The most dimensions."""
+LONGEST = 1 << 46
+"""The most bytes of memory that a tensor may reach."""
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Spec] = weakref.WeakValueDictionary()
+
+
+def spec_to(spec: Spec) -> list[Any]:
+    """``[dtype, shape, stride, offset]``, and the conjugate and negative bits where one is set."""
+    data = [dtype_name(spec.dtype), list(spec.shape), list(spec.stride), spec.offset]
+    return [*data, spec.conj, spec.neg] if spec.conj or spec.neg else data
+
+
+def spec_from(data: Any) -> Spec:
+    """The spec of that data. Raises ``WireError``."""
+    parts = as_list(data, 6, "a spec")
+    if len(parts) not in (4, 6):
+        raise WireError("a spec has four parts, or six")
+    dtype = dtype_named(parts[0])
+    shape, stride = sizes_from(parts[1], parts[2], dtype)
+    offset = as_int(parts[3], 0, LONGEST, "an offset")
+    bits = [False, False, *parts[4:]][-2:]
+    if any(type(bit) is not bool for bit in bits) or (
+        True in bits and not dtype.is_complex and not dtype.is_floating_point
+    ):
+        raise WireError("a spec has bits that it cannot have")
+    return _intern(shape, stride, offset, dtype, *bits)
+
+
+def sizes_from(shape: Any, stride: Any, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of a tensor that can be addressed. Raises ``WireError``."""
+    sizes = tuple([as_int(size, 0, LONGEST, "a size") for size in as_list(shape, RANK, "a shape")])
+    steps = tuple([as_int(step, 0, LONGEST, "a stride") for step in as_list(stride, RANK, "a stride")])
+    check_sizes(sizes, steps, dtype)
+    return sizes, steps
+
+
+def check_sizes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ``WireError`` unless a tensor with this shape and stride can be addressed."""
+    if len(shape) != len(stride):
+        raise WireError("a shape and its stride differ in length")
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
+    if max(math.prod(shape), reach + 1) * dtype.itemsize > LONGEST:
+        raise WireError("a tensor is too large to be addressed")
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """The spec of a concrete tensor."""
+    return _intern(
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def matches(tensor: torch.Tensor, spec: Spec) -> bool:
+    """Whether a tensor has that spec; strides of dimensions that are not stepped along say nothing."""
+    return (
+        tensor.shape == spec.shape
+        and tensor.dtype is spec.dtype
+        and (tensor.stride() == spec.stride or _steps_alike(tensor.stride(), spec))
+        and tensor.storage_offset() == spec.offset
+        and tensor.is_conj() == spec.conj
+        and tensor.is_neg() == spec.neg
+    )
+
+
+def _steps_alike(stride: tuple[int, ...], spec: Spec) -> bool:
+    return spec.numel == 0 or all(
+        a == b for a, b, size in zip(stride, spec.stride, spec.shape, strict=True) if size != 1
+    )
+
+
+def _intern(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, conj: bool, neg: bool
+) -> Spec:
+    key = (shape, stride, offset, dtype, conj, neg)
+    found = _interned.get(key)
+    if found is None:
+        found = _interned[key] = Spec(shape, stride, offset, dtype, 0, conj, neg)
+    return found
+
+
+# --- elements as bytes -----------------------------------------------------------------------------------------------
+
+
+_REMEMBERED = 1024  # packings
+
+
+class Packing:
+    """How tensors of one shape, stride (elements) and item size (bytes) are packed. ``nbytes`` is what is sent;
+    ``is_dense`` says that this is their memory as it is."""
+
+    __slots__ = ("_core", "_order", "is_dense", "nbytes", "shape", "span", "stride")
+
+    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> None:
+        self.shape = shape
+        self.stride = stride
+        self._core = tuple([1 if step == 0 else size for size, step in zip(shape, stride, strict=True)])
+        self.span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        self._order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
+        count = 0 if 0 in shape else math.prod(self._core)
+        if not self._is_one_to_one():
+            count = self.span
+        self.is_dense = count == self.span
+        self.nbytes = count * itemsize
+
+    def _is_one_to_one(self) -> bool:
+        """Whether no two indices of the core lead to one element, as far as sorted strides tell."""
+        reach = 0
+        for dim in reversed(self._order):
+            if self._core[dim] > 1:
+                if self.stride[dim] <= reach:
+                    return False
+                reach += (self._core[dim] - 1) * self.stride[dim]
+        return True
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of ``tensor`` in new memory of its device, one-dimensional; a snapshot. Its conjugate and
+        negative bits must be resolved."""
+        if self.nbytes == 0:
+            return tensor.new_empty(0)
+        if self.is_dense:
+            return tensor.as_strided((self.span,), (1,)).clone()
+        return self._ordered(tensor.as_strided(self._core, self.stride)).contiguous().reshape(-1).clone()
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same without copying, where the elements lie side by side; else None."""
+        return tensor.as_strided((self.span,), (1,)) if self.is_dense and self.nbytes else None
+
+    def unpack(self, elements: torch.Tensor) -> torch.Tensor:
+        """The tensor of these elements (one-dimensional), with this shape and stride, in the memory of ``elements`` if
+        that may be. Between elements are zeros."""
+        if self.nbytes == 0:
+            return elements.new_empty(self.span).as_strided(self.shape, self.stride)
+        if self.is_dense:
+            return elements.as_strided(self.shape, self.stride)
+        block = elements.new_zeros(self.span)
+        target = self._ordered(block.as_strided(self._core, self.stride))
+        target.copy_(elements.view(target.shape))
+        return block.as_strided(self.shape, self.stride)
+
+    def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.permute(self._order)
+
+
+def packing_of(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Packing:
+    """The packing of tensors with this geometry."""
+    return _packing(tuple(shape), tuple(stride), dtype.itemsize)
+
+
+_packing = lru_cache(_REMEMBERED)(Packing)  # they do not change
+
+
+# --- bytes in segments -----------------------------------------------------------------------------------------------
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -61,3 +257,34 @@ def bytes_of_number(tensor: torch.Tensor) -> bytes:
 def tensor_of(pieces: Sequence[Any], packing: Packing, dtype: torch.dtype, where: Accelerator) -> torch.Tensor:
     """The tensor that was packed into these bytes, on a device. Raises ``WireError``."""
     return packing.unpack(where.to_device(elements_of(pieces, packing.nbytes, dtype, where.pins)))
+
+
+# --- bytes in chunks -------------------------------------------------------------------------------------------------
+
+
+CHUNK_BYTES = 4 << 20
+"""The length of every chunk of a tensor but the last."""
+
+
+def chunks_of(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    """The chunks of some bytes, in order: digest and bytes. Hashing releases the interpreter's lock."""
+    for start in range(0, len(data), CHUNK_BYTES):
+        piece = data[start : start + CHUNK_BYTES]
+        yield blake3.blake3(piece).digest(), piece
+
+
+def file_pieces(path: str, offset: int, nbytes: int) -> Iterator[bytes]:
+    """Bytes of a file, cut like chunks. Raises ``OSError`` when they are not there."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would make us wait
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < offset + nbytes:
+            raise OSError(f"{path} is no file with {offset + nbytes} bytes")
+        for start in range(offset, offset + nbytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, offset + nbytes - start)
+            piece = os.pread(descriptor, size, start)
+            if len(piece) != size:
+                raise OSError(f"{path} was cut short, or cannot be read at once")
+            yield piece
+    finally:
+        os.close(descriptor)

@@ -8,7 +8,6 @@ Tensors travel as ``torch.distributed`` sends them: neither encrypted nor authen
 from __future__ import annotations
 
 import queue
-import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,25 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from marid.errors import WireError
+__all__ = ["CollectiveFailed", "Group", "Job", "Store"]
 
-__all__ = ["OPERATIONS", "CollectiveFailed", "Group", "Job", "Store", "checked_host"]
-
-OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-"""How tensors may be reduced; for a mean, the sum is divided."""
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _threads = threading.BoundedSemaphore(256)  # that of a group that was left ends with what it waits for
-_HOST = re.compile(r"[\w.:-]{1,253}", re.ASCII)
 
 
 class CollectiveFailed(Exception):
     """A group was not formed, or did not come to an end with what it was to reduce."""
-
-
-def checked_host(text: str) -> str:
-    """A host by name or address, as a client has sent it. Raises ``WireError``."""
-    if not _HOST.fullmatch(text):
-        raise WireError("a host is none")
-    return text
 
 
 class Store:
@@ -104,7 +92,7 @@ class Group:
             if self._group is None:
                 raise RuntimeError("the group was not formed")
             options = dist.AllreduceOptions()
-            options.reduceOp = OPERATIONS[operation]
+            options.reduceOp = _OPERATIONS[operation]
             options.timeout = self._timeout
             self._group.allreduce([tensor], options).wait()
             if operation == "mean":

@@ -23,12 +23,12 @@ from zmq.utils import z85
 
 from marid.errors import WireError
 from marid.remote.wire.codec import VERSION, as_bytes, as_int, as_text, decode, encode
-from marid.remote.wire.keys import ClientKey
+from marid.remote.wire.endpoints import ClientKey
+from marid.remote.wire.requests import TICKET_BYTES
 from marid.remote.wire.sockets import ClientSocket, Wake
 
-__all__ = ["TICKET_BYTES", "Arrival", "Collectors", "Copies", "Place", "Tickets", "Unreachable"]
+__all__ = ["Arrival", "Collectors", "Copies", "Place", "Tickets", "Unreachable"]
 
-TICKET_BYTES = 32
 _KEY_BYTES = 32
 _PIECE = 4 << 20
 _WINDOW = 4  # pieces that are asked for at once

@@ -30,9 +30,10 @@ from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import ListOf, Slot
 from marid.graph.twister import Twisters
 from marid.native import module
-from marid.remote.wire.programs import RemoteProgram, changed, digest_of, geometry_from, geometry_of
-from marid.remote.wire.specs import matches
+from marid.remote.wire.programs import changed, digest_of, geometry_of
+from marid.remote.wire.tensors import matches
 from marid.remote.worker.device_operators import operator_on
+from marid.remote.worker.programs import RemoteProgram, geometry_from
 from marid.remote.worker.residency import Residency
 from marid.report.units import bytes_text
 

@@ -24,7 +24,7 @@ from marid.graph.operators import operation_of
 from marid.remote.worker.admitted import is_admitted
 from marid.remote.worker.checks import CHECKS
 
-__all__ = ["admit_namespace", "check_call", "kind_of", "operator_name", "operator_named"]
+__all__ = ["admit_namespace", "check_call", "kind_of", "operator_named"]
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}\.[A-Za-z_]\w{0,127}\.[A-Za-z_]\w{0,127}", re.ASCII)
 
@@ -55,11 +55,6 @@ def admit_namespace(name: str) -> None:
     """Let the operators of ``torch.ops.<name>`` be named."""
     _namespaces.add(name)
     operator_named.cache_clear()
-
-
-def operator_name(func: Any) -> str:
-    """The name that an operator overload travels by."""
-    return str(func)
 
 
 @functools.lru_cache(16384)

@@ -19,12 +19,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["ORDER", "Residency"]
+from marid.remote.wire.requests import ROLES
 
-ORDER = ("activation", "other", "input", "gradient", "optimizer state", "kv cache", "weight")
-"""Roles, those that go first in front. They travel as positions in this."""
+__all__ = ["Residency"]
 
-_USUAL = ORDER.index("activation")
+_USUAL = ROLES.index("activation")
 
 
 class _Block:

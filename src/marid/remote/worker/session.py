@@ -24,7 +24,7 @@ from marid.remote.client.mispredictions import misprediction_to
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import MISPREDICTIONS
 from marid.remote.wire.kernel_settings import apply
-from marid.remote.wire.request_readers import read_requests
+from marid.remote.wire.requests import read_requests
 from marid.remote.worker.executor import TooLarge, Warned
 from marid.remote.worker.waits import Waits
 from marid.remote.worker.workspace import Missing, Workspace
@@ -153,7 +153,7 @@ class Session:
         workspace = self.workspace
         results, workspace.segments, warned, mispredicted = self._begun or ([], [], [], [])
         self._begun = self.waiting = None
-        apply(workspace.switches)  # another session may have others
+        apply(workspace.settings)  # another session may have others
         for seq, request in enumerate(requests, message.seq):
             if seq <= self.applied:
                 continue

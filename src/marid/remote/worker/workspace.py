@@ -16,18 +16,15 @@ from marid.engine.inprocess import concretely
 from marid.errors import WireError
 from marid.execute.interrupted import Interrupted
 from marid.remote.wire import requests as ask
-from marid.remote.wire.chunks import ChunkStore
 from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES, dtype_name
-from marid.remote.wire.kernel_settings import Switches, apply
-from marid.remote.wire.packing import packing_of
+from marid.remote.wire.kernel_settings import KernelSettings, apply
 from marid.remote.wire.programs import digest_of, unpacked
-from marid.remote.wire.specs import spec_of, spec_to
-from marid.remote.wire.tensors import bytes_of_number, memory_of, segments_of, tensor_of
+from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, spec_of, spec_to, tensor_of
+from marid.remote.worker.chunks import ChunkStore
 from marid.remote.worker.copies import Copies
 from marid.remote.worker.executor import Machine, bytes_of
 from marid.remote.worker.groups import Groups
 from marid.remote.worker.operators import check_call, operator_named
-from marid.remote.worker.residency import ORDER
 from marid.remote.worker.waits import Waits
 
 __all__ = ["Missing", "Workspace"]
@@ -56,7 +53,7 @@ class Workspace:
         self.groups = groups
         """The process groups that it is a member of."""
         self.tensors: dict[int, torch.Tensor] = {}
-        self.switches = Switches()
+        self.settings = KernelSettings()
         self.segments: list[Any] = []
         """Of the answer that is being made."""
         self.untaken = 0
@@ -147,9 +144,9 @@ class Workspace:
             raise Missing("a geometry is not known", [request.program, request.like])
         self.machine.resize(request.program, request.like, request.digest, request.changes)
 
-    def _switch(self, request: ask.Switch) -> None:
-        apply(request.switches)
-        self.switches = request.switches
+    def _configure(self, request: ask.Configure) -> None:
+        apply(request.settings)
+        self.settings = request.settings
 
     # --- the client's tensors ---
 
@@ -214,7 +211,7 @@ class Workspace:
     def _roles(self, request: ask.Roles) -> None:
         for handle, role in request.roles:
             if handle in self.tensors:
-                self.machine.residency.hint(self.tensors[handle], ORDER.index(role))
+                self.machine.residency.hint(self.tensors[handle], ask.ROLES.index(role))
 
     # --- operators, at once ---
 
@@ -321,7 +318,7 @@ class Workspace:
         if self.tensors.setdefault(handle, tensor) is not tensor:
             raise WireError(f"handle {handle} is taken")
         if role is not None:
-            self.machine.residency.note(tensor, ORDER.index(role))
+            self.machine.residency.note(tensor, ask.ROLES.index(role))
 
     def _make_room(self, nbytes: int, *used: torch.Tensor) -> None:
         self.machine.make_room(nbytes, used, self._held)
@@ -367,7 +364,7 @@ _DOES: dict[type[ask.Request], Callable[[Workspace, Any], Any]] = {
     ask.Program: Workspace._program,
     ask.Geometry: Workspace._geometry,
     ask.Sizes: Workspace._sizes,
-    ask.Switch: Workspace._switch,
+    ask.Configure: Workspace._configure,
     ask.Chunk: Workspace._chunk,
     ask.Have: Workspace._have,
     ask.Load: Workspace._load,

@@ -1,4 +1,4 @@
-"""Large tensors by content: cut into chunks, each named by the BLAKE3 of all of its bytes, and kept by the worker.
+"""The chunks of large tensors that a worker keeps, each named by the BLAKE3 of all of its bytes.
 
 A chunk that the worker has is not sent again, by this client or another one of the same owner. Owners do not see each
 other's chunks: whether somebody else has sent certain bytes is nobody's business.
@@ -7,10 +7,7 @@ other's chunks: whether somebody else has sent certain bytes is nobody's busines
 from __future__ import annotations
 
 import ctypes
-import os
-import stat
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,37 +15,12 @@ import blake3
 import torch
 
 from marid.errors import WireError
+from marid.remote.wire.tensors import file_pieces
 
-__all__ = ["CHUNK_BYTES", "ChunkStore", "chunks_of", "file_pieces"]
+__all__ = ["ChunkStore"]
 
-CHUNK_BYTES = 4 << 20
-"""The length of every chunk of a tensor but the last."""
 _LEAST = 64 << 10  # bytes of a piece that is looked for in a file
 _ENTRY = 1024  # bytes that a chunk takes beside its own, about
-
-
-def chunks_of(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """The chunks of some bytes, in order: digest and bytes. Hashing releases the interpreter's lock."""
-    for start in range(0, len(data), CHUNK_BYTES):
-        piece = data[start : start + CHUNK_BYTES]
-        yield blake3.blake3(piece).digest(), piece
-
-
-def file_pieces(path: str, offset: int, nbytes: int) -> Iterator[bytes]:
-    """Bytes of a file, cut like chunks. Raises ``OSError`` when they are not there."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would make us wait
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size < offset + nbytes:
-            raise OSError(f"{path} is no file with {offset + nbytes} bytes")
-        for start in range(offset, offset + nbytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, offset + nbytes - start)
-            piece = os.pread(descriptor, size, start)
-            if len(piece) != size:
-                raise OSError(f"{path} was cut short, or cannot be read at once")
-            yield piece
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
