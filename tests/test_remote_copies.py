@@ -18,7 +18,7 @@ import zmq
 import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
-from marid.remote.client import exchange
+from marid.remote.client import transfers as exchange
 from marid.remote.client.checkpoint import take_checkpoint
 from marid.remote.client.link import Link
 from marid.remote.launch import connect as connecting

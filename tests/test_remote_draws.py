@@ -12,9 +12,8 @@ from marid.engine.inprocess import concretely
 from marid.graph.node import Operation
 from marid.remote.worker import executor as machines
 from marid.remote.worker import programs
-from marid.remote.worker.device_operators import HostOperator, operator_on
 from marid.remote.worker.executor import Machine
-from marid.remote.worker.operators import operator_named
+from marid.remote.worker.operators import HostOperator, operator_named, operator_on
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded
 

@@ -16,7 +16,7 @@ from marid.errors import BudgetError, LazyTensorError, MaterializationError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import run_pending
-from marid.remote.client.steps import RunWork
+from marid.remote.client.runs import RunWork
 from marid.remote.launch import connect as connecting
 from marid.remote.wire import kernel_settings
 from tests.helpers import assert_same

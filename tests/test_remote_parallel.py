@@ -18,14 +18,12 @@ import torch
 import marid
 from marid.errors import LazyTensorError, MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
-from marid.remote.client import exchange
+from marid.remote.client import transfers as exchange
 from marid.remote.launch import connect as connecting
 from marid.remote.wire import requests as ask
 from marid.remote.wire.requests import read_requests
 from marid.remote.worker import collectives
-from marid.remote.worker.collectives import CollectiveFailed, Store
-from marid.remote.worker.groups import Groups
-from marid.remote.worker.waits import Waits
+from marid.remote.worker.collectives import CollectiveFailed, Groups, Store, Waits
 from marid.report.traffic import traffic
 from tests.remote_helpers import connected, kill
 

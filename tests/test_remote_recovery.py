@@ -17,7 +17,7 @@ from marid.frontend.engines import engine_of
 from marid.remote.client.checkpoint import take_checkpoint
 from marid.remote.client.engine import RemoteEngine
 from marid.remote.client.link import Link
-from marid.remote.client.steps import RunWork
+from marid.remote.client.runs import RunWork
 from marid.remote.launch import connect as connecting
 from marid.report.traffic import traffic
 from tests import remote_helpers

@@ -19,12 +19,10 @@ import torch
 import marid
 from marid.engine.pages import in_large_pages
 from marid.engine.snapshot import snapshot
-from marid.remote.client import spool as spooling
-from marid.remote.client.contents import Content, content_of
-from marid.remote.client.offers import HaveWork
-from marid.remote.client.progress import UploadProgress
-from marid.remote.client.spool import Spool
+from marid.remote.client import contents as spooling
+from marid.remote.client.contents import Content, Spool, content_of
 from marid.remote.client.steps import Sent
+from marid.remote.client.uploads import HaveWork, UploadProgress
 from marid.remote.launch.connect import connection_of, disconnect
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import requests as ask
@@ -364,7 +362,7 @@ def test_a_bar_is_shown_to_who_waits_at_a_terminal(
     monkeypatch.setattr("sys.stderr", written)
     monkeypatch.setenv("TERM", "xterm")
     now = [100.0]
-    monkeypatch.setattr("marid.remote.client.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("marid.remote.client.uploads.time.monotonic", lambda: now[0])
     bar = UploadProgress("worker at tcp://gpu:7070")
     with setting("progress", wanted):
         for _ in range(10):

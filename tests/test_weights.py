@@ -15,7 +15,7 @@ import torch
 import marid
 from marid.engine.safetensors import read_file
 from marid.errors import WorkerLostError
-from marid.remote.client import offers
+from marid.remote.client import uploads as offers
 from marid.remote.launch.connect import connection_of, disconnect
 from marid.remote.worker.chunks import ChunkStore
 from marid.report.traffic import RemoteStats

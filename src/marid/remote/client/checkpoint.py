@@ -11,7 +11,8 @@ from marid.engine.protocol import Geometry
 from marid.remote.client.contents import content_of
 from marid.remote.client.delivery import Delivery
 from marid.remote.client.journal import CheckpointWork
-from marid.remote.client.steps import FetchWork, RunWork
+from marid.remote.client.runs import RunWork
+from marid.remote.client.steps import FetchWork
 from marid.report.traffic import traffic
 
 __all__ = ["keep_short", "take_checkpoint"]

@@ -12,27 +12,15 @@ from typing import Any, Protocol
 
 from marid.errors import MaterializationError, UnsupportedOperationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
-from marid.remote.client.blame import Blame
-from marid.remote.client.failures import error_named, lost_error, stopped
+from marid.remote.client.failures import Blame, error_named, lost_error, stopped
 from marid.remote.client.journal import Journal
 from marid.remote.client.link import Link, LinkLost, RequestFailed
 from marid.remote.client.memory import Memory
 from marid.remote.client.messages import Message
-from marid.remote.client.mispredictions import report_mispredictions
-from marid.remote.client.offers import BATCH, Offers
-from marid.remote.client.progress import UploadProgress
 from marid.remote.client.recovery import Successor
-from marid.remote.client.steps import (
-    AskWork,
-    CallWork,
-    FreeWork,
-    ReplayWork,
-    RolesWork,
-    RunWork,
-    Sent,
-    UploadWork,
-    Work,
-)
+from marid.remote.client.runs import ReplayWork, RunWork, report_mispredictions
+from marid.remote.client.steps import AskWork, CallWork, FreeWork, RolesWork, Sent, Work
+from marid.remote.client.uploads import BATCH, Offers, UploadProgress, UploadWork
 from marid.remote.wire.requests import write_requests
 from marid.report.stats import counters
 from marid.report.traffic import SocketCounts, traffic

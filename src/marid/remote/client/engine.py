@@ -37,27 +37,16 @@ from marid.graph.node import (
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
-from marid.remote.client import exchange
-from marid.remote.client.buffers import Block, RemoteBuffer, extent_of, geometry_of_spec
+from marid.remote.client import transfers as exchange
 from marid.remote.client.checkpoint import keep_short
 from marid.remote.client.contents import LARGE, Content, FileContent, content_of
 from marid.remote.client.delivery import Connection, Delivery
 from marid.remote.client.link import Link, LinkLost, RequestFailed
-from marid.remote.client.memory import Memory
-from marid.remote.client.programs import Programs, Sized
+from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec, note_roles, role_of
 from marid.remote.client.returns import Returns
-from marid.remote.client.roles import note_roles, role_of
-from marid.remote.client.steps import (
-    AskWork,
-    CallWork,
-    FetchWork,
-    FreeWork,
-    ReplayWork,
-    RolesWork,
-    RunWork,
-    UploadWork,
-    Work,
-)
+from marid.remote.client.runs import Programs, ReplayWork, RunWork, Sized
+from marid.remote.client.steps import AskWork, CallWork, FetchWork, FreeWork, RolesWork, Work
+from marid.remote.client.uploads import UploadWork
 from marid.remote.wire.replies import as_stats
 from marid.remote.wire.requests import Handle, Request, Stats
 from marid.remote.wire.tensors import spec_from
@@ -129,9 +118,9 @@ class RemoteEngine:
         base = self.remote.take(sized.known.program.slot_count)
         step = RunWork(sized, task.inputs, task.params, base, current_site())
         with Uninterrupted():
-            self.remote.enter(sized, task.inputs, step)
+            step.enter(task.inputs)
             for value in task.outputs:
-                value.concrete = self.remote.result(step, task.slots[value], value.node)
+                value.concrete = step.output(self.remote, task.slots[value], value.node)
             note_roles(task, step)
             step.record(task, give_back)
             self.delivery.do(step)
@@ -162,8 +151,8 @@ class RemoteEngine:
             step = ReplayWork(sized, inputs, params, base, current_site(), prepared.nodes)
             slots = sized.known.program.output_slots
             with Uninterrupted():
-                self.remote.enter(sized, inputs, step)
-                outputs = [self.remote.result(step, slot, prepared.nodes[0]) for slot in slots]
+                step.enter(inputs)
+                outputs = [step.output(self.remote, slot, prepared.nodes[0]) for slot in slots]
                 step.buffers += outputs
                 self.delivery.do(step)
             return outputs

@@ -1,8 +1,8 @@
-"""What becomes of a run that has failed on a worker, and the errors that say what has happened."""
+"""What becomes of steps that fail on a worker, or end it: the errors that say so, and which step is not sent again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from marid.engine.failed import explain, salvage
 from marid.errors import MaterializationError, MemoryLimitError, WireError, WorkerLostError
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import fail
-from marid.remote.client.buffers import Block
-from marid.remote.client.memory import Memory
-from marid.remote.client.steps import ReplayWork, RunWork
+from marid.remote.client.memory import Block, Memory
+from marid.remote.client.runs import ReplayWork, RunWork
+from marid.remote.client.steps import CallWork, Work
 from marid.semantics.scopes import current_site
 
-__all__ = ["error_named", "lost_at", "lost_error", "lost_with_it", "stopped"]
+__all__ = ["LOSSES", "Blame", "error_named", "lost_at", "lost_error", "lost_with_it", "stopped"]
 
 _KINDS: Mapping[str, type[Exception]] = {
     kind.__name__: kind
@@ -89,8 +89,8 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
     finished = bool(failure.get("finished"))
     existing = tuple(failure.get("existing", ()))
     memory.forget([buffer.handle for slot, buffer in buffers.items() if slot not in existing])
-    memory.add(step.sized, existing, step)
-    tensors = {slot: buffers.get(slot) or memory.result(step, slot, task.nodes[0]) for slot in existing}
+    step.add(existing)
+    tensors = {slot: buffers.get(slot) or step.output(memory, slot, task.nodes[0]) for slot in existing}
     step.stopped = index + finished, existing
     step.handles = tuple([step.base + slot for slot in existing])
     stop: BaseException = KeyboardInterrupt() if kind == "Cancelled" else error
@@ -103,3 +103,68 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
     raised.__cause__ = stop
     fail(task.nodes[index], raised)
     return raised
+
+
+# --- which step ends its worker --------------------------------------------------------------------------------------
+
+
+LOSSES = 3
+
+
+class Blame:
+    """Of one device."""
+
+    def __init__(self) -> None:
+        self._doubtful: list[Work] = []
+        self._losses = 0
+
+    def is_careful(self, waiting: Callable[[], list[Work]]) -> bool:
+        """Whether steps are to be sent one by one, given those that ``waiting`` returns: all that are to be done."""
+        if self._doubtful:
+            left = waiting()
+            self._doubtful = [step for step in self._doubtful if step in left]
+            if not self._doubtful:
+                self._losses = 0
+        return bool(self._doubtful)
+
+    def lost(self, waiting: Callable[[], list[Work]], unanswered: Iterable[Work]) -> Work | None:
+        """The worker was lost while these were to be done; the step that is to blame, if that is known now."""
+        steps = [step for step in unanswered if step.blamable]
+        if not steps:
+            return None
+        if not self.is_careful(waiting):
+            self._doubtful = steps
+        self._losses += 1
+        return steps[0] if self._losses >= LOSSES else None
+
+    def _settled(self) -> None:
+        """A step is not sent again."""
+        self._doubtful = []
+        self._losses = 0
+
+    def error(self, step: Work, index: int | None) -> WorkerLostError:
+        """What to raise for a step, at whose operator ``index`` the worker was lost; who reads it later gets it too."""
+        text = f"the worker was lost {LOSSES} times in a row while it did the same, which is not sent again"
+        nodes = step.recorded_nodes if isinstance(step, RunWork) else []
+        if nodes:
+            known = index is not None and index < len(nodes)
+            node = nodes[index if known and index is not None else 0]
+            what = "" if known or len(nodes) == 1 else f"one of {len(nodes)} operators, the first of which is "
+            return lost_at(f"{text}: {what}{node.op}\n  made at {node.site}")
+        what = f"{step.operator}\n  called at {step.site}" if isinstance(step, CallWork) else f"for {step.site}"
+        return lost_at(f"{text}: {what}")
+
+    def give_up(self, step: Work, index: int | None, error: WorkerLostError) -> None:
+        """Let the nodes of a run be pending again, but for the one that cannot be done."""
+        self._settled()
+        if isinstance(step, RunWork) and step.task is not None:
+            nodes = step.take_back()
+            if index is not None and index < len(nodes):
+                fail(nodes[index], error)
+            else:
+                for node in nodes:
+                    fail(node, error)
+            step.forget()
+        elif isinstance(step, CallWork):
+            step.error, step.answered = error, True
+        step.spoil(error)

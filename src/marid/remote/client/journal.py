@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from marid.engine.protocol import Geometry
-from marid.remote.client.buffers import Block
 from marid.remote.client.contents import Content
-from marid.remote.client.steps import Sent, UploadWork, Work, upload_requests
+from marid.remote.client.memory import Block
+from marid.remote.client.steps import Sent, Work
+from marid.remote.client.uploads import UploadWork, upload_requests
 from marid.remote.wire.requests import Call, Free, Handle, Request
 from marid.settings import settings
 

@@ -1,17 +1,106 @@
-"""The client's view of a worker's memory: which handles are alive, and the blocks that they lie in."""
+"""What the client keeps of tensors on a worker: handles, the blocks of memory that they lie in, and what that is for.
+
+Roles are for accounting, and are hints for what waits on the host; a hint may be wrong, and values never depend on it.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
+
+import torch
 
 from marid.engine.protocol import Geometry
-from marid.graph.node import Node
-from marid.remote.client.buffers import Block, RemoteBuffer
-from marid.remote.client.programs import Sized
-from marid.remote.client.steps import RunWork
+from marid.graph.node import Node, Spec, input_values, root_of, without_frames
+from marid.graph.program import Task
+from marid.semantics.marks import marks
+from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
 
-__all__ = ["Memory"]
+__all__ = ["ROLES", "Block", "Memory", "RemoteBuffer", "extent_of", "geometry_of_spec", "note_roles", "role_of"]
+
+_identities = itertools.count(1 << 62)  # above all addresses, with which they are compared
+
+
+class Block:
+    """Memory on a worker that a base and its views share.
+
+    ``version`` is raised by every write. ``live`` counts the handles that somebody holds. ``error`` is why its
+    content is not to be had: a write failed, or the worker is gone. ``root`` is the geometry of the tensor it was
+    made for, ``nbytes`` how far it reaches (as far as that tensor, unless more is known), ``site`` and ``scope`` say by
+    which line and in which module.
+    """
+
+    __slots__ = (
+        *("__weakref__", "error", "host", "identity", "live", "nbytes"),
+        *("marked", "role", "root", "scope", "site", "told", "version"),
+    )
+
+    def __init__(self, root: Geometry, site: Any, nbytes: int | None = None) -> None:
+        self.identity = next(_identities)
+        self.root = root
+        self.nbytes = extent_of(root) if nbytes is None else nbytes
+        self.version = 0
+        self.live = 0
+        self.error: Exception | None = None
+        self.site = site
+        self.scope: Any = None
+        self.role: str | None = None
+        self.marked = False  # by the user, who knows better
+        self.told: str | None = None
+        """The role that the worker knows of."""
+        self.host: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
+        """A copy on the host that somebody may still have, and the version it is of."""
+
+    def check(self) -> None:
+        """Raise why its content is not to be had, if so: an error of its own for each who asks, since the frames that
+        one has passed live as long as it does."""
+        if self.error is not None:
+            raise without_frames(self.error)
+
+
+class RemoteBuffer:
+    """A tensor on a worker. When nobody holds it, its handle goes to ``dropped``, to be freed with the next message."""
+
+    __slots__ = ("__weakref__", "_dropped", "block", "brought", "geometry", "handle")
+
+    def __init__(self, handle: int, geometry: Geometry, block: Block, dropped: deque[tuple[int, Block]]) -> None:
+        self.handle = handle
+        self.geometry = geometry
+        self.block = block
+        self.brought: tuple[int, torch.Tensor] | None = None
+        """Its value on the host, on its way to whoever asked for it, and the version of the block it is of."""
+        self._dropped = dropped
+        block.live += 1
+
+    def __del__(self) -> None:
+        self._dropped.append((self.handle, self.block))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        count = self.geometry.dtype.itemsize
+        for size in self.geometry.shape:
+            count *= size
+        return count
+
+    def __repr__(self) -> str:
+        return f"RemoteBuffer({self.handle}, {list(self.geometry.shape)}, {self.geometry.dtype})"
+
+
+def geometry_of_spec(spec: Spec) -> Geometry:
+    """The same without the device."""
+    return Geometry(spec.shape, spec.stride, spec.offset, spec.dtype, spec.conj, spec.neg)
+
+
+def extent_of(of: Geometry | Spec) -> int:
+    """Bytes of memory from its beginning to the last element."""
+    if 0 in of.shape:
+        return 0
+    last = of.offset + sum((size - 1) * step for size, step in zip(of.shape, of.stride, strict=True))
+    return (last + 1) * of.dtype.itemsize
 
 
 class Memory:
@@ -56,29 +145,44 @@ class Memory:
             found.setdefault(block.identity, (block, []))[1].append((handle, geometry))
         return found
 
-    # --- runs ---
 
-    def enter(self, sized: Sized, inputs: list[RemoteBuffer], step: RunWork) -> None:
-        """Note the blocks of a run in ``step``, by root slot, with those that are new."""
-        for slot, buffer in zip(sized.known.program.input_slots, inputs, strict=True):
-            step.blocks[slot] = buffer.block
-            buffer.block.nbytes = max(buffer.block.nbytes, sized.extents.get(slot, 0))
-        self.add(sized, sized.known.program.output_slots, step)
+# --- what memory is for ----------------------------------------------------------------------------------------------
 
-    def add(self, sized: Sized, slots: Sequence[int], step: RunWork) -> None:
-        """Blocks for what a run makes in these slots."""
-        made: list[Block] = []
-        for slot in slots:
-            root = sized.known.roots[slot]
-            geometry = sized.geometry(root)
-            if root not in step.blocks and geometry is not None:
-                step.blocks[root] = block = Block(geometry, step.site, sized.extents[root])
-                made.append(block)
-        step.makes = (*step.makes, *made)
 
-    def result(self, step: RunWork, slot: int, node: Node) -> RemoteBuffer:
-        """The tensor that a run makes in a slot."""
-        geometry = step.sized.geometry(slot)
-        assert geometry is not None
-        block = step.blocks[step.sized.known.roots[slot]]
-        return self.made(step.base + slot, geometry, block, node)
+WEIGHT, GRADIENT, STATE, ACTIVATION, CACHE = "weight", "gradient", "optimizer state", "activation", "kv cache"
+ROLES = (WEIGHT, GRADIENT, STATE, ACTIVATION, CACHE, "input", "other")
+
+_MADE_IN = {BACKWARD: GRADIENT, OPTIMIZER: STATE}
+
+
+def role_of(block: Block) -> str:
+    """The role of a block, "input" for what came from the host and was never written."""
+    return block.role or "input"
+
+
+def note_roles(task: Task, step: Any) -> None:
+    """Learn from a run: what it makes is named by the phase that made it, and what an optimizer writes is a weight
+    unless an optimizer has made it; what a forward pass writes in place, and keeps, is a cache."""
+    made = {block.identity for block in step.makes}
+    for value in task.outputs:
+        buffer = value.concrete
+        if not isinstance(buffer, RemoteBuffer):
+            continue
+        marked = marks.get(root_of(value))
+        if marked is not None:
+            buffer.block.role, buffer.block.marked = marked, True
+        elif buffer.block.identity in made and buffer.block.role is None:
+            phase = value.node.scope.phase if value.node.scope is not None else FORWARD
+            buffer.block.role = _MADE_IN.get(phase, ACTIVATION)
+    written = {block.identity for block in step.writes if block.role in (None, ACTIVATION) and not block.marked}
+    if not written:
+        return
+    for node in task.nodes:
+        if node.op is None or not node.op.mutates or node.scope is None:
+            continue
+        role = WEIGHT if node.scope.phase == OPTIMIZER else CACHE if node.scope.module_path is not None else None
+        for value in input_values(node):
+            root = root_of(value)
+            buffer = root.concrete if isinstance(root.concrete, RemoteBuffer) else value.concrete
+            if role is not None and isinstance(buffer, RemoteBuffer) and buffer.block.identity in written:
+                buffer.block.role = role

@@ -18,7 +18,7 @@ from marid.errors import LazyTensorError, MaterializationError, WorkerLostError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize
-from marid.remote.client import exchange
+from marid.remote.client import transfers as exchange
 from marid.remote.client.engine import RemoteEngine
 from marid.remote.client.link import Link
 from marid.remote.client.steps import AskWork

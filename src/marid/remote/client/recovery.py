@@ -10,8 +10,8 @@ from marid.remote.client.failures import lost_error
 from marid.remote.client.journal import Journal
 from marid.remote.client.link import Link, RequestFailed
 from marid.remote.client.messages import Message, messages_of
-from marid.remote.client.offers import Offers
-from marid.remote.client.steps import Sent, UploadWork, Work
+from marid.remote.client.steps import Sent, Work
+from marid.remote.client.uploads import Offers, UploadWork
 
 __all__ = ["Successor"]
 

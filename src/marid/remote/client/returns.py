@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from marid.engine.protocol import Returned
-from marid.remote.client.buffers import Block, RemoteBuffer, geometry_of_spec
-from marid.remote.client.memory import Memory
+from marid.remote.client.memory import Block, Memory, RemoteBuffer, geometry_of_spec
 from marid.remote.client.steps import CallWork
 from marid.remote.wire.codec import as_int, as_list, as_text
 from marid.remote.wire.tensors import spec_from

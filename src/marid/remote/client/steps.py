@@ -3,42 +3,28 @@ worker that has lost everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from marid.engine.protocol import Geometry as Layout
-from marid.engine.protocol import GiveBack
-from marid.graph.node import Node, finish
-from marid.graph.program import Task, differ
-from marid.remote.client.buffers import Block, RemoteBuffer
+from marid.graph.node import Spec
 from marid.remote.client.contents import Content, FileContent
 from marid.remote.client.link import Link
-from marid.remote.client.programs import Sized
-from marid.remote.client.roles import role_of
+from marid.remote.client.memory import Block
 from marid.remote.wire.kernel_settings import KernelSettings, current
-from marid.remote.wire.programs import changes_between, packed
 from marid.remote.wire.replies import as_tensor
 from marid.remote.wire.requests import (
     ROLES,
-    Again,
     Call,
-    Chunk,
     Configure,
     Fetch,
     Free,
-    Geometry,
     Handle,
-    Program,
     Request,
     Roles,
-    Run,
-    Sizes,
-    Upload,
 )
-from marid.report.traffic import traffic
 
 __all__ = [
     "AskWork",
@@ -46,13 +32,10 @@ __all__ = [
     "End",
     "FetchWork",
     "FreeWork",
-    "ReplayWork",
     "RolesWork",
-    "RunWork",
     "Sent",
-    "UploadWork",
     "Work",
-    "upload_requests",
+    "configure",
 ]
 
 
@@ -92,7 +75,7 @@ class Sent:
     programs: set[bytes] = field(default_factory=set)
     geometries: set[tuple[bytes, bytes]] = field(default_factory=set)
     chunks: set[bytes] = field(default_factory=set)
-    last: dict[bytes, Sized] = field(default_factory=dict)
+    last: dict[bytes, tuple[bytes, tuple[Spec | None, ...]]] = field(default_factory=dict)
     runs: dict[bytes, tuple[tuple[int, ...], tuple[Any, ...]]] = field(default_factory=dict)
     settings: KernelSettings | None = field(default_factory=KernelSettings)
 
@@ -162,160 +145,6 @@ class FreeWork(Work):
 
     def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
         return [Free(self.freed)]
-
-
-class UploadWork(Work):
-    """A tensor of the host becomes one of the worker."""
-
-    def __init__(self, buffer: RemoteBuffer, content: Content | FileContent) -> None:
-        self.handles = (buffer.handle,)
-        self.makes = (buffer.block,)
-        self.site = buffer.block.site
-        self.geometry = buffer.geometry
-        self.contents = (content,)
-        self._block = buffer.block
-        self._kept: Any = buffer  # so that it is not freed before it is there
-        self.questions: Sequence[Work] | None = None if content.digests else ()
-        """What the worker was asked about its chunks; None before that."""
-
-    def done(self, result: Any) -> None:
-        super().done(result)
-        self._kept = None
-        self.contents[0].spool()
-        traffic.moved(self.site, role_of(self._block), up=self.contents[0].nbytes)
-
-    def requests(self, sent: Sent) -> list[Request]:
-        return upload_requests(self.contents[0], self.geometry, self.handles[0], sent)
-
-
-def upload_requests(content: Content | FileContent, of: Layout, handle: int, sent: Sent) -> list[Request]:
-    """What makes ``content`` a tensor: its bytes, or the chunks that the worker lacks and their names."""
-    if not content.digests:
-        return [Upload(handle, of.dtype, of.shape, of.stride, tuple(content.pieces()))]
-    found: list[Chunk] = []
-    missing = [digest for digest in content.digests if digest not in sent.chunks]
-    if missing:
-        for digest, piece in zip(content.digests, content.pieces(), strict=True):
-            if digest not in sent.chunks:
-                sent.chunks.add(digest)
-                found.append(Chunk(digest, piece))
-    traffic.add(deduplicated=content.nbytes - sum(memoryview(chunk.data).nbytes for chunk in found))
-    return [*found, Upload(handle, of.dtype, of.shape, of.stride, digests=content.digests)]
-
-
-class RunWork(Work):
-    """A program of recorded operations. Until it is done its nodes count as run, and what they forgot is kept here."""
-
-    blamable = True
-
-    def __init__(self, sized: Sized, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any) -> None:
-        known = sized.known
-        self.sized = sized
-        self.params = tuple(params)
-        self.base = base
-        self.site = site
-        self.inputs = tuple([buffer.handle for buffer in inputs])
-        self.handles = tuple([base + slot for slot in known.program.output_slots])
-        self.reads = tuple(dict.fromkeys([buffer.block for buffer in inputs]))
-        self.writes = tuple(dict.fromkeys([inputs[place].block for place in known.written_inputs]))
-        self.blocks: dict[int, Block] = {}
-        """Of its slots, by root, until it is done."""
-        self.stopped: tuple[int, tuple[int, ...]] | None = None
-        """Where it has failed, and the slots that existed then."""
-        self.task: Task | None = None
-        self._settings = current()
-        self._give_back: GiveBack | None = None
-        self._kept: list[tuple[Any, ...]] = []
-
-    def record(self, task: Task, give_back: GiveBack) -> None:
-        """Let the nodes of ``task`` count as run."""
-        self.task, self._give_back = task, give_back
-        self._kept += [(node, node.args, node.kwargs, node.after, node.overwrites) for node in task.nodes]
-        for node in task.nodes:
-            finish(node)
-
-    def requests(self, sent: Sent) -> list[Request]:
-        known, found = self.sized.known, _configure(self._settings, sent)
-        if known.digest not in sent.programs:
-            sent.programs.add(known.digest)
-            found.append(Program(known.digest, packed(known.body)))
-        if (known.digest, self.sized.digest) not in sent.geometries:
-            sent.geometries.add((known.digest, self.sized.digest))
-            found.append(_geometry(self.sized, sent.last.get(known.digest)))
-            sent.last[known.digest] = self.sized
-        last = sent.runs.get(known.digest)
-        sent.runs[known.digest] = self.inputs, self.params
-        if self.stopped is not None or last is None:
-            until, keep = self.stopped or (None, ())
-            return [*found, Run(known.digest, self.sized.digest, self.inputs, self.params, self.base, until, keep)]
-        inputs = tuple([(i, b) for i, (a, b) in enumerate(zip(last[0], self.inputs, strict=True)) if a != b])
-        params = tuple([(i, b) for i, (a, b) in enumerate(zip(last[1], self.params, strict=True)) if differ(a, b)])
-        return [*found, Again(known.digest, self.sized.digest, inputs, params, self.base)]
-
-    def done(self, result: Any) -> None:
-        super().done(result)
-        self.forget()
-
-    @property
-    def recorded_nodes(self) -> list[Node]:
-        """What stands for its instructions; nothing once it was done, also when it is done again on a successor."""
-        return [] if self.task is None else self.task.nodes
-
-    def forget(self) -> None:
-        """The nodes are no longer its affair."""
-        self.task = self._give_back = None
-        self._kept.clear()
-        self.blocks = {}
-
-    def take_back(self) -> list[Node]:
-        """It was not done, or not to its end: let its nodes be pending again."""
-        assert self.task is not None
-        assert self._give_back is not None
-        nodes = self.task.nodes
-        for value in self.task.outputs:
-            value.concrete = None
-        for node, args, kwargs, after, overwrites in self._kept:
-            node.args, node.kwargs, node.after, node.overwrites = args, kwargs, after, overwrites
-        self._give_back(nodes)
-        return nodes
-
-    def refused(self) -> bool:
-        self.take_back()
-        self.forget()
-        return False
-
-    def spoil(self, error: Exception) -> None:  # noqa: ARG002
-        return None  # its nodes are pending again
-
-
-class ReplayWork(RunWork):
-    """A program under ``marid.compile``: there are no nodes that could be pending again, so what it was to write cannot
-    be had when something before it has failed. It keeps its inputs until it is done."""
-
-    def __init__(
-        self, sized: Sized, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any, nodes: list[Node]
-    ) -> None:
-        super().__init__(sized, inputs, params, base, site)
-        self.nodes = nodes
-        self.buffers = list(inputs)
-        """Its inputs and outputs, so that they are not freed before it is done."""
-
-    @property
-    def recorded_nodes(self) -> list[Node]:
-        return self.nodes
-
-    def forget(self) -> None:
-        super().forget()
-        self.buffers = []
-
-    def refused(self) -> bool:
-        return False
-
-    def spoil(self, error: Exception) -> None:
-        """Let whoever reads what it was to make or write get ``error``."""
-        for block in (*self.makes, *self.writes):
-            block.error = error
-        self.forget()
 
 
 class FetchWork(Work):
@@ -410,7 +239,7 @@ class CallWork(Work):
         self.error: Exception | None = None
 
     def requests(self, sent: Sent) -> list[Request]:
-        return [*_configure(self._settings, sent), self._request]
+        return [*configure(self._settings, sent), self._request]
 
     def done(self, result: Any) -> None:
         super().done(result)
@@ -420,16 +249,7 @@ class CallWork(Work):
         return False  # whoever called asks again
 
 
-def _geometry(sized: Sized, before: Sized | None) -> Request:
-    """The specs of a program, or what of them is not as it was ``before``."""
-    program = sized.known.digest
-    changes = None if before is None else changes_between(before.specs, sized.specs)
-    if before is None or changes is None or 2 * len(changes) > len(sized.specs):
-        return Geometry(program, sized.digest, packed(sized.body))
-    return Sizes(program, before.digest, sized.digest, changes)
-
-
-def _configure(settings: KernelSettings, sent: Sent) -> list[Request]:
+def configure(settings: KernelSettings, sent: Sent) -> list[Request]:
     if settings == sent.settings:
         return []
     sent.settings = settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -21,10 +22,11 @@ import zmq
 
 from marid.errors import LazyTensorError, WorkerLostError
 from marid.remote.client.link import Link
-from marid.remote.wire.endpoints import ClientKey
+from marid.remote.launch.local import LocalWorker, start_workers
+from marid.remote.wire.endpoints import ClientKey, make_worker, public_key_of
 from marid.settings import settings
 
-__all__ = ["OnRay", "workers_on_ray"]
+__all__ = ["OnRay", "WorkerActor", "workers_on_ray"]
 
 _START = 120.0  # seconds for actors to be placed, and for a worker to start
 _REACH = 2.0  # seconds for the head of a cluster on this machine to accept a connection
@@ -70,8 +72,6 @@ class _Cluster:
         """Start the actors, and wait until each has a place."""
         from ray.util.placement_group import placement_group  # pyright: ignore[reportMissingImports]
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
-
-        from marid.remote.launch.ray_actor import WorkerActor
 
         has = self.ray.cluster_resources()
         usual = {"GPU": 1.0} if has.get("GPU", 0) >= count else {"CPU": 1.0}
@@ -191,3 +191,38 @@ class OnRay:
                 ray.get(self.actor.stop.remote(), timeout=5)
             ray.kill(self.actor)
         self._cluster.leave(self)
+
+
+# --- on a node of the cluster ----------------------------------------------------------------------------------------
+
+
+class WorkerActor:
+    """Keeps one worker on this node, with ``device`` and as many threads as the client has, for who proves the secret
+    key to ``client`` (Z85)."""
+
+    def __init__(self, client: str, device: str, threads: int, options: tuple[str, ...]) -> None:
+        self._start = device, threads, options
+        self._keys = Path(tempfile.mkdtemp(prefix="marid-keys-"))
+        self._public = public_key_of(make_worker(self._keys))
+        (self._keys / "clients" / "client.pub").write_text(client + "\n")
+        self._worker: LocalWorker | None = None
+
+    def where(self) -> dict[str, Any]:
+        """Address, public key and process number of the worker, which is started (again) if it does not run."""
+        if self._worker is None or not self._worker.is_alive:
+            device, threads, options = self._start
+            if self._worker is not None:
+                self._worker.stop(0.1)
+            import ray.util  # pyright: ignore[reportMissingImports]
+
+            host = ray.util.get_node_ip_address()
+            (self._worker,) = start_workers(
+                1, device, "tcp", options=("--keys", str(self._keys), *options), host=host, threads=threads
+            )
+        return {"address": self._worker.address, "key": self._public, "pid": self._worker.process.pid}
+
+    def stop(self) -> None:
+        """End the worker."""
+        if self._worker is not None:
+            self._worker.stop()
+        shutil.rmtree(self._keys, ignore_errors=True)

@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+import torch
+
 from marid.errors import WireError
 from marid.remote.wire.codec import (
+    MEMORY_FORMATS,
     Buffer,
     as_bytes,
     as_int,
@@ -25,13 +28,19 @@ from marid.remote.wire.codec import (
     number_from,
     number_to,
 )
-from marid.remote.wire.tensors import spec_from, spec_to
+from marid.remote.wire.tensors import LONGEST, RANK, check_sizes, spec_from, spec_to
 
 __all__ = [
+    "ARGUMENT",
     "DTYPE",
     "FLAG",
+    "HANDLE",
+    "HANDLES",
     "NUMBER",
+    "SIZES",
     "SPEC",
+    "VIEW",
+    "Handle",
     "Kind",
     "Record",
     "choice",
@@ -48,6 +57,9 @@ __all__ = [
     "wholes",
 ]
 
+HANDLES = 1 << 53
+"""Handles are below this."""
+_ITEMS = 1 << 12  # in a list that is an argument
 _DIGEST_ITEMS = 4  # items of a header that are as long as a digest
 
 
@@ -172,6 +184,65 @@ def pairs(first: Kind, second: Kind, longest: int, what: str) -> Kind:
         return [part for a, b in value for part in (first.plain(a, segments), second.plain(b, segments))]
 
     return Kind(f"flat list of at most {longest} {what}: {first.says}, {second.says}", read, write, len)
+
+
+# --- arguments of operators ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A tensor of the session, as an argument."""
+
+    number: int
+
+
+def _write_argument(arg: Any, segments: list[Buffer]) -> Any:
+    if isinstance(arg, Handle):
+        return {"h": arg.number}
+    if isinstance(arg, (list, tuple)):
+        return [_write_argument(item, segments) for item in arg]
+    if isinstance(arg, torch.dtype):
+        return {"t": dtype_name(arg)}
+    if isinstance(arg, torch.memory_format):
+        return {"m": MEMORY_FORMATS.index(arg)}
+    if arg is torch.strided:
+        return {"y": True}
+    return arg if arg is None or type(arg) in (bool, str) else number_to(arg)
+
+
+def _read_argument(data: Any, segments: Sequence[Buffer], depth: int = 0) -> Any:
+    if data is None or type(data) in (bool, str):
+        return data
+    if type(data) is list:
+        if depth > 1 or len(data) > _ITEMS:
+            raise WireError("a list of arguments is too long, or nested")
+        return [_read_argument(item, segments, depth + 1) for item in data]
+    if type(data) is dict and len(data) == 1:
+        ((tag, value),) = data.items()
+        if tag == "h":
+            return Handle(as_int(value, 0, HANDLES, "a handle"))
+        if tag == "t":
+            return dtype_named(value)
+        if tag == "m":
+            return MEMORY_FORMATS[as_int(value, 0, len(MEMORY_FORMATS) - 1, "a memory format")]
+        if tag == "y":
+            return torch.strided
+    return number_from(data)
+
+
+def _read_view(data: Any, _: Sequence[Buffer]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    parts = as_list(data, 3, "a view")
+    if len(parts) != 3:
+        raise WireError("a view has an offset, a shape and a stride")
+    shape, stride = (SIZES.read(part, ()) for part in parts[1:])
+    check_sizes(shape, stride, torch.uint8)  # checked again when the dtype is known
+    return as_int(parts[0], 0, HANDLES, "an offset"), shape, stride
+
+
+HANDLE = whole(0, HANDLES, "handle")
+SIZES = wholes(0, LONGEST, RANK, "sizes")
+ARGUMENT = Kind("argument", _read_argument, _write_argument)
+VIEW = Kind("offset, shape and stride", _read_view)
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from marid.errors import WireError
+from marid.execute.geometry import Misprediction
 from marid.remote.wire.codec import as_bytes, as_int, as_list, as_text
+from marid.remote.wire.tensors import spec_to
 
-__all__ = ["as_stats", "as_tensor", "check_failure", "check_results", "check_welcome"]
+__all__ = ["as_stats", "as_tensor", "check_failure", "check_results", "check_welcome", "misprediction_to"]
 
 _MOST = 1 << 53
 _LIST = 1 << 14
@@ -81,3 +83,9 @@ def as_stats(value: Any) -> dict[str, Any]:
         else:
             as_int(count, 0, 1 << 62, name)
     return value
+
+
+def misprediction_to(seq: int, misprediction: Misprediction) -> list[Any]:
+    """A misprediction of request ``seq`` as plain data. The nodes of a worker count the instructions of a program."""
+    path = list(misprediction.path)
+    return [seq, misprediction.node.seq, path, spec_to(misprediction.seen), misprediction.shares]

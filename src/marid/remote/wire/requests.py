@@ -17,21 +17,20 @@ import torch
 from marid.errors import WireError
 from marid.graph.node import Spec
 from marid.remote.wire.codec import (
-    MEMORY_FORMATS,
     SEGMENT_BYTES,
     Buffer,
-    as_int,
     as_list,
-    dtype_name,
-    dtype_named,
-    number_from,
-    number_to,
 )
 from marid.remote.wire.fields import (
+    ARGUMENT,
     DTYPE,
+    HANDLE,
+    HANDLES,
     NUMBER,
+    SIZES,
     SPEC,
-    Kind,
+    VIEW,
+    Handle,
     Record,
     choice,
     exact,
@@ -48,7 +47,7 @@ from marid.remote.wire.fields import (
 )
 from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.programs import BODY_BYTES, DIGEST_BYTES
-from marid.remote.wire.tensors import CHUNK_BYTES, LONGEST, RANK, check_sizes, packing_of
+from marid.remote.wire.tensors import CHUNK_BYTES, check_sizes, packing_of
 
 __all__ = [
     "HANDLES",
@@ -84,8 +83,6 @@ __all__ = [
     "write_requests",
 ]
 
-HANDLES = 1 << 53
-"""Handles are below this."""
 TICKET_BYTES = 32
 ROLES = ("activation", "other", "input", "gradient", "optimizer state", "kv cache", "weight")
 """What memory is for; what is spilled first comes first."""
@@ -95,83 +92,21 @@ OPERATIONS = ("sum", "mean", "max", "min")
 _INPUTS = 1 << 14
 _CHUNKS = 1 << 14
 _REQUESTS = 1 << 14  # in one message
-_ITEMS = 1 << 12  # in a list that is an argument
 _STATE_BYTES = torch.Generator().get_state().numel()
 
-
-# --- kinds of fields -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A tensor of the session, as an argument."""
-
-    number: int
-
-
-def _write_argument(arg: Any, segments: list[Buffer]) -> Any:
-    if isinstance(arg, Handle):
-        return {"h": arg.number}
-    if isinstance(arg, (list, tuple)):
-        return [_write_argument(item, segments) for item in arg]
-    if isinstance(arg, torch.dtype):
-        return {"t": dtype_name(arg)}
-    if isinstance(arg, torch.memory_format):
-        return {"m": MEMORY_FORMATS.index(arg)}
-    if arg is torch.strided:
-        return {"y": True}
-    return arg if arg is None or type(arg) in (bool, str) else number_to(arg)
-
-
-def _read_argument(data: Any, segments: Sequence[Buffer], depth: int = 0) -> Any:
-    if data is None or type(data) in (bool, str):
-        return data
-    if type(data) is list:
-        if depth > 1 or len(data) > _ITEMS:
-            raise WireError("a list of arguments is too long, or nested")
-        return [_read_argument(item, segments, depth + 1) for item in data]
-    if type(data) is dict and len(data) == 1:
-        ((tag, value),) = data.items()
-        if tag == "h":
-            return Handle(as_int(value, 0, HANDLES, "a handle"))
-        if tag == "t":
-            return dtype_named(value)
-        if tag == "m":
-            return MEMORY_FORMATS[as_int(value, 0, len(MEMORY_FORMATS) - 1, "a memory format")]
-        if tag == "y":
-            return torch.strided
-    return number_from(data)
-
-
-def _read_view(data: Any, _: Sequence[Buffer]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    parts = as_list(data, 3, "a view")
-    if len(parts) != 3:
-        raise WireError("a view has an offset, a shape and a stride")
-    shape, stride = (_SIZES.read(part, ()) for part in parts[1:])
-    check_sizes(shape, stride, torch.uint8)  # checked again when the dtype is known
-    return as_int(parts[0], 0, HANDLES, "an offset"), shape, stride
-
-
-_HANDLE = whole(0, HANDLES, "handle")
 _DIGEST = exact(DIGEST_BYTES, "digest")
-_SIZES = wholes(0, LONGEST, RANK, "sizes")
 _PLACE = whole(0, HANDLES, "place")
-_GROUP = exact(16, "group")
-_HOST = matching(r"[\w.:-]+", 253, "host")
-_SECONDS = whole(1, 3600, "seconds")
-_ARGUMENT = Kind("argument", _read_argument, _write_argument)
-_VIEW = Kind("offset, shape and stride", _read_view)
 
-HandleField = Annotated[int, _HANDLE]
+HandleField = Annotated[int, HANDLE]
 HandlesField = Annotated[tuple[int, ...], wholes(0, HANDLES, _INPUTS, "handles")]
 DigestField = Annotated[bytes, _DIGEST]
 DigestsField = Annotated[tuple[bytes, ...], listed(_DIGEST, _CHUNKS, "digests")]
 DtypeField = Annotated[torch.dtype, DTYPE]
-SizesField = Annotated[tuple[int, ...], _SIZES]
+SizesField = Annotated[tuple[int, ...], SIZES]
 BodyField = Annotated[Buffer, segment(BODY_BYTES, "the compressed body")]
-GroupField = Annotated[bytes, _GROUP]
-HostField = Annotated[str, _HOST]
-SecondsField = Annotated[int, _SECONDS]
+GroupField = Annotated[bytes, exact(16, "group")]
+HostField = Annotated[str, matching(r"[\w.:-]+", 253, "host")]
+SecondsField = Annotated[int, whole(1, 3600, "seconds")]
 
 
 class Request:
@@ -258,7 +193,7 @@ class Fetch(Request):
     """Sends a tensor's elements, or those of a view of its memory, in elements."""
 
     handle: HandleField
-    view: Annotated[tuple[int, tuple[int, ...], tuple[int, ...]] | None, optional(_VIEW)] = None
+    view: Annotated[tuple[int, tuple[int, ...], tuple[int, ...]] | None, optional(VIEW)] = None
 
 
 @_request()
@@ -273,7 +208,7 @@ class Roles(Request):
     """What the memory of tensors is for: hints, of which those of handles that are not there are no error. Sent only
     where memory may wait on the host."""
 
-    roles: Annotated[tuple[tuple[int, str], ...], pairs(_HANDLE, choice(ROLES, "role"), _INPUTS, "roles")]
+    roles: Annotated[tuple[tuple[int, str], ...], pairs(HANDLE, choice(ROLES, "role"), _INPUTS, "roles")]
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
@@ -330,7 +265,7 @@ class Again(Request):
 
     program: DigestField
     geometry: DigestField
-    inputs: Annotated[tuple[tuple[int, int], ...], pairs(_PLACE, _HANDLE, _INPUTS, "inputs")]
+    inputs: Annotated[tuple[tuple[int, int], ...], pairs(_PLACE, HANDLE, _INPUTS, "inputs")]
     params: Annotated[tuple[tuple[int, Any], ...], pairs(_PLACE, NUMBER, _INPUTS, "numbers")]
     base: HandleField
 
@@ -353,8 +288,8 @@ class Call(Request):
     the CPU generator it draws from, or None. The n-th tensor it returns becomes handle ``base`` + n."""
 
     operator: Annotated[str, text(256, "operator")]
-    args: Annotated[tuple[Any, ...], listed(_ARGUMENT, 64, "arguments")]
-    kwargs: Annotated[tuple[tuple[str, Any], ...], pairs(text(64, "name"), _ARGUMENT, 64, "named arguments")]
+    args: Annotated[tuple[Any, ...], listed(ARGUMENT, 64, "arguments")]
+    kwargs: Annotated[tuple[tuple[str, Any], ...], pairs(text(64, "name"), ARGUMENT, 64, "named arguments")]
     state: Annotated[bytes | None, optional(exact(_STATE_BYTES, "state of a generator"))]
     base: HandleField
 

@@ -1,4 +1,4 @@
-"""Process groups of ``torch.distributed`` inside of workers: the sums of tensors that lie on several of them.
+"""Process groups of ``torch.distributed`` inside of workers: reductions of tensors that lie on several of them.
 
 A group has a thread, on which it is formed and reduces, so that the worker goes on with other sessions. Everything in
 it ends after its timeout, and as soon as a member's connection breaks; a group that has failed is of no more use.
@@ -11,13 +11,25 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["CollectiveFailed", "Group", "Job", "Store"]
+from marid.errors import WireError
+from marid.remote.wire import requests as ask
+
+__all__ = ["CollectiveFailed", "Group", "Groups", "Job", "Store", "Waits"]
+
+
+class Waits(Exception):
+    """A request is to be asked again when something ``is_over``; until then its session is set aside."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        super().__init__()
+        self.is_over = is_over
+
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _threads = threading.BoundedSemaphore(256)  # that of a group that was left ends with what it waits for
@@ -117,3 +129,83 @@ class Group:
             self._changed()
         self._group = None
         _threads.release()
+
+
+# --- the groups of a session -----------------------------------------------------------------------------------------
+
+
+_GROUPS = 64  # of one session
+
+
+class _Holder(Protocol):
+    """Who has the tensors."""
+
+    def reduced(self, request: ask.Reduce) -> torch.Tensor:
+        """What is to be reduced in place."""
+        ...
+
+    def keep(self, handle: int, tensor: torch.Tensor) -> None:
+        """What has come of it."""
+        ...
+
+
+class Groups:
+    """The groups that a session is a member of. Used on the thread that runs programs."""
+
+    def __init__(self, device: torch.device, changed: Callable[[], None]) -> None:
+        self._device = device
+        self._changed = changed
+        self._stores: dict[bytes, Store] = {}
+        self._groups: dict[bytes, Group] = {}
+        self._jobs: dict[ask.Join | ask.Reduce, tuple[Job, torch.Tensor | None]] = {}  # what a request waits for
+
+    def do(self, request: Any, holder: _Holder) -> int | None:
+        """Do what a request says. Raises ``Waits`` while others have to do their part, and ``CollectiveFailed``."""
+        if isinstance(request, ask.Meet):
+            if len(self._stores) + len(self._groups) >= _GROUPS:
+                raise WireError("a session has more groups than it may have")
+            store = self._stores[request.group] = Store(request.timeout)
+            return store.port
+        if isinstance(request, ask.Leave):
+            self._leave(request.group)
+            return None
+        job, tensor = self._jobs.get(request) or self._begin(request, holder)
+        if not job.is_over:
+            raise Waits(lambda: job.is_over)
+        del self._jobs[request]
+        if job.error is not None:
+            self._leave(request.group)
+            raise job.error
+        if tensor is not None:
+            holder.keep(request.handle, tensor)
+        return None
+
+    def _begin(self, request: Any, holder: _Holder) -> tuple[Job, torch.Tensor | None]:
+        if isinstance(request, ask.Join):
+            if request.group in self._groups or len(self._stores) + len(self._groups) >= _GROUPS:
+                raise WireError("a group was joined before, or a session has more than it may have")
+            group = Group(request.rank, request.size, self._device, request.timeout, self._changed)
+            self._groups[request.group] = group
+            store = self._stores.get(request.group)
+            begun = group.join(store, request.host, request.port, request.own), None
+        else:
+            known = self._groups.get(request.group)
+            if known is None:
+                raise CollectiveFailed("there is no such group here (any more)")
+            tensor = holder.reduced(request)
+            begun = known.reduce(tensor, request.operation), tensor
+        self._jobs[request] = begun
+        return begun
+
+    def _leave(self, number: bytes) -> None:
+        self._stores.pop(number, None)
+        for request in [one for one in self._jobs if one.group == number]:
+            del self._jobs[request]
+        group = self._groups.pop(number, None)
+        if group is not None:
+            group.close()
+
+    def clear(self) -> None:
+        """The session has ended."""
+        for number in {*self._stores, *self._groups}:
+            self._leave(number)

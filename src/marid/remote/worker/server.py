@@ -26,9 +26,9 @@ from marid.execute.flat import may_be_stopped
 from marid.remote.wire.codec import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
 from marid.remote.wire.sockets import PEER, OwnedSocket, ServerSocket
 from marid.remote.worker.chunks import ChunkStore
+from marid.remote.worker.collectives import Groups
 from marid.remote.worker.copies import Collectors, Copies, Tickets
 from marid.remote.worker.executor import Machine
-from marid.remote.worker.groups import Groups
 from marid.remote.worker.session import Cancelled, Message, Session
 from marid.remote.worker.workspace import Workspace
 

@@ -20,13 +20,13 @@ from typing import Any
 from marid.errors import WireError
 from marid.execute.geometry import Noted
 from marid.execute.interrupted import Interrupted
-from marid.remote.client.mispredictions import misprediction_to
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import MISPREDICTIONS
 from marid.remote.wire.kernel_settings import apply
+from marid.remote.wire.replies import misprediction_to
 from marid.remote.wire.requests import read_requests
+from marid.remote.worker.collectives import Waits
 from marid.remote.worker.executor import TooLarge, Warned
-from marid.remote.worker.waits import Waits
 from marid.remote.worker.workspace import Missing, Workspace
 
 __all__ = ["Answer", "Cancelled", "Message", "Session"]

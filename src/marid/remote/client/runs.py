@@ -1,0 +1,299 @@
+"""Runs of programs on a worker: programs that are sent once and then named by digest, and the steps that run them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from marid.engine.protocol import Geometry, GiveBack
+from marid.execute.geometry import Misprediction, report
+from marid.graph.node import Node, Spec, finish
+from marid.graph.operators import shared_slots, written_slots
+from marid.graph.prepared import Prepared
+from marid.graph.program import Program, Task, differ
+from marid.optimize.forecast import forecast
+from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
+from marid.remote.client.steps import Sent, Work, configure
+from marid.remote.wire import requests as ask
+from marid.remote.wire.codec import as_int, as_list
+from marid.remote.wire.kernel_settings import current
+from marid.remote.wire.programs import body_of, changes_between, digest_of, geometry_of, packed
+from marid.remote.wire.tensors import spec_from
+from marid.report.builds import builds
+from marid.report.stats import counters
+from marid.semantics.scopes import current_site
+from marid.settings import settings
+
+__all__ = ["Known", "Programs", "ReplayWork", "RunWork", "Sized", "report_mispredictions"]
+
+# --- programs as they are sent ---------------------------------------------------------------------------------------
+
+
+_SIZES = 64  # geometries of a program that are remembered
+
+
+class Known:
+    """A program with its body. ``roots`` says for each slot in which slot's memory it lies (its own, for most);
+    ``written`` are the roots that are written, of which those of inputs are ``written_inputs``."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.body = body_of(program)
+        self.digest = digest_of(self.body)
+        self.roots = list(range(program.slot_count))
+        written: set[int] = set()
+        for instruction in program.instructions:
+            for slot, of in shared_slots(instruction).items():
+                self.roots[slot] = self.roots[of]
+            if instruction.op.mutates:
+                written |= {self.roots[slot] for slot in written_slots(instruction)}
+        places = {slot: place for place, slot in enumerate(program.input_slots)}
+        self.written_inputs = tuple(sorted(places[slot] for slot in written if slot in places))
+        self.places = places
+        self.sizes: OrderedDict[tuple[Spec | None, ...], Sized] = OrderedDict()
+
+
+class Sized:
+    """A program with the specs of its slots. ``extents`` are the bytes that each root takes at least, by slot;
+    ``transient_bytes`` the forecast of what its results take at once."""
+
+    __slots__ = ("_geometries", "digest", "extents", "known", "specs", "transient_bytes")
+
+    def __init__(self, known: Known, specs: tuple[Spec | None, ...], transient_bytes: int) -> None:
+        self.known = known
+        self.specs = specs
+        self.digest = digest_of(self.body)
+        self.transient_bytes = transient_bytes
+        self._geometries: dict[int, Geometry] = {}
+        self.extents: dict[int, int] = {}
+        for root, spec in zip(known.roots, specs, strict=True):
+            if spec is not None:
+                self.extents[root] = max(self.extents.get(root, 0), extent_of(spec))
+
+    def geometry(self, slot: int) -> Geometry | None:
+        """That of what is in a slot, if that is a tensor."""
+        found = self._geometries.get(slot)
+        spec = self.specs[slot]
+        if found is None and spec is not None:
+            found = self._geometries[slot] = geometry_of_spec(spec)
+        return found
+
+    @property
+    def body(self) -> bytes:
+        """The specs as plain data."""
+        return geometry_of(self.specs)
+
+
+class Programs:
+    """Least-recently-used map from a program's key to the program; equality of keys is full, as in this process."""
+
+    def __init__(self) -> None:
+        self._programs: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
+        self._instructions = 0
+
+    def find(self, task: Task | Prepared) -> Sized:
+        """The program of ``task`` with its specs, made ready to be sent if it is new."""
+        known = self._programs.get(task.key)
+        if known is None:
+            known = self._add(task)
+        else:
+            self._programs.move_to_end(task.key)
+            counters.programs_reused += 1
+        sized = known.sizes.get(task.specs)
+        if sized is None:
+            nbytes = task.transient_bytes if isinstance(task, Prepared) else forecast(task).nbytes
+            sized = known.sizes[task.specs] = Sized(known, task.specs, nbytes)
+            if len(known.sizes) > _SIZES:
+                known.sizes.popitem(last=False)
+        else:
+            known.sizes.move_to_end(task.specs)
+        return sized
+
+    def _add(self, task: Task | Prepared) -> Known:
+        program = task.program if isinstance(task, Prepared) else task.build()
+        known = self._programs[task.key] = Known(program)
+        counters.programs_built += 1
+        builds.note(task, program, current_site())
+        self._instructions += len(program.instructions)
+        while len(self._programs) > 1 and (
+            len(self._programs) > settings.cache_programs or self._instructions > settings.cache_instructions
+        ):
+            _, oldest = self._programs.popitem(last=False)
+            self._instructions -= len(oldest.program.instructions)
+        return known
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+class RunWork(Work):
+    """A program of recorded operations. Until it is done its nodes count as run, and what they forgot is kept here."""
+
+    blamable = True
+
+    def __init__(self, sized: Sized, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any) -> None:
+        known = sized.known
+        self.sized = sized
+        self.params = tuple(params)
+        self.base = base
+        self.site = site
+        self.inputs = tuple([buffer.handle for buffer in inputs])
+        self.handles = tuple([base + slot for slot in known.program.output_slots])
+        self.reads = tuple(dict.fromkeys([buffer.block for buffer in inputs]))
+        self.writes = tuple(dict.fromkeys([inputs[place].block for place in known.written_inputs]))
+        self.blocks: dict[int, Block] = {}
+        """Of its slots, by root, until it is done."""
+        self.stopped: tuple[int, tuple[int, ...]] | None = None
+        """Where it has failed, and the slots that existed then."""
+        self.task: Task | None = None
+        self._settings = current()
+        self._give_back: GiveBack | None = None
+        self._kept: list[tuple[Any, ...]] = []
+
+    # --- what it makes ---
+
+    def enter(self, inputs: list[RemoteBuffer]) -> None:
+        """Note the blocks of its inputs, by root slot, and those that it makes."""
+        for slot, buffer in zip(self.sized.known.program.input_slots, inputs, strict=True):
+            self.blocks[slot] = buffer.block
+            buffer.block.nbytes = max(buffer.block.nbytes, self.sized.extents.get(slot, 0))
+        self.add(self.sized.known.program.output_slots)
+
+    def add(self, slots: Sequence[int]) -> None:
+        """Blocks for what it makes in these slots."""
+        made: list[Block] = []
+        for slot in slots:
+            root = self.sized.known.roots[slot]
+            geometry = self.sized.geometry(root)
+            if root not in self.blocks and geometry is not None:
+                self.blocks[root] = block = Block(geometry, self.site, self.sized.extents[root])
+                made.append(block)
+        self.makes = (*self.makes, *made)
+
+    def output(self, memory: Memory, slot: int, node: Node) -> RemoteBuffer:
+        """The tensor that it makes in a slot, by the operation of ``node``."""
+        geometry = self.sized.geometry(slot)
+        assert geometry is not None
+        return memory.made(self.base + slot, geometry, self.blocks[self.sized.known.roots[slot]], node)
+
+    # --- its nodes ---
+
+    def record(self, task: Task, give_back: GiveBack) -> None:
+        """Let the nodes of ``task`` count as run."""
+        self.task, self._give_back = task, give_back
+        self._kept += [(node, node.args, node.kwargs, node.after, node.overwrites) for node in task.nodes]
+        for node in task.nodes:
+            finish(node)
+
+    def requests(self, sent: Sent) -> list[ask.Request]:
+        known, found = self.sized.known, configure(self._settings, sent)
+        if known.digest not in sent.programs:
+            sent.programs.add(known.digest)
+            found.append(ask.Program(known.digest, packed(known.body)))
+        if (known.digest, self.sized.digest) not in sent.geometries:
+            sent.geometries.add((known.digest, self.sized.digest))
+            found.append(_geometry(self.sized, sent.last.get(known.digest)))
+            sent.last[known.digest] = self.sized.digest, self.sized.specs
+        last = sent.runs.get(known.digest)
+        sent.runs[known.digest] = self.inputs, self.params
+        if self.stopped is not None or last is None:
+            until, keep = self.stopped or (None, ())
+            return [*found, ask.Run(known.digest, self.sized.digest, self.inputs, self.params, self.base, until, keep)]
+        inputs = tuple([(i, b) for i, (a, b) in enumerate(zip(last[0], self.inputs, strict=True)) if a != b])
+        params = tuple([(i, b) for i, (a, b) in enumerate(zip(last[1], self.params, strict=True)) if differ(a, b)])
+        return [*found, ask.Again(known.digest, self.sized.digest, inputs, params, self.base)]
+
+    def done(self, result: Any) -> None:
+        super().done(result)
+        self.forget()
+
+    @property
+    def recorded_nodes(self) -> list[Node]:
+        """What stands for its instructions; nothing once it was done, also when it is done again on a successor."""
+        return [] if self.task is None else self.task.nodes
+
+    def forget(self) -> None:
+        """The nodes are no longer its affair."""
+        self.task = self._give_back = None
+        self._kept.clear()
+        self.blocks = {}
+
+    def take_back(self) -> list[Node]:
+        """It was not done, or not to its end: let its nodes be pending again."""
+        assert self.task is not None
+        assert self._give_back is not None
+        nodes = self.task.nodes
+        for value in self.task.outputs:
+            value.concrete = None
+        for node, args, kwargs, after, overwrites in self._kept:
+            node.args, node.kwargs, node.after, node.overwrites = args, kwargs, after, overwrites
+        self._give_back(nodes)
+        return nodes
+
+    def refused(self) -> bool:
+        self.take_back()
+        self.forget()
+        return False
+
+    def spoil(self, error: Exception) -> None:  # noqa: ARG002
+        return None  # its nodes are pending again
+
+
+class ReplayWork(RunWork):
+    """A program under ``marid.compile``: there are no nodes that could be pending again, so what it was to write cannot
+    be had when something before it has failed. It keeps its inputs until it is done."""
+
+    def __init__(
+        self, sized: Sized, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any, nodes: list[Node]
+    ) -> None:
+        super().__init__(sized, inputs, params, base, site)
+        self.nodes = nodes
+        self.buffers = list(inputs)
+        """Its inputs and outputs, so that they are not freed before it is done."""
+
+    @property
+    def recorded_nodes(self) -> list[Node]:
+        return self.nodes
+
+    def forget(self) -> None:
+        super().forget()
+        self.buffers = []
+
+    def refused(self) -> bool:
+        return False
+
+    def spoil(self, error: Exception) -> None:
+        """Let whoever reads what it was to make or write get ``error``."""
+        for block in (*self.makes, *self.writes):
+            block.error = error
+        self.forget()
+
+
+def _geometry(sized: Sized, before: tuple[bytes, tuple[Spec | None, ...]] | None) -> ask.Request:
+    """The specs of a program, or what of them is not as it was ``before``."""
+    program = sized.known.digest
+    changes = None if before is None else changes_between(before[1], sized.specs)
+    if before is None or changes is None or 2 * len(changes) > len(sized.specs):
+        return ask.Geometry(program, sized.digest, packed(sized.body))
+    return ask.Sizes(program, before[0], sized.digest, changes)
+
+
+def report_mispredictions(told: list[Any], seq: int, step: RunWork) -> None:
+    """Count the mispredictions of request ``seq`` among those that a worker has ``told``, and correct what is recorded.
+    Raises ``WireError`` for data that means nothing."""
+    program, specs = step.sized.known.program, step.sized.specs
+    nodes = step.recorded_nodes
+    for data in told if nodes else ():
+        parts = as_list(data, 5, "a misprediction")
+        if len(parts) != 5 or parts[0] != seq:
+            continue
+        index = as_int(parts[1], 0, len(program.instructions) - 1, "an instruction")
+        path = tuple([as_int(one, 0, 1 << 16, "a path") for one in as_list(parts[2], 2, "a path")])
+        seen, instruction = spec_from(parts[3]), program.instructions[index]
+        for result in instruction.results:
+            recorded = specs[result.slot]
+            if result.path == path and recorded is not None:
+                shares = parts[4] is True
+                params = list(step.params)
+                report(Misprediction(nodes[index], instruction, path, recorded, seen, shares, specs, params))
