@@ -96,7 +96,7 @@ def test_a_loop_that_never_reads_goes_out_while_it_is_recorded(monkeypatch: pyte
     with marid.budget(round_trips=6):
         for _ in range(10_000):
             x = x + 1
-            most = max(most, sum(isinstance(step, RunWork) for step in delivery.steps()))
+            most = max(most, sum(isinstance(step, RunWork) for step in delivery.queue.steps()))
         sent = delivery.link.counts.messages_up - before
     assert 19 <= sent <= 60
     assert most <= 10

@@ -420,10 +420,10 @@ def test_a_hundred_thousand_damaged_messages_about_copies_do_no_harm() -> None:
 
 
 def test_another_version_is_refused(worker: LocalWorker, attacker: Attacker) -> None:
-    attacker.send([wire.pack_plain({"v": 2, "kind": "hello", "session": b"\0" * 16, "boot": None})])
+    attacker.send([wire.pack_plain({"v": wire.VERSION + 1, "kind": "hello", "session": b"\0" * 16, "boot": None})])
     answer = attacker.answer()
     assert answer["kind"] == "refused"
-    assert "version 2" in answer["text"]
+    assert f"version {wire.VERSION + 1}" in answer["text"]
     assert _is_well(worker)["refused"]["malformed"] >= 1
 
 

@@ -227,7 +227,7 @@ def test_a_journal_that_costs_too_much_takes_a_checkpoint(monkeypatch: pytest.Mo
     before = traffic.checkpoints
     assert same(train(DEVICE, 12, killing({10})), train("cpu", 12))
     assert traffic.checkpoints > before
-    assert sum(isinstance(step, RunWork) for step in engine().delivery.journal.steps) <= 4
+    assert sum(isinstance(step, RunWork) for step in engine().queue.journal.steps) <= 4
 
 
 def test_uploads_come_back_from_files() -> None:

@@ -38,18 +38,17 @@ from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
 from marid.remote.client import transfers as exchange
+from marid.remote.client.calls import RESULTS, CallWork
 from marid.remote.client.checkpoint import keep_short
 from marid.remote.client.contents import LARGE, Content, FileContent, content_of
 from marid.remote.client.delivery import Connection, Delivery
 from marid.remote.client.link import Link, LinkLost, RequestFailed
-from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec, note_roles, role_of
-from marid.remote.client.returns import Returns
+from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, note_roles, role_of
 from marid.remote.client.runs import Programs, ReplayWork, RunWork, Sized
-from marid.remote.client.steps import AskWork, CallWork, FetchWork, FreeWork, RolesWork, Work
+from marid.remote.client.steps import AskWork, FetchWork, FreeWork, ReadWork, RolesWork, Work
 from marid.remote.client.uploads import UploadWork
 from marid.remote.wire.replies import as_stats
 from marid.remote.wire.requests import Handle, Request, Stats
-from marid.remote.wire.tensors import spec_from
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 from marid.uninterrupted import Uninterrupted
@@ -59,7 +58,6 @@ __all__ = ["RemoteEngine"]
 _EAGER_BYTES = 4 << 20  # uploads are sent without being asked for once there are so many bytes of them
 _USUAL = "activation"  # what a worker takes the memory of results for until it is told
 _AHEAD = 8  # runs that were sent before anybody needs them, each of some thousand operations
-_RESULTS = 1 << 12  # handles set aside for what an operator returns
 _FAREWELL = 3.0  # seconds for a worker's last answer
 _LOOK = 0.2  # between looks at whether it is there
 _NODES = 4000  # in one program; a request has no more than 16,384 inputs or numbers
@@ -76,6 +74,7 @@ class RemoteEngine:
         self.lock = threading.RLock()
         self.remote = Memory()
         self.delivery = Delivery(connection, self.remote)
+        self.queue = self.delivery.queue
         self._programs = Programs()
         self._twisters = Twisters()
         self._unsent = 0  # bytes of uploads
@@ -103,7 +102,7 @@ class RemoteEngine:
 
     def _hold_back(self) -> None:
         """Let a loop that never reads not run away from the worker, nor from what can be done again."""
-        runs = [step for step in self.delivery.steps() if isinstance(step, RunWork)]
+        runs = [step for step in self.queue.steps() if isinstance(step, RunWork)]
         if len(runs) > _AHEAD:
             self._await(runs[-1])
             keep_short(self.delivery)
@@ -123,7 +122,7 @@ class RemoteEngine:
                 value.concrete = step.output(self.remote, task.slots[value], value.node)
             note_roles(task, step)
             step.record(task, give_back)
-            self.delivery.do(step)
+            self.queue.do(step)
         self._tell([*task.inputs, *[value.concrete for value in task.outputs]])
         return sized.transient_bytes
 
@@ -137,7 +136,7 @@ class RemoteEngine:
             if (b.block.role or _USUAL) != (b.block.told or _USUAL)
         }
         if new:
-            self.delivery.do(RolesWork(new.values()))
+            self.queue.do(RolesWork(new.values()))
 
     def replay(self, prepared: Prepared, inputs: list[RemoteBuffer], params: list[Any]) -> list[RemoteBuffer]:
         with self.lock:
@@ -154,7 +153,7 @@ class RemoteEngine:
                 step.enter(inputs)
                 outputs = [step.output(self.remote, slot, prepared.nodes[0]) for slot in slots]
                 step.buffers += outputs
-                self.delivery.do(step)
+                self.queue.do(step)
             return outputs
 
     # --- reading ---
@@ -171,7 +170,7 @@ class RemoteEngine:
             for buffer in wanted:
                 last = self._ask(buffer)
             if last is None:
-                last = next((step for step in reversed(self.delivery.steps()) if isinstance(step, RunWork)), None)
+                last = next((step for step in reversed(self.queue.steps()) if isinstance(step, RunWork)), None)
             if last is None:
                 return False
             self._await(last)
@@ -206,8 +205,8 @@ class RemoteEngine:
         return self.read(buffer)  # which came for this
 
     def _ask(self, buffer: RemoteBuffer) -> Work:
-        step = _Read(buffer)
-        self.delivery.do(step)
+        step = ReadWork(buffer)
+        self.queue.do(step)
         return step
 
     def _brought(self, buffer: RemoteBuffer) -> torch.Tensor | None:
@@ -235,7 +234,7 @@ class RemoteEngine:
         step = FetchWork(
             buffer.handle, buffer.block, (0, (count,), (1,)), got.append, (buffer.geometry.dtype, (count,)), buffer
         )
-        self.delivery.do(step)
+        self.queue.do(step)
         self._await(step)
         traffic.moved(current_site(), role_of(buffer.block), down=got[0].numel() * got[0].element_size())
         return got[0]
@@ -260,43 +259,27 @@ class RemoteEngine:
                 tuple([placed(arg, _handle_of) for arg in args]),
                 named,
                 given,
-                self.remote.take(_RESULTS),
+                self.remote.take(RESULTS),
                 current_site(),
             )
             step.reads = tuple(dict.fromkeys([buffer.block for buffer in buffers]))
             step.writes = step.reads if op.mutates else ()
-            self.delivery.do(step)
+            self.queue.do(step)
             try:
                 self._await(step)
             except BaseException:
-                self.delivery.withdraw(step)
+                self.queue.withdraw(step)
                 raise
             if step.error is not None:
                 raise step.error
-            return self._called(step, buffers)
-
-    def _called(self, step: CallWork, buffers: list[RemoteBuffer]) -> Called:
-        parts = Returns(self.remote, buffers, step)
-        try:
-            returned = parts.read(step.result["returned"])
-            geometries = [geometry_of_spec(spec_from(spec)) for spec in step.result["arguments"]]
-            state = step.result["state"]
-            after = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            if len(geometries) != len(buffers):
-                raise WireError("a call has as many arguments as it was given")
-        except (LookupError, TypeError, ValueError, WireError) as error:
-            problem = WireError(f"what {step.operator} returned cannot be read: {error}")
-            self.link.distrust(problem)
-            raise problem from None
-        for buffer, geometry in zip(buffers, geometries, strict=True):
-            if geometry != buffer.geometry:
-                buffer.geometry = geometry
-                buffer.block.nbytes = max(buffer.block.nbytes, extent_of(geometry))
-                self.remote.alive[buffer.handle] = buffer.block, geometry
-        step.makes, step.handles = tuple(parts.blocks), (*parts.handles, *parts.extra)
-        if parts.extra:  # further handles of arguments
-            self.delivery.do(FreeWork(tuple(parts.extra)))
-        return Called(returned, geometries, after)
+            try:
+                called = step.called(self.remote, buffers)
+            except WireError as error:
+                self.link.distrust(error)
+                raise
+            if step.extra:  # further handles of arguments
+                self.queue.do(FreeWork(step.extra))
+            return called
 
     # --- the host's tensors ---
 
@@ -322,7 +305,7 @@ class RemoteEngine:
     def _send(self, geometry: Geometry, content: Content | FileContent) -> RemoteBuffer:
         block = Block(geometry, current_site())
         buffer = self.remote.made(self.remote.take(1), geometry, block, None)
-        self.delivery.do(UploadWork(buffer, content))
+        self.queue.do(UploadWork(buffer, content))
         self._unsent += content.nbytes
         if self._unsent >= _EAGER_BYTES:
             self._unsent = 0
@@ -364,7 +347,7 @@ class RemoteEngine:
         with self.lock:
             self.delivery.settle()
             step = AskWork(request)
-            self.delivery.do(step)
+            self.queue.do(step)
             self.delivery.flush()
             return step
 
@@ -425,7 +408,7 @@ class RemoteEngine:
             if self.delivery.closed:
                 return self._last_stats
             step = AskWork(Stats())
-            self.delivery.do(step)
+            self.queue.do(step)
             self._await(step)
             return as_stats(step.result or {})
 
@@ -449,22 +432,6 @@ class RemoteEngine:
                 value.concrete = None
                 fail(value.node, error)
                 raise without_frames(error)
-
-
-class _Read(FetchWork):
-    """Bring a tensor for whoever reads it next."""
-
-    def __init__(self, buffer: RemoteBuffer) -> None:
-        super().__init__(buffer.handle, buffer.block, None, None, (buffer.geometry.dtype, buffer.geometry.shape))
-        self._buffer = buffer
-        self._version = buffer.block.version
-        self.site = current_site()
-
-    def done(self, result: torch.Tensor) -> None:
-        super().done(result)
-        tensor = result
-        self._buffer.brought = self._version, tensor
-        traffic.moved(self.site, role_of(self._buffer.block), down=tensor.numel() * tensor.element_size())
 
 
 def _handle_of(value: Value) -> Handle:

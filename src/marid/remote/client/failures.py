@@ -11,9 +11,10 @@ from marid.engine.failed import explain, salvage
 from marid.errors import MaterializationError, MemoryLimitError, WireError, WorkerLostError
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import fail
+from marid.remote.client.calls import CallWork
 from marid.remote.client.memory import Block, Memory
 from marid.remote.client.runs import ReplayWork, RunWork
-from marid.remote.client.steps import CallWork, Work
+from marid.remote.client.steps import Work
 from marid.semantics.scopes import current_site
 
 __all__ = ["LOSSES", "Blame", "error_named", "lost_at", "lost_error", "lost_with_it", "stopped"]

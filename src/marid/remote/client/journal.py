@@ -12,17 +12,12 @@ host, and steps before that are forgotten. When, is a matter of cost (``is_due``
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from marid.engine.protocol import Geometry
-from marid.remote.client.contents import Content
 from marid.remote.client.memory import Block
-from marid.remote.client.steps import Sent, Work
-from marid.remote.client.uploads import UploadWork, upload_requests
-from marid.remote.wire.requests import Call, Free, Handle, Request
+from marid.remote.client.steps import Work
 from marid.settings import settings
 
-__all__ = ["CheckpointWork", "Journal"]
+__all__ = ["Journal"]
 
 _FEWEST = 256  # steps that are kept before it is looked at which of them are still needed
 _MOST = 4096  # steps after which there is a checkpoint, whatever it costs
@@ -97,62 +92,12 @@ class Journal:
             return True
         return self.seconds > max(settings.replay_seconds, _WORTH * checkpoint_seconds)
 
-    def checkpoint(self, replaced: Iterable[CheckpointWork], kept: Iterable[Work]) -> None:
+    def checkpoint(self, replaced: Iterable[Work], kept: Iterable[Work]) -> None:
         """Begin anew with these."""
         self.steps = [*kept, *replaced]
         self._looked_at = len(self.steps)
 
     def written(self) -> set[int]:
         """The blocks, by identity, whose content is more than what was uploaded or kept for them."""
-        computed = [step for step in self.steps if not isinstance(step, (UploadWork, CheckpointWork))]
+        computed = [step for step in self.steps if not step.contents]
         return {block.identity for step in computed for block in (*step.makes, *step.writes)}
-
-
-class CheckpointWork(Work):
-    """The content of a block as it was at one moment, and the handles of tensors that lie in it."""
-
-    answered = True
-
-    def __init__(
-        self, block: Block, content: Content, flat: Geometry, scratch: int, tensors: list[tuple[int, Geometry]]
-    ) -> None:
-        self.makes = (block,)
-        self.handles = tuple([handle for handle, _ in tensors])
-        self.contents = (content,)
-        self._upload = content, flat, scratch
-        self._tensors = tensors
-
-    def requests(self, sent: Sent) -> list[Request]:
-        content, flat, scratch = self._upload
-        found = upload_requests(content, flat, scratch, sent)
-        for handle, geometry in self._tensors:
-            found += _as_viewed(scratch, flat, handle, geometry)
-        return [*found, Free((scratch,))]
-
-
-def _as_viewed(base: int, flat: Geometry, handle: int, of: Geometry) -> list[Request]:
-    """Requests that make ``handle`` a view of this geometry of the flat tensor ``base``, whose numbers are not larger;
-    the next handles are free."""
-    between = base + 1
-    steps: list[tuple[str, tuple[Any, ...]]] = []
-    if of.dtype is not flat.dtype:
-        (count,) = flat.shape
-        whole = count - count % (of.dtype.itemsize // flat.dtype.itemsize)
-        if whole != count:  # not all of it can be seen in this dtype
-            steps.append(("aten.as_strided.default", ([whole], [1], 0)))
-        steps.append(("aten.view.dtype", (of.dtype,)))
-    steps.append(("aten.as_strided.default", (list(of.shape), list(of.stride), of.offset)))
-    if of.conj:
-        steps.append(("aten._conj.default", ()))
-    if of.neg:
-        steps.append(("aten._neg_view.default", ()))
-    found: list[Request] = []
-    source = base
-    for index, (operator, rest) in enumerate(steps):
-        last = index == len(steps) - 1
-        target = handle if last else between
-        found.append(Call(operator, (Handle(source), *rest), (), None, target))
-        if source != base:
-            found.append(Free((source,)))
-        source, between = target, between + 1
-    return found

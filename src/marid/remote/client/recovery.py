@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from marid.remote.client.failures import lost_error
-from marid.remote.client.journal import Journal
 from marid.remote.client.link import Link, RequestFailed
-from marid.remote.client.messages import Message, messages_of
+from marid.remote.client.queue import Message, StepQueue, messages_of
 from marid.remote.client.steps import Sent, Work
 from marid.remote.client.uploads import Offers, UploadWork
 
@@ -17,16 +16,16 @@ __all__ = ["Successor"]
 
 
 class Successor:
-    """Has steps of ``journal`` done again over ``link``. ``reach`` waits until a request there is applied.
+    """Has steps of the journal of ``queue`` done again over ``link``. ``reach`` waits until a request there is applied.
 
     A step may wait for another worker that is lost too, and that one's successor for a step of this one: whoever waits
     lets the other ``advance``, so it does what it can without waiting, and can be interrupted anywhere.
     """
 
-    def __init__(self, link: Link, journal: Journal, offers: Offers, reach: Callable[[Link, int], None]) -> None:
+    def __init__(self, link: Link, queue: StepQueue, offers: Offers, reach: Callable[[Link, int], None]) -> None:
         self.link = link
         self.sent = Sent()
-        self._journal = journal
+        self._queue = queue
         self._offers = offers
         self._reach = reach
         self._reason = ""
@@ -36,7 +35,23 @@ class Successor:
         self._newest = 0  # request that was sent
         self._advancing = False
 
-    def do_again(self, steps: list[Work], reason: str) -> None:
+    def restore(self, reason: str) -> int:
+        """Do again what is needed and was done before; how many steps that were. What cannot be done is lost. Raises
+        ``LinkLost``."""
+        queue, journal, alive = self._queue, self._queue.journal, self._queue.memory.alive
+        waiting = list(queue.outbox)
+        pending = {id(step) for step in waiting}
+        done = [step for step in journal.steps if id(step) not in pending]
+        handles = {*alive, *[handle for step in waiting for handle in step.inputs]}
+        blocks = [block for block, _ in alive.values() if block.error is None]
+        blocks += [block for step in waiting for block in (*step.reads, *step.writes)]
+        needed = journal.needed(handles, blocks, done)
+        self._do_again(needed, reason)
+        made = {handle for step in needed for handle in step.handles}
+        queue.free(sorted(made - handles))
+        return len(needed)
+
+    def _do_again(self, steps: list[Work], reason: str) -> None:
         """Do steps again, in order. What cannot be done is lost, for ``reason``. Raises ``LinkLost``."""
         self._reason = reason
         self._left.extend(steps)
@@ -111,6 +126,6 @@ class Successor:
 
     def _forget(self, step: Work, reason: str) -> None:
         """Let whoever reads what a step made or wrote know that it is lost."""
-        self._journal.remove([step])
+        self._queue.journal.remove([step])
         for block in (*step.makes, *step.writes):
             block.error = lost_error(reason, block)

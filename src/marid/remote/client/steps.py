@@ -12,26 +12,26 @@ import torch
 from marid.graph.node import Spec
 from marid.remote.client.contents import Content, FileContent
 from marid.remote.client.link import Link
-from marid.remote.client.memory import Block
-from marid.remote.wire.kernel_settings import KernelSettings, current
+from marid.remote.client.memory import Block, RemoteBuffer, role_of
+from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.replies import as_tensor
 from marid.remote.wire.requests import (
     ROLES,
-    Call,
     Configure,
     Fetch,
     Free,
-    Handle,
     Request,
     Roles,
 )
+from marid.report.traffic import traffic
+from marid.semantics.scopes import current_site
 
 __all__ = [
     "AskWork",
-    "CallWork",
     "End",
     "FetchWork",
     "FreeWork",
+    "ReadWork",
     "RolesWork",
     "Sent",
     "Work",
@@ -183,6 +183,22 @@ class FetchWork(Work):
         return False  # whoever reads asks again
 
 
+class ReadWork(FetchWork):
+    """Bring a tensor for whoever reads it next."""
+
+    def __init__(self, buffer: RemoteBuffer) -> None:
+        super().__init__(buffer.handle, buffer.block, None, None, (buffer.geometry.dtype, buffer.geometry.shape))
+        self._buffer = buffer
+        self._version = buffer.block.version
+        self.site = current_site()
+
+    def done(self, result: torch.Tensor) -> None:
+        super().done(result)
+        tensor = result
+        self._buffer.brought = self._version, tensor
+        traffic.moved(self.site, role_of(self._buffer.block), down=tensor.numel() * tensor.element_size())
+
+
 class RolesWork(Work):
     """Say what memory is for."""
 
@@ -215,50 +231,8 @@ class AskWork(Work):
         self.result = result
 
 
-class CallWork(Work):
-    """One operator, at once. ``result`` is what the worker answered."""
-
-    blamable = True
-
-    def __init__(
-        self,
-        operator: str,
-        args: tuple[Any, ...],
-        kwargs: tuple[tuple[str, Any], ...],
-        state: bytes | None,
-        base: int,
-        site: Any,
-    ) -> None:
-        self._request = Call(operator, args, kwargs, state, base)
-        self.operator = operator
-        self.inputs = tuple([arg.number for arg in _handles((*args, *(arg for _, arg in kwargs)))])
-        self.base = base
-        self.site = site
-        self._settings = current()
-        self.result: Any = None
-        self.error: Exception | None = None
-
-    def requests(self, sent: Sent) -> list[Request]:
-        return [*configure(self._settings, sent), self._request]
-
-    def done(self, result: Any) -> None:
-        super().done(result)
-        self.result = result
-
-    def refused(self) -> bool:
-        return False  # whoever called asks again
-
-
 def configure(settings: KernelSettings, sent: Sent) -> list[Request]:
     if settings == sent.settings:
         return []
     sent.settings = settings
     return [Configure(settings)]
-
-
-def _handles(args: Iterable[Any]) -> Iterable[Handle]:
-    for arg in args:
-        if isinstance(arg, Handle):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from _handles(arg)

@@ -22,6 +22,7 @@ from marid.errors import MaterializationError
 from marid.remote.client.delivery import Delivery
 from marid.remote.client.link import Link
 from marid.remote.client.memory import Block, Memory, RemoteBuffer
+from marid.remote.client.queue import StepQueue
 from marid.remote.client.steps import End, Sent, Work
 from marid.remote.wire.requests import TICKET_BYTES, Pack, Reduce, Request, Take
 from marid.remote.wire.tensors import packing_of
@@ -189,6 +190,7 @@ class Device(End, Protocol):
     lock: threading.RLock
     remote: Memory
     delivery: Delivery
+    queue: StepQueue
     reached: weakref.WeakKeyDictionary[Any, tuple[tuple[Link, Link], bool]]
     """The devices that a copy was to come from, by the sessions on both: whether their workers were reached."""
 
@@ -212,7 +214,7 @@ def take(target: Device, source: Device, buffer: RemoteBuffer) -> RemoteBuffer |
         taken = _made(target, buffer.geometry._replace(offset=0))
         is_first = known is None or known[0] != links
         step = TakeWork(source, target, packed, taken, current_site(), is_first)
-        target.delivery.do(step)
+        target.queue.do(step)
         if not is_first:
             target.delivery.flush()
             return taken
@@ -251,7 +253,7 @@ def pack(device: Device, buffer: RemoteBuffer) -> RemoteBuffer:
         of = buffer.geometry
         packed = _made(device, Geometry((packing_of(of.shape, of.stride, of.dtype).nbytes,), (1,), 0, torch.uint8))
         step = PackWork(buffer, packed, current_site())
-        device.delivery.do(step)
+        device.queue.do(step)
         device.finish(step)
         packed.block.check()
         return packed
@@ -264,7 +266,7 @@ def reduce(device: Device, group: bytes, operation: str, buffer: RemoteBuffer) -
         buffer.block.check()
         made = _made(device, buffer.geometry._replace(offset=0))
         step = ReduceWork(group, operation, buffer, made, current_site())
-        device.delivery.do(step)
+        device.queue.do(step)
         device.delivery.flush()
         return step
 

@@ -1,0 +1,197 @@
+"""The steps of one worker that are to be done or were not answered yet, in order; what failures take out of them; and
+which requests go together in a message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from marid.errors import UnsupportedOperationError, WireError, WorkerLostError
+from marid.remote.client.calls import CallWork
+from marid.remote.client.failures import Blame, error_named, lost_error, stopped
+from marid.remote.client.journal import Journal
+from marid.remote.client.memory import Memory
+from marid.remote.client.runs import ReplayWork, RunWork
+from marid.remote.client.steps import FreeWork, Sent, Work
+from marid.remote.client.uploads import UploadProgress, UploadWork
+from marid.remote.wire.requests import record_of, write_requests
+
+__all__ = ["Message", "StepQueue", "messages_of"]
+
+_FREED = 4000  # handles in one request
+
+
+class StepQueue:
+    """Not thread-safe: the engine uses it under its lock. ``outbox`` are the steps that were not sent, ``asked`` those
+    that were and are not answered, with the numbers of their last requests; ``journal`` all that matter still."""
+
+    def __init__(self, memory: Memory, name: str) -> None:
+        self.memory = memory
+        self.journal = Journal()
+        self.progress = UploadProgress(name)
+        self.outbox: list[Work] = []
+        self.asked: deque[tuple[int, Work]] = deque()
+        self.holding = False
+        """Whether nothing may be freed now."""
+
+    def do(self, step: Work) -> None:
+        """Have a step done with the next message."""
+        for block in step.writes:
+            block.version += 1
+        self.outbox.append(step)
+        self.journal.add(step)
+        if isinstance(step, UploadWork):
+            self.progress.add(step.contents[0].nbytes)
+
+    def steps(self) -> list[Work]:
+        """What was not answered yet, in order."""
+        return [*[step for _, step in self.asked], *self.outbox]
+
+    def number(self, step: Work) -> int | None:
+        """That of a step that was sent and is not answered; looked for from the newest."""
+        for seq, asked in reversed(self.asked):
+            if asked is step:
+                return seq
+        return None
+
+    def unsent_bytes(self) -> int:
+        return sum(content.nbytes for step in self.outbox for content in step.contents)
+
+    def withdraw(self, step: Work) -> None:
+        """Nobody waits for it any more: it is not done, unless it was sent already."""
+        if step in self.outbox:
+            self.outbox.remove(step)
+            self.journal.remove([step])
+
+    def drop(self) -> None:
+        """Take note of what nobody holds any more: it is freed before anything else is done."""
+        if self.holding:
+            return
+        self.free(self.memory.dropped())
+
+    def refuse(self, error: WireError | OSError) -> None:
+        """Something cannot be written down or read: take back the step that it is in, and raise."""
+        self.progress.end()
+        for place, step in enumerate(self.outbox):
+            try:
+                write_requests(step.requests(Sent()))
+            except (WireError, OSError) as problem:
+                for block in step.makes:
+                    block.error = problem
+                following = self.outbox[place + 1 :]
+                del self.outbox[place:]
+                if isinstance(step, RunWork) and not isinstance(step, ReplayWork):
+                    following.insert(0, step)
+                else:
+                    self.journal.remove([step])
+                self.outbox += self.take_back(following, problem)
+                if isinstance(problem, OSError):
+                    raise
+                raise UnsupportedOperationError(f"{problem} (needed at {step.site})") from None
+        raise error
+
+    def fail(self, following: list[Work], failure: dict[str, Any]) -> None:
+        """The first of these steps has failed, or was cancelled: raise that, and take back the others."""
+        failed = following.pop(0) if failure.get("type") != "Cancelled" or isinstance(following[0], RunWork) else None
+        error = error_named(failure.get("type"), failure.get("text"))
+        raised: BaseException = error
+        gone: list[Work] = []
+        if isinstance(failed, RunWork):
+            raised = stopped(failed, failure, error, self.memory)
+        if failed is not None and not failed.answered:
+            gone.append(failed)
+        self.journal.remove(gone)
+        self.outbox = self.take_back(following, raised if isinstance(raised, Exception) else error)
+        if failed is None:
+            return
+        if isinstance(failed, CallWork):
+            failed.error, failed.answered = error, True
+            return
+        for block in failed.makes if not isinstance(failed, RunWork) else ():
+            block.error = lost_error(str(error), block) if isinstance(error, WorkerLostError) else error
+        raise raised
+
+    def take_back(self, steps: list[Work], error: Exception) -> list[Work]:
+        """What was to be done behind a failure: runs are pending again, what else was to be made is lost to ``error``.
+        The steps that are to be done all the same."""
+        kept: list[Work] = []
+        gone: list[Work] = []
+        for step in reversed(steps):
+            if step.refused():
+                kept.insert(0, step)
+                continue
+            gone.append(step)
+            step.spoil(error)
+            self.memory.forget(step.handles)
+        self.journal.remove(gone)
+        return kept
+
+    def give_up(self, step: Work, index: int | None, blame: Blame) -> None:
+        """A step has ended its worker too often: take it back, and raise that."""
+        place = self.outbox.index(step)
+        following = self.outbox[place + 1 :]
+        del self.outbox[place:]
+        error = blame.error(step, index)
+        self.journal.remove([step])
+        self.outbox += self.take_back(following, error)
+        self.memory.forget(step.handles)
+        blame.give_up(step, index, error)
+        if not isinstance(step, CallWork):
+            raise error
+
+    def drop_lost(self) -> None:
+        """Do not ask for what was lost: whoever reads it gets the error of its block."""
+        spoiled = {handle: block for handle, (block, _) in self.memory.alive.items() if block.error is not None}
+        for step in list(self.outbox) if spoiled else ():
+            blocks = [*step.reads, *[spoiled[handle] for handle in step.inputs if handle in spoiled]]
+            error = next((block.error for block in blocks if block.error is not None), None)
+            if error is not None:
+                self.outbox.remove(step)
+                self.outbox += self.take_back([step], error)
+                if isinstance(step, CallWork):
+                    step.error, step.answered = error, True
+
+    def free(self, handles: list[int]) -> None:
+        """Free handles before anything else is done."""
+        for start in range(0, len(handles), _FREED):
+            self.outbox.insert(0, FreeWork(tuple(handles[start : start + _FREED])))
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+_ITEMS = 12_000  # inputs and numbers; a header has a bound
+_BYTES = 32 << 20  # in segments
+_SEGMENTS = 200
+
+
+class Message:
+    """Requests that go together, and the steps that end among them, with their places."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.ends: list[tuple[int, Work]] = []
+        self._items = self._bytes = self._segments = 0
+
+    def has_room(self, request: Any) -> bool:
+        """Whether a request fits in too; counts it as if it were added. One fits always."""
+        record = record_of(request)
+        self._items += record.size(request)
+        for piece in record.buffers(request):
+            self._segments += 1
+            self._bytes += memoryview(piece).nbytes
+        fits = self._items <= _ITEMS and self._segments <= _SEGMENTS and self._bytes <= _BYTES
+        return fits or not self.requests
+
+
+def messages_of(requests: Iterable[Any]) -> list[Message]:
+    """As few messages as these fit into."""
+    found = [Message()]
+    for request in requests:
+        if not found[-1].has_room(request):
+            found.append(Message())
+            found[-1].has_room(request)
+        found[-1].requests.append(request)
+    return found
