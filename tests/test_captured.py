@@ -15,7 +15,7 @@ from marid.execute.captured import CapturedProgram
 from marid.execute.interrupted import Interrupted
 from marid.frontend.engines import engine_of
 from marid.graph.node import Operation
-from marid.remote.worker.executor import Machine
+from marid.remote.worker.executor import Executor
 from marid.remote.worker.operators import HostOperator, WrittenOut, operator_named, operator_on
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded, connected
@@ -26,16 +26,16 @@ RUNS = 9
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Executor:
     monkeypatch.setitem(accelerator._KINDS, "cpu", Simulated)
-    return Machine(CPU)
+    return Executor(CPU)
 
 
 class Repeated:
     """A function of tensors and numbers, recorded once, to be run again with others."""
 
-    def __init__(self, machine: Machine, function: Callable[..., Any], *examples: torch.Tensor) -> None:
-        self.machine = machine
+    def __init__(self, machine: Executor, function: Callable[..., Any], *examples: torch.Tensor) -> None:
+        self.executor = machine
         self.function = function
         given = [one if one.device.type == DEVICE else one.clone().to(DEVICE) for one in examples]
         values = [example.cpu() for example in examples]
@@ -55,7 +55,7 @@ class Repeated:
         recorded = self.recorded
         given = [tensors[place] for place in self._order]
         numbers = list(recorded.params if params is None else params)
-        _, results = self.machine.run(recorded.digest, recorded.geometry_digest, given, numbers, int)
+        _, results = self.executor.run(recorded.digest, recorded.geometry_digest, given, numbers, int)
         by_slot = dict(
             zip((*recorded.program.input_slots, *recorded.program.output_slots), (*given, *results), strict=True)
         )
@@ -63,7 +63,7 @@ class Repeated:
 
     @property
     def program(self) -> CapturedProgram:
-        prepared, _ = self.machine._programs[self.recorded.digest].geometries[self.recorded.geometry_digest]
+        prepared, _ = self.executor._programs[self.recorded.digest].geometries[self.recorded.geometry_digest]
         assert isinstance(prepared.ready, CapturedProgram)
         return prepared.ready
 
@@ -76,7 +76,7 @@ def _mlp(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tenso
 WEIGHTS = torch.randn(6, 5), torch.randn(5)
 
 
-def test_what_repeats_is_captured_and_results_are_their_owners(machine: Machine) -> None:
+def test_what_repeats_is_captured_and_results_are_their_owners(machine: Executor) -> None:
     """Each run has another ``x``, somewhere else; what earlier runs gave stays what it was."""
     repeated = Repeated(machine, _mlp, torch.randn(4, 6), *WEIGHTS)
     kept: list[tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
@@ -94,7 +94,7 @@ def test_what_repeats_is_captured_and_results_are_their_owners(machine: Machine)
 
 def test_nothing_is_captured_before_it_came_often_or_under_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(accelerator._KINDS, "cpu", Simulated)
-    for machine, runs in ((Machine(CPU), 3), (Machine(CPU, memory_limit=1 << 30), RUNS)):
+    for machine, runs in ((Executor(CPU), 3), (Executor(CPU, memory_limit=1 << 30), RUNS)):
         repeated = Repeated(machine, _mlp, torch.randn(4, 6), *WEIGHTS)
         x = torch.randn(4, 6)
         for _ in range(runs):
@@ -114,7 +114,7 @@ def _step(weight: torch.Tensor, momentum: torch.Tensor, x: torch.Tensor, rate: f
     return out.mean(), norm.log1p().exp(), norm
 
 
-def test_state_that_is_written_in_place(machine: Machine) -> None:
+def test_state_that_is_written_in_place(machine: Executor) -> None:
     """With a rate that changes, around which the program is cut."""
     torch.manual_seed(1)
     start = torch.randn(6, 6), torch.zeros(6, 6), torch.randn(4, 6)
@@ -134,7 +134,7 @@ def test_state_that_is_written_in_place(machine: Machine) -> None:
     assert repeated.program.graphs == 2
 
 
-def test_numbers_that_change_late_and_once(machine: Machine) -> None:
+def test_numbers_that_change_late_and_once(machine: Executor) -> None:
     start = torch.randn(6, 6), torch.zeros(6, 6), torch.randn(4, 6)
     repeated = Repeated(machine, _step, *start)
     place = repeated.recorded.params.index(0.1)
@@ -148,7 +148,7 @@ def test_numbers_that_change_late_and_once(machine: Machine) -> None:
     assert repeated.program.graphs == 2  # cut in two around the number
 
 
-def test_written_memory_that_is_elsewhere_each_time(machine: Machine) -> None:
+def test_written_memory_that_is_elsewhere_each_time(machine: Executor) -> None:
     """It cannot be copied into a buffer: what is written must be seen where it lies."""
     start = torch.randn(6, 6), torch.zeros(6, 6), torch.randn(4, 6)
     repeated = Repeated(machine, _step, *start)
@@ -162,7 +162,7 @@ def test_written_memory_that_is_elsewhere_each_time(machine: Machine) -> None:
             assert_same(a, b)
 
 
-def test_memory_that_is_written_without_saying_so(machine: Machine) -> None:
+def test_memory_that_is_written_without_saying_so(machine: Executor) -> None:
     """The schema of ``native_batch_norm`` does not mark the running statistics."""
 
     def function(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -180,7 +180,7 @@ def test_memory_that_is_written_without_saying_so(machine: Machine) -> None:
             assert_same(a, b)
 
 
-def test_memory_at_the_same_place_may_be_another(machine: Machine) -> None:
+def test_memory_at_the_same_place_may_be_another(machine: Executor) -> None:
     """A tensor dies and the next one lies where it lay: views of it that leave are views of the new one."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -201,7 +201,7 @@ def test_memory_at_the_same_place_may_be_another(machine: Machine) -> None:
     assert machine.replays > 0
 
 
-def test_results_that_share_memory_still_do(machine: Machine) -> None:
+def test_results_that_share_memory_still_do(machine: Executor) -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         base = x.exp().log().mul(3).add(1)
         return base, base[1:, ::2], base.t()
@@ -217,7 +217,7 @@ def test_results_that_share_memory_still_do(machine: Machine) -> None:
     assert machine.replays > 0
 
 
-def test_results_of_other_sizes_are_written_where_they_lie(machine: Machine) -> None:
+def test_results_of_other_sizes_are_written_where_they_lie(machine: Executor) -> None:
     """``out=`` gives tensors other memory, and so could take that of a graph from it."""
 
     def function(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -237,7 +237,7 @@ def test_results_of_other_sizes_are_written_where_they_lie(machine: Machine) -> 
     assert repeated.program.graphs == 0
 
 
-def test_a_resized_result_is_no_graphs(machine: Machine) -> None:
+def test_a_resized_result_is_no_graphs(machine: Executor) -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x.exp().log().mul(2).add(1).tanh()
         z = y * 2
@@ -252,7 +252,7 @@ def test_a_resized_result_is_no_graphs(machine: Machine) -> None:
     assert repeated.program.graphs == 0
 
 
-def test_empty_tensors_are_told_apart(machine: Machine) -> None:
+def test_empty_tensors_are_told_apart(machine: Executor) -> None:
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return a.view(0), b.view(0, 2), x.exp().log().mul(2).add(1).tanh()
 
@@ -266,7 +266,7 @@ def test_empty_tensors_are_told_apart(machine: Machine) -> None:
     assert repeated.program.graphs == 1
 
 
-def test_a_part_of_memory_is_read_where_it_lies(machine: Machine) -> None:
+def test_a_part_of_memory_is_read_where_it_lies(machine: Executor) -> None:
     """``as_strided`` counts from the beginning of its memory, which a copy of it would not have."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -287,7 +287,7 @@ def test_a_part_of_memory_is_read_where_it_lies(machine: Machine) -> None:
         assert_same(repeated(x)[0], function(x)[0])
 
 
-def test_what_never_moved_may_move(machine: Machine) -> None:
+def test_what_never_moved_may_move(machine: Executor) -> None:
     """Weights are replaced, once and then each time."""
     repeated = Repeated(machine, _mlp, torch.randn(4, 6), *WEIGHTS)
     x = torch.randn(4, 6)
@@ -316,7 +316,7 @@ def test_a_piece_that_is_captured_again_disturbs_no_later_one(seed: int, monkeyp
 
     monkeypatch.setitem(accelerator._KINDS, "cpu", lambda device: Simulated(device, seed))
     examples = torch.rand(4, 6), torch.rand(4, 6)
-    repeated = Repeated(Machine(CPU), function, *examples)
+    repeated = Repeated(Executor(CPU), function, *examples)
     a, b = examples
     for run in range(2 * RUNS):
         a = torch.rand(4, 6) if run == RUNS else a
@@ -325,7 +325,7 @@ def test_a_piece_that_is_captured_again_disturbs_no_later_one(seed: int, monkeyp
     assert repeated.program.graphs == 3
 
 
-def test_what_draws_is_between_pieces(machine: Machine) -> None:
+def test_what_draws_is_between_pieces(machine: Executor) -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x.exp().log().mul(2).add(1).tanh()
         y = F.dropout(y, 0.5)
@@ -346,7 +346,7 @@ def test_what_draws_is_between_pieces(machine: Machine) -> None:
     assert repeated.program.graphs == 2
 
 
-def test_what_cannot_be_captured_runs_one_by_one(machine: Machine) -> None:
+def test_what_cannot_be_captured_runs_one_by_one(machine: Executor) -> None:
     """And is left out, so that the rest is captured."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -362,7 +362,7 @@ def test_what_cannot_be_captured_runs_one_by_one(machine: Machine) -> None:
     assert repeated.program.graphs == 2
 
 
-def test_a_program_of_which_nothing_can_be_captured(machine: Machine) -> None:
+def test_a_program_of_which_nothing_can_be_captured(machine: Executor) -> None:
     assert isinstance(machine.accelerator, Simulated)
     machine.accelerator.refused |= {"aten.exp.default", "aten.log.default"}
 
@@ -380,7 +380,7 @@ def test_a_program_of_which_nothing_can_be_captured(machine: Machine) -> None:
     assert len(repeated.program._refused) < 20
 
 
-def test_an_interrupt_while_capturing_has_done_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_capturing_has_done_nothing(machine: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     start = torch.randn(6, 6), torch.zeros(6, 6), torch.randn(4, 6)
     repeated = Repeated(machine, _step, *start)
     tensors = [t.clone() for t in start]
@@ -406,7 +406,7 @@ def test_an_interrupt_while_capturing_has_done_nothing(machine: Machine, monkeyp
         assert_same(a, b)
 
 
-def test_an_error_behind_a_piece_leaves_tensors_that_stay(machine: Machine) -> None:
+def test_an_error_behind_a_piece_leaves_tensors_that_stay(machine: Executor) -> None:
     """What exists when a run stops is told, and is no longer in the memory of graphs."""
     failing = [False]
 
@@ -443,7 +443,7 @@ def test_an_error_behind_a_piece_leaves_tensors_that_stay(machine: Machine) -> N
 
 
 @pytest.mark.mispredicts
-def test_results_are_laid_out_as_recorded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_laid_out_as_recorded(machine: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever strides the kernels of a device prefer."""
     layer_op = torch.ops.aten.convolution.default
 
@@ -467,7 +467,7 @@ def test_results_are_laid_out_as_recorded(machine: Machine, monkeypatch: pytest.
 
 
 def test_what_is_written_out_is_captured_and_what_the_host_does_is_not(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = F.scaled_dot_product_attention(x.exp().log().mul(2), x, x + 1)

@@ -27,7 +27,7 @@ from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
 from marid.remote.wire.endpoints import ClientKey, make_client
 from marid.remote.wire.requests import read_requests
-from marid.remote.worker.copies import Arrival, Collectors, Copies, Place
+from marid.remote.worker.copies import Arrival, Collectors, Copies, PeerAddress
 from marid.report.traffic import traffic
 from tests.remote_helpers import connected, kill, within
 
@@ -291,7 +291,7 @@ def offered(index: int, peer: bytes) -> tuple[bytes, bytes]:
     marid.materialize(tensor)
     packed = exchange.pack(engine, tensor._value.concrete)  # pyright: ignore[reportAttributeAccessIssue]
     ticket = os.urandom(32)
-    engine.link.tell({"kind": "offer", "ticket": ticket, "handle": packed.handle, "peer": peer})
+    engine.link.notify({"kind": "offer", "ticket": ticket, "handle": packed.handle, "peer": peer})
     engine.kept = packed
     engine.worker_stats()
     return ticket, engine.link.boot
@@ -395,7 +395,7 @@ def test_malformed_requests_are_refused(data: list[Any]) -> None:
 )
 def test_places_are_checked(fields: dict[str, Any]) -> None:
     with pytest.raises(marid.errors.WireError):
-        Place.read({"of": bytes(8), **fields})
+        PeerAddress.read({"of": bytes(8), **fields})
 
 
 def test_pieces_are_checked() -> None:
@@ -479,7 +479,7 @@ def collecting() -> Iterator[Copies]:
 
 
 def told(copies: Copies, ticket: bytes, address: str) -> None:
-    copies.tell({"ticket": ticket, "address": address, "key": None, "of": bytes(8), "patience": 60})
+    copies.locate({"ticket": ticket, "address": address, "key": None, "of": bytes(8), "patience": 60})
 
 
 def test_an_address_that_cannot_be_connected_to_ends_what_was_to_come_from_there() -> None:

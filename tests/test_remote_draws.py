@@ -12,7 +12,7 @@ from marid.engine.inprocess import concretely
 from marid.graph.node import Operation
 from marid.remote.worker import executor as machines
 from marid.remote.worker import programs
-from marid.remote.worker.executor import Machine
+from marid.remote.worker.executor import Executor
 from marid.remote.worker.operators import HostOperator, operator_named, operator_on
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded
@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Executor:
     for module in (programs, machines):
         monkeypatch.setattr(module, "operator_on", lambda device, op, draws: HostOperator(op, device) if draws else op)
-    return Machine(CPU)
+    return Executor(CPU)
 
 
-def test_draws_of_programs_are_those_of_the_cpu(machine: Machine) -> None:
+def test_draws_of_programs_are_those_of_the_cpu(machine: Executor) -> None:
     torch.manual_seed(5)
     x = torch.arange(24.0).reshape(4, 6).to(DEVICE)
     x.t()[1:4].uniform_(2, 3)  # in place, of memory with other strides
@@ -51,7 +51,7 @@ def test_draws_of_programs_are_those_of_the_cpu(machine: Machine) -> None:
             assert_same(found[slot], tensor)
 
 
-def test_a_call_draws_on_the_host_and_says_where_it_stopped(machine: Machine) -> None:
+def test_a_call_draws_on_the_host_and_says_where_it_stopped(machine: Executor) -> None:
     generator = torch.Generator().manual_seed(3)
     state = bytes(generator.get_state().tolist())
     x = torch.zeros(5)
@@ -72,7 +72,7 @@ def test_on_the_cpu_operators_are_called_as_ever() -> None:
     assert elsewhere.mutates
 
 
-def test_a_made_tensor_is_not_one_that_was_given(machine: Machine) -> None:
+def test_a_made_tensor_is_not_one_that_was_given(machine: Executor) -> None:
     """A copy is copied back only where the operator has written it."""
     assert machine.device == CPU
     op = HostOperator(operator_named("aten.normal.Tensor_Tensor"), CPU)

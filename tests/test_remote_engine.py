@@ -16,7 +16,7 @@ from marid.errors import BudgetError, LazyTensorError, MaterializationError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import run_pending
-from marid.remote.client.runs import RunWork
+from marid.remote.client.runs import RunStep
 from marid.remote.launch import connect as connecting
 from marid.remote.wire import kernel_settings
 from tests.helpers import assert_same
@@ -96,7 +96,7 @@ def test_a_loop_that_never_reads_goes_out_while_it_is_recorded(monkeypatch: pyte
     with marid.budget(round_trips=6):
         for _ in range(10_000):
             x = x + 1
-            most = max(most, sum(isinstance(step, RunWork) for step in delivery.queue.steps()))
+            most = max(most, sum(isinstance(step, RunStep) for step in delivery.queue.steps()))
         sent = delivery.link.counts.messages_up - before
     assert 19 <= sent <= 60
     assert most <= 10

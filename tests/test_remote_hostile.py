@@ -28,7 +28,7 @@ from marid.remote.worker import executor as machines
 from marid.remote.worker.chunks import ChunkStore
 from marid.remote.worker.collectives import Groups, Job
 from marid.remote.worker.copies import Collectors, Copies, Tickets
-from marid.remote.worker.executor import Machine
+from marid.remote.worker.executor import Executor
 from marid.remote.worker.server import Limits, Worker
 from marid.remote.worker.session import Message, Session
 from marid.remote.worker.workspace import Workspace
@@ -257,7 +257,7 @@ def test_a_hundred_thousand_damaged_messages_do_no_harm() -> None:
 def _fuzz_session(count: int, seed: int) -> None:
     """Valid headers around damaged requests, applied in this process: every answer is an answer."""
     choose = random.Random(seed)
-    machine = Machine(torch.device("cpu"), 64 << 20, 64 << 20)
+    machine = Executor(torch.device("cpu"), 64 << 20, 64 << 20)
     x = torch.arange(12.0).view(3, 4).to(DEVICE)
     a, b = torch.split(torch.cat([x, x * 2.5]).relu(), 3)
     y = (a @ b.t()).to(torch.float64) + torch.rand(3, 3, device=DEVICE)
@@ -341,7 +341,7 @@ def _fuzz_copies(count: int, seed: int) -> None:
     choose = random.Random(seed)
     collectors = Collectors(lambda: None)
     copies, tickets = Copies(collectors), Tickets(lambda _ticket, _key: None)
-    machine = Machine(torch.device("cpu"))
+    machine = Executor(torch.device("cpu"))
     groups = Groups(machine.device, lambda: None)
     workspace = Workspace(b"", machine, ChunkStore(1 << 20), copies, groups, 1 << 20)
     workspace.tensors[2] = torch.arange(100, dtype=torch.uint8)
@@ -357,7 +357,7 @@ def _fuzz_copies(count: int, seed: int) -> None:
             if plain["kind"] == "offer":
                 tickets.offer(workspace, plain)
             elif plain["kind"] == "source":
-                copies.tell(plain)
+                copies.locate(plain)
             else:
                 answer = tickets.answer(plain, choose.choice([None, bytes(32).hex(), "other"]))
                 wire.encode({"v": wire.VERSION, **answer[0]} if answer else {})
@@ -578,7 +578,7 @@ def test_what_is_small_counts_for_what_it_takes(monkeypatch: pytest.MonkeyPatch)
         store.put(b"", digest_of(data), data)
     assert len(store) < 1100
     monkeypatch.setattr(machines, "_PROGRAM_BYTES", 10 << 20)
-    machine = Machine(torch.device("cpu"))
+    machine = Executor(torch.device("cpu"))
     for number in range(20):
         instructions = [[0, [i, i], [], [i + 1, []]] for i in range(1000 + number)]
         body = wire.pack_plain([["aten.add.Tensor"], [0], [len(instructions)], instructions])

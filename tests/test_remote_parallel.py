@@ -23,7 +23,7 @@ from marid.remote.launch import connect as connecting
 from marid.remote.wire import requests as ask
 from marid.remote.wire.requests import read_requests
 from marid.remote.worker import collectives
-from marid.remote.worker.collectives import CollectiveFailed, Groups, Store, Waits
+from marid.remote.worker.collectives import CollectiveFailed, Groups, Store, WouldBlock
 from marid.report.traffic import traffic
 from tests.remote_helpers import connected, kill
 
@@ -266,7 +266,7 @@ def test_groups_that_nobody_joins_take_a_bounded_number_of_threads(monkeypatch: 
         port = silent.getsockname()[1]
         for number in range(3):
             group = bytes([number] * 16)
-            with pytest.raises(Waits if number < 2 else CollectiveFailed):
+            with pytest.raises(WouldBlock if number < 2 else CollectiveFailed):
                 groups.do(ask.Join(group, 1, 2, "127.0.0.1", port, "127.0.0.1", 3), holder)
             groups.do(ask.Leave(group), holder)
         assert not groups._jobs

@@ -17,7 +17,7 @@ from marid.frontend.engines import engine_of
 from marid.remote.client.checkpoint import take_checkpoint
 from marid.remote.client.engine import RemoteEngine
 from marid.remote.client.link import Link
-from marid.remote.client.runs import RunWork
+from marid.remote.client.runs import RunStep
 from marid.remote.launch import connect as connecting
 from marid.report.traffic import traffic
 from tests import remote_helpers
@@ -227,7 +227,7 @@ def test_a_journal_that_costs_too_much_takes_a_checkpoint(monkeypatch: pytest.Mo
     before = traffic.checkpoints
     assert same(train(DEVICE, 12, killing({10})), train("cpu", 12))
     assert traffic.checkpoints > before
-    assert sum(isinstance(step, RunWork) for step in engine().queue.journal.steps) <= 4
+    assert sum(isinstance(step, RunStep) for step in engine().queue.journal.steps) <= 4
 
 
 def test_uploads_come_back_from_files() -> None:

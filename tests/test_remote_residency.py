@@ -217,7 +217,7 @@ def test_what_others_may_collect_comes_back_for_them() -> None:
             ends = {1: "piece", 2: "later", 3: "later"}
             for handle, kind in ends.items():
                 ticket = bytes([handle] * 32)
-                link.tell({"kind": "offer", "ticket": ticket, "handle": handle, "peer": link.welcome["peer"]})
+                link.notify({"kind": "offer", "ticket": ticket, "handle": handle, "peer": link.welcome["peer"]})
                 link.wait(link.send([ask.Stats()]))
                 collect = {"v": wire.VERSION, "kind": "collect", "session": bytes(16), "boot": link.boot}
                 other.send(wire.encode({**collect, "ticket": ticket, "start": 4 * MEGABYTE}))

@@ -22,7 +22,7 @@ from marid.engine.snapshot import snapshot
 from marid.remote.client import contents as spooling
 from marid.remote.client.contents import Content, Spool, content_of
 from marid.remote.client.steps import Sent
-from marid.remote.client.uploads import HaveWork, UploadProgress
+from marid.remote.client.uploads import HaveStep, UploadProgress
 from marid.remote.launch.connect import connection_of, disconnect
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import requests as ask
@@ -267,13 +267,13 @@ def test_only_what_is_new_is_sent(worker: LocalWorker) -> None:
 
 def test_one_question_for_many_tensors(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    written = HaveWork.requests
+    written = HaveStep.requests
 
-    def requests(self: HaveWork, sent: Sent) -> list[ask.Request]:
+    def requests(self: HaveStep, sent: Sent) -> list[ask.Request]:
         asked.append(len(self.digests))
         return written(self, sent)
 
-    monkeypatch.setattr(HaveWork, "requests", requests)
+    monkeypatch.setattr(HaveStep, "requests", requests)
     with connected(worker):
         uploaded(weights(4, 12, 2 * MB))
     assert asked == [12]
@@ -315,17 +315,17 @@ def test_the_worker_is_lost_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -
     marid.connect(workers=1, first=6)
     try:
         tensors = weights(6, 16)
-        written = HaveWork.requests
+        written = HaveStep.requests
         killed: list[int] = []
 
-        def requests(self: HaveWork, sent: Sent) -> list[ask.Request]:
+        def requests(self: HaveStep, sent: Sent) -> list[ask.Request]:
             if len(killed) < 2:
                 process = connection_of(6).worker.process
                 killed.append(process.pid)
                 process.kill()
             return written(self, sent)
 
-        monkeypatch.setattr(HaveWork, "requests", requests)
+        monkeypatch.setattr(HaveStep, "requests", requests)
         uploaded(tensors)
         assert len(killed) == 2
     finally:

@@ -569,9 +569,9 @@ def test_chunks_stay_in_the_memory_of_the_tensor_they_became() -> None:
 
     tensor = made()
     counted = store.nbytes
-    store.place(b"one", digests, tensor.untyped_storage())
+    store.adopt(b"one", digests, tensor.untyped_storage())
     again = made()
-    store.place(b"one", digests, again.untyped_storage())  # they lie in the first
+    store.adopt(b"one", digests, again.untyped_storage())  # they lie in the first
     assert (store.missing(b"one", digests), store.nbytes) == ([], counted)
     assert torch.equal(again, data)
     again.zero_()
@@ -588,14 +588,14 @@ def test_chunks_stay_in_the_memory_of_the_tensor_they_became() -> None:
     assert kept() is None
 
     tensor = made()
-    store.place(b"one", digests, tensor.untyped_storage())
+    store.adopt(b"one", digests, tensor.untyped_storage())
     tensor.untyped_storage().resize_(0)  # it waits elsewhere
     assert store.missing(b"one", digests) == [0, 1, 2]
 
     zeros = torch.zeros(2 * CHUNK_BYTES, dtype=torch.uint8)
     ((digest, piece), _) = chunks_of(memory_of(zeros))
     store.put(b"one", digest, bytes(piece))
-    store.place(b"one", (digest, digest), zeros.untyped_storage())
+    store.adopt(b"one", (digest, digest), zeros.untyped_storage())
     zeros += 1
     assert bytes(store.get(b"one", digest)) == bytes(CHUNK_BYTES)
 
@@ -607,7 +607,7 @@ def test_chunks_of_one_memory_go_together() -> None:
     digests = tuple(digest for digest, _ in chunks)
     for digest, piece in chunks:
         store.put(b"one", digest, bytes(piece))
-    store.place(b"one", digests, data.clone().untyped_storage())
+    store.adopt(b"one", digests, data.clone().untyped_storage())
     other = torch.randint(0, 256, (2 * CHUNK_BYTES,), dtype=torch.uint8)
     for digest, piece in chunks_of(memory_of(other)):
         store.put(b"one", digest, bytes(piece))

@@ -10,7 +10,7 @@ import torch
 from marid.engine.protocol import Called, Returned
 from marid.errors import WireError
 from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
-from marid.remote.client.steps import Sent, Work, configure
+from marid.remote.client.steps import Sent, Step, configure
 from marid.remote.wire.codec import as_int, as_list, as_text
 from marid.remote.wire.kernel_settings import current
 from marid.remote.wire.requests import (
@@ -20,17 +20,17 @@ from marid.remote.wire.requests import (
 )
 from marid.remote.wire.tensors import spec_from
 
-__all__ = ["RESULTS", "CallWork"]
+__all__ = ["RESULTS", "CallStep"]
 
 
 RESULTS = 1 << 12
 """Handles that are set aside for what an operator returns."""
 
 
-class CallWork(Work):
+class CallStep(Step):
     """One operator, at once. ``result`` is what the worker answered."""
 
-    blamable = True
+    may_crash = True
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Returns:
     """Reads what an operator returned, noting the new ``blocks`` and ``handles``, and the ``extra`` ones: further
     handles of its arguments."""
 
-    def __init__(self, memory: Memory, buffers: list[RemoteBuffer], step: CallWork) -> None:
+    def __init__(self, memory: Memory, buffers: list[RemoteBuffer], step: CallStep) -> None:
         self.blocks: list[Block] = []
         self.handles: list[int] = []
         self.extra: list[int] = []

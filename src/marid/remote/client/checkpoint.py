@@ -12,13 +12,13 @@ from marid.engine.protocol import Geometry
 from marid.remote.client.contents import Content, content_of
 from marid.remote.client.delivery import Delivery
 from marid.remote.client.memory import Block
-from marid.remote.client.runs import RunWork
-from marid.remote.client.steps import FetchWork, Sent, Work
+from marid.remote.client.runs import RunStep
+from marid.remote.client.steps import FetchStep, Sent, Step
 from marid.remote.client.uploads import upload_requests
 from marid.remote.wire.requests import Call, Free, Handle, Request
 from marid.report.traffic import traffic
 
-__all__ = ["CheckpointWork", "keep_short", "take_checkpoint"]
+__all__ = ["CheckpointStep", "compact", "take_checkpoint"]
 
 _BANDWIDTH = 200e6  # bytes a second, until one was measured
 _EVERY = 1.0  # seconds between looks at what the journal costs
@@ -29,13 +29,13 @@ class _Pace:
     bandwidth = _BANDWIDTH
 
 
-def keep_short(delivery: Delivery) -> None:
+def compact(delivery: Delivery) -> None:
     """To be called when a wait has ended: prune, and take a checkpoint if it is time."""
     journal, now = delivery.queue.journal, time.monotonic()
     if not journal.is_long and now - _Pace.looked_at < _EVERY:
         return
     _Pace.looked_at = now
-    if any(isinstance(step, RunWork) for step in delivery.queue.steps()):
+    if any(isinstance(step, RunStep) for step in delivery.queue.steps()):
         return
     delivery.queue.drop()
     blocks = [block for block, _ in delivery.queue.memory.alive.values()]
@@ -66,7 +66,7 @@ def _take(delivery: Delivery) -> int:
     written = journal.written()
     uploaded = {handle for step in journal.steps if step.contents for handle in step.handles}
     kept: list[int] = []
-    taken: list[CheckpointWork] = []
+    taken: list[CheckpointStep] = []
     total = 0
     for block, tensors in delivery.queue.memory.blocks().values():
         if block.error is not None:
@@ -78,7 +78,7 @@ def _take(delivery: Delivery) -> int:
         handle, geometry = min(tensors, key=lambda tensor: tensor[1].dtype.itemsize)
         count = block.nbytes // geometry.dtype.itemsize
         got: list[torch.Tensor] = []
-        step = FetchWork(handle, block, (0, (count,), (1,)), got.append, (geometry.dtype, (count,)))
+        step = FetchStep(handle, block, (0, (count,), (1,)), got.append, (geometry.dtype, (count,)))
         delivery.queue.do(step)
         delivery.wait(step)
         flat = Geometry((count,), (1,), 0, geometry.dtype)
@@ -86,13 +86,13 @@ def _take(delivery: Delivery) -> int:
         content.spool()
         total += block.nbytes
         scratch = delivery.queue.memory.take(1 + 4 * len(tensors))
-        taken.append(CheckpointWork(block, content, flat, scratch, tensors))
+        taken.append(CheckpointStep(block, content, flat, scratch, tensors))
     uploads = journal.needed(kept, [delivery.queue.memory.alive[handle][0] for handle in kept])
     journal.checkpoint(taken, uploads)
     return total
 
 
-class CheckpointWork(Work):
+class CheckpointStep(Step):
     """The content of a block as it was at one moment, and the handles of tensors that lie in it."""
 
     answered = True

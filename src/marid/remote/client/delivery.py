@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 from marid.errors import MaterializationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
-from marid.remote.client.failures import Blame
+from marid.remote.client.failures import PoisonDetector
 from marid.remote.client.link import Link, LinkLost, RequestFailed
 from marid.remote.client.memory import Memory
-from marid.remote.client.queue import Message, StepQueue
-from marid.remote.client.recovery import Successor
-from marid.remote.client.runs import ReplayWork, RunWork, report_mispredictions
-from marid.remote.client.steps import AskWork, RolesWork, Sent, Work
-from marid.remote.client.uploads import BATCH, Offers, UploadWork
+from marid.remote.client.queue import Batch, StepQueue
+from marid.remote.client.recovery import Recovery
+from marid.remote.client.runs import ReplayStep, RunStep, report_mispredictions
+from marid.remote.client.steps import AskStep, RolesStep, Sent, Step
+from marid.remote.client.uploads import BATCH, Offers, UploadStep
 from marid.report.stats import counters
 from marid.report.traffic import SocketCounts, traffic
 from marid.uninterrupted import Uninterrupted
@@ -66,9 +66,9 @@ class Delivery:
         self.closed = False
         self.ending = False
         """Whether no other worker is to be taken if this one is lost."""
-        self._blame = Blame()
+        self._poison = PoisonDetector()
         self._losses = 0  # of workers, since one has answered
-        self._successor: Successor | None = None
+        self._recovery: Recovery | None = None
         """Of a worker that was lost, while it is told what is needed."""
 
     def flush(self, streaming: bool = False) -> None:
@@ -81,10 +81,10 @@ class Delivery:
                 if streaming:
                     self.settle()
                 ready = self._ready(streaming)
-                if ready and self._blame.is_careful(self.queue.steps):
+                if ready and self._poison.is_careful(self.queue.steps):
                     step = self.queue.outbox[0]
                     self._send(1)
-                    if step.blamable:  # others may wait for what another device is still to be asked
+                    if step.may_crash:  # others may wait for what another device is still to be asked
                         self._await(step)
                     continue
                 if ready:
@@ -103,7 +103,7 @@ class Delivery:
     def _ready(self, streaming: bool) -> int:
         """How many steps can be sent. Asks about uploads, and waits for answers, but for the latest with
         ``streaming``."""
-        if not any(isinstance(step, UploadWork) for step in self.queue.outbox):
+        if not any(isinstance(step, UploadStep) for step in self.queue.outbox):
             return len(self.queue.outbox)
         questions = self._offers.ask(self.queue.outbox, self._sent, streaming)
         if questions:
@@ -113,7 +113,7 @@ class Delivery:
         while place < len(self.queue.outbox):
             step = self.queue.outbox[place]
             place += 1
-            if not isinstance(step, UploadWork):
+            if not isinstance(step, UploadStep):
                 continue
             questions = [one for one in step.questions or () if not one.answered]
             questions = [one for _, one in self.queue.asked if one in questions] if questions else []
@@ -126,18 +126,18 @@ class Delivery:
 
     def _send(self, count: int) -> None:
         """Send the first steps in as few messages as they fit into; takes what was sent out of the outbox."""
-        message = Message()
+        message = Batch()
         for step in self.queue.outbox[:count]:
             for request in step.requests(self._sent):
-                if not message.has_room(request):
+                if not message.fits(request):
                     self._post(message)
-                    message = Message()
-                    message.has_room(request)
+                    message = Batch()
+                    message.fits(request)
                 message.requests.append(request)
             message.ends.append((len(message.requests) - 1, step))
         self._post(message)
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: Batch) -> None:
         if not message.requests:
             return
         if not self.queue.asked:
@@ -147,9 +147,9 @@ class Delivery:
             self.queue.asked.extend([(first + end, step) for end, step in message.ends])
             del self.queue.outbox[: len(message.ends)]
 
-        self.link.send(message.requests, sent_as, self._see_to_sources, self._blame.is_careful(self.queue.steps))
+        self.link.send(message.requests, sent_as, self._see_to_sources, self._poison.is_careful(self.queue.steps))
 
-    def wait(self, step: Work) -> None:
+    def wait(self, step: Step) -> None:
         """Send what there is to do, and wait until ``step`` was done or refused. Raises what came before it raised."""
         waited = False
         while not step.answered:
@@ -158,9 +158,9 @@ class Delivery:
             if self.queue.number(step) is None:
                 break
             waited = self._await(step) or waited
-        self.count(round_trips=int(waited and not isinstance(step, AskWork)))  # questions of ours are nobody's
+        self.count(round_trips=int(waited and not isinstance(step, AskStep)))  # questions of ours are nobody's
 
-    def _await(self, step: Work) -> bool:
+    def _await(self, step: Step) -> bool:
         """Wait until something that was sent was answered, or something went wrong; whether that took time."""
         waited = False
         while not step.answered:
@@ -223,18 +223,18 @@ class Delivery:
             texts, self.link.warnings = self.link.warnings, []
             warn_of(texts)
 
-    def _take_answers(self, applied: int) -> Work:
+    def _take_answers(self, applied: int) -> Step:
         """Those up to this number, of which there are some; the last step that was answered."""
         mispredictions, self.link.mispredictions = self.link.mispredictions, []
         while True:
             seq, step = self.queue.asked.popleft()
-            if mispredictions and isinstance(step, RunWork):
+            if mispredictions and isinstance(step, RunStep):
                 report_mispredictions(mispredictions, seq, step)
             step.done(self.link.take(seq))
-            if isinstance(step, UploadWork):
+            if isinstance(step, UploadStep):
                 self.queue.progress.done(step.contents[0].nbytes)
-            elif isinstance(step, RunWork):
-                counters.ops_executed += len(step.sized.known.program.instructions)
+            elif isinstance(step, RunStep):
+                counters.ops_executed += len(step.specialization.encoded.program.instructions)
                 counters.epoch += 1
             self._losses = 0
             if not self.queue.asked or self.queue.asked[0][0] > applied:
@@ -273,7 +273,7 @@ class Delivery:
     def cancel(self) -> None:
         """Ctrl-C: have the worker stop between two operations, and take back what it has not done. Replays cannot be
         taken back: where there is one, the wait ends and the work does not."""
-        if any(isinstance(step, ReplayWork) for _, step in self.queue.asked):
+        if any(isinstance(step, ReplayStep) for _, step in self.queue.asked):
             return
         self.link.cancel()
         deadline = time.monotonic() + _CANCEL
@@ -296,22 +296,22 @@ class Delivery:
     @property
     def is_lost(self) -> bool:
         """Whether what the worker held is gone, or not all there again."""
-        return self._successor is not None or self.link.is_lost or self._connection.is_gone()
+        return self._recovery is not None or self.link.is_lost or self._connection.is_gone()
 
     def revive(self) -> None:
         """Take another worker if this one is known to be lost; say again what may not have been heard. To be called
         while others wait for it, also by what waits for it inside of a recovery of this one."""
-        if self._successor is not None:
+        if self._recovery is not None:
             with contextlib.suppress(LinkLost):  # which is seen where that recovery goes on
-                self._successor.advance()
+                self._recovery.advance()
         elif not self.closed and self.is_lost:
             self._recover("a copy from it was waited for")
         for step in self._in_flight():
-            step.say_again()
+            step.renotify()
 
-    def _in_flight(self) -> list[Work]:
-        if self._successor is not None:
-            return self._successor.in_flight()
+    def _in_flight(self) -> list[Step]:
+        if self._recovery is not None:
+            return self._recovery.in_flight()
         return [step for seq, step in self.queue.asked if seq > self.link.applied]
 
     def _see_to_sources(self) -> None:
@@ -319,7 +319,7 @@ class Delivery:
         for source in {id(end): end for step in self._in_flight() for end in step.sources}.values():
             source.revive()
         for step in self._in_flight():
-            step.say_again()
+            step.renotify()
 
     def _recover(self, reason: str) -> None:
         """Take another worker, and let it have all that is still needed."""
@@ -330,17 +330,17 @@ class Delivery:
             raise WorkerLostError(f"{_LOSSES} workers in a row were lost and had done nothing: {reason}")
         at = self.link.at
         unanswered = [(seq, step) for seq, step in self.queue.asked if seq > self.link.applied]
-        culprit = self._blame.lost(self.queue.steps, [step for _, step in unanswered])
+        culprit = self._poison.lost(self.queue.steps, [step for _, step in unanswered])
         try:
             self._replace(reason)
         except BaseException:
             self.link.close()  # not all is there: whoever needs it takes another worker
             raise
         finally:
-            self._successor = None
+            self._recovery = None
         if culprit is not None and culprit in self.queue.outbox:
             known = at is not None and any(step is culprit and seq == at[0] for seq, step in unanswered)
-            self.queue.give_up(culprit, at[1] if known and at is not None else None, self._blame)
+            self.queue.give_up(culprit, at[1] if known and at is not None else None, self._poison)
 
     def _replace(self, reason: str) -> None:
         started = time.monotonic()
@@ -355,13 +355,13 @@ class Delivery:
         for _ in range(_ATTEMPTS):
             self.link = _ours(self._connection.reopen(reason))
             self._counted = vars(SocketCounts())
-            self._successor = Successor(self.link, self.queue, self._offers, self._reach)
+            self._recovery = Recovery(self.link, self.queue, self._offers, self._reach)
             try:
-                count = self._successor.restore(reason)
+                count = self._recovery.restore(reason)
             except LinkLost as lost:
                 reason = str(lost)
                 continue
-            self._sent = self._successor.sent
+            self._sent = self._recovery.sent
             self.queue.drop_lost()
             seconds = time.monotonic() - started
             traffic.recovered(count, seconds)
@@ -371,7 +371,7 @@ class Delivery:
             )
             if self.link.welcome["limits"].get("spill"):
                 alive = self.queue.memory.alive
-                self.queue.outbox.append(RolesWork((handle, block) for handle, (block, _) in alive.items()))
+                self.queue.outbox.append(RolesStep((handle, block) for handle, (block, _) in alive.items()))
             return
         raise WorkerLostError(f"{_ATTEMPTS} workers in a row were lost while work was done again: {reason}")
 

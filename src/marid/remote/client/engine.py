@@ -38,15 +38,15 @@ from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.twister import Twisters
 from marid.remote.client import transfers as exchange
-from marid.remote.client.calls import RESULTS, CallWork
-from marid.remote.client.checkpoint import keep_short
+from marid.remote.client.calls import RESULTS, CallStep
+from marid.remote.client.checkpoint import compact
 from marid.remote.client.contents import LARGE, Content, FileContent, content_of
 from marid.remote.client.delivery import Connection, Delivery
 from marid.remote.client.link import Link, LinkLost, RequestFailed
 from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, note_roles, role_of
-from marid.remote.client.runs import Programs, ReplayWork, RunWork, Sized
-from marid.remote.client.steps import AskWork, FetchWork, FreeWork, ReadWork, RolesWork, Work
-from marid.remote.client.uploads import UploadWork
+from marid.remote.client.runs import EncodedPrograms, ReplayStep, RunStep, Specialization
+from marid.remote.client.steps import AskStep, FetchStep, FreeStep, ReadStep, RolesStep, Step
+from marid.remote.client.uploads import UploadStep
 from marid.remote.wire.replies import as_stats
 from marid.remote.wire.requests import Handle, Request, Stats
 from marid.report.traffic import traffic
@@ -56,7 +56,7 @@ from marid.uninterrupted import Uninterrupted
 __all__ = ["RemoteEngine"]
 
 _EAGER_BYTES = 4 << 20  # uploads are sent without being asked for once there are so many bytes of them
-_USUAL = "activation"  # what a worker takes the memory of results for until it is told
+_USUAL = "activation"  # what a worker takes the memory of results for until it is sent their role
 _AHEAD = 8  # runs that were sent before anybody needs them, each of some thousand operations
 _FAREWELL = 3.0  # seconds for a worker's last answer
 _LOOK = 0.2  # between looks at whether it is there
@@ -64,7 +64,7 @@ _NODES = 4000  # in one program; a request has no more than 16,384 inputs or num
 
 
 class RemoteEngine:
-    """Runs programs on the worker of ``connection``, or on its successor when it was lost."""
+    """Runs programs on the worker of ``connection``, or on its replacement when it was lost."""
 
     pieces = False
     elsewhere = True
@@ -75,7 +75,7 @@ class RemoteEngine:
         self.remote = Memory()
         self.delivery = Delivery(connection, self.remote)
         self.queue = self.delivery.queue
-        self._programs = Programs()
+        self._programs = EncodedPrograms()
         self._twisters = Twisters()
         self._unsent = 0  # bytes of uploads
         self.reached: weakref.WeakKeyDictionary[Any, tuple[tuple[Link, Link], bool]] = weakref.WeakKeyDictionary()
@@ -102,10 +102,10 @@ class RemoteEngine:
 
     def _hold_back(self) -> None:
         """Let a loop that never reads not run away from the worker, nor from what can be done again."""
-        runs = [step for step in self.queue.steps() if isinstance(step, RunWork)]
+        runs = [step for step in self.queue.steps() if isinstance(step, RunStep)]
         if len(runs) > _AHEAD:
             self._await(runs[-1])
-            keep_short(self.delivery)
+            compact(self.delivery)
 
     def _run(self, nodes: list[Node], give_back: GiveBack, room: int | None) -> int:
         """The same for as many nodes as fit into one request; the list must be the only one that holds them."""
@@ -113,9 +113,9 @@ class RemoteEngine:
         self._refuse_spoiled(task)
         if room is not None:
             refuse_beyond(room, task)
-        sized = self._programs.find(task)
-        base = self.remote.take(sized.known.program.slot_count)
-        step = RunWork(sized, task.inputs, task.params, base, current_site())
+        specialization = self._programs.find(task)
+        base = self.remote.take(specialization.encoded.program.slot_count)
+        step = RunStep(specialization, task.inputs, task.params, base, current_site())
         with Uninterrupted():
             step.enter(task.inputs)
             for value in task.outputs:
@@ -123,32 +123,32 @@ class RemoteEngine:
             note_roles(task, step)
             step.record(task, give_back)
             self.queue.do(step)
-        self._tell([*task.inputs, *[value.concrete for value in task.outputs]])
-        return sized.transient_bytes
+        self._send_roles([*task.inputs, *[value.concrete for value in task.outputs]])
+        return specialization.transient_bytes
 
-    def _tell(self, buffers: Sequence[Any]) -> None:
+    def _send_roles(self, buffers: Sequence[Any]) -> None:
         """Say what memory is for, where the worker chooses by that what waits on the host."""
         if not self.delivery.link.welcome["limits"].get("spill"):
             return
         new = {
             b.block.identity: (b.handle, b.block)
             for b in buffers
-            if (b.block.role or _USUAL) != (b.block.told or _USUAL)
+            if (b.block.role or _USUAL) != (b.block.role_sent or _USUAL)
         }
         if new:
-            self.queue.do(RolesWork(new.values()))
+            self.queue.do(RolesStep(new.values()))
 
     def replay(self, prepared: Prepared, inputs: list[RemoteBuffer], params: list[Any]) -> list[RemoteBuffer]:
         with self.lock:
             self.delivery.settle()
             for buffer in inputs:
                 buffer.block.check()
-            sized: Sized | None = prepared.ready
-            if sized is None:
-                sized = prepared.ready = self._programs.find(prepared)
-            base = self.remote.take(sized.known.program.slot_count)
-            step = ReplayWork(sized, inputs, params, base, current_site(), prepared.nodes)
-            slots = sized.known.program.output_slots
+            specialization: Specialization | None = prepared.ready
+            if specialization is None:
+                specialization = prepared.ready = self._programs.find(prepared)
+            base = self.remote.take(specialization.encoded.program.slot_count)
+            step = ReplayStep(specialization, inputs, params, base, current_site(), prepared.nodes)
+            slots = specialization.encoded.program.output_slots
             with Uninterrupted():
                 step.enter(inputs)
                 outputs = [step.output(self.remote, slot, prepared.nodes[0]) for slot in slots]
@@ -166,19 +166,19 @@ class RemoteEngine:
             if need == "buffer":
                 return False
             wanted = [buffer for buffer in buffers if need == "value" and self._brought(buffer) is None]
-            last: Work | None = None
+            last: Step | None = None
             for buffer in wanted:
                 last = self._ask(buffer)
             if last is None:
-                last = next((step for step in reversed(self.queue.steps()) if isinstance(step, RunWork)), None)
+                last = next((step for step in reversed(self.queue.steps()) if isinstance(step, RunStep)), None)
             if last is None:
                 return False
             self._await(last)
             self._raise_spoiled(values or ())
-            keep_short(self.delivery)
+            compact(self.delivery)
             return True
 
-    def _await(self, step: Work) -> None:
+    def _await(self, step: Step) -> None:
         self._unsent = 0
         self.delivery.wait(step)
 
@@ -204,8 +204,8 @@ class RemoteEngine:
     def download(self, buffer: RemoteBuffer) -> torch.Tensor:
         return self.read(buffer)  # which came for this
 
-    def _ask(self, buffer: RemoteBuffer) -> Work:
-        step = ReadWork(buffer)
+    def _ask(self, buffer: RemoteBuffer) -> Step:
+        step = ReadStep(buffer)
         self.queue.do(step)
         return step
 
@@ -231,7 +231,7 @@ class RemoteEngine:
         """All of the memory that a buffer lies in, in its dtype."""
         got: list[torch.Tensor] = []
         count = max(buffer.block.nbytes, extent_of(buffer.geometry)) // buffer.geometry.dtype.itemsize
-        step = FetchWork(
+        step = FetchStep(
             buffer.handle, buffer.block, (0, (count,), (1,)), got.append, (buffer.geometry.dtype, (count,)), buffer
         )
         self.queue.do(step)
@@ -254,7 +254,7 @@ class RemoteEngine:
                 return Called(Returned(None, None, str(foreign[0])), [buffer.geometry for buffer in buffers], None)
             named = tuple([(name, placed(arg, _handle_of)) for name, arg in kwargs])
             given = None if state is None else bytes(state.tolist())
-            step = CallWork(
+            step = CallStep(
                 str(op.func),
                 tuple([placed(arg, _handle_of) for arg in args]),
                 named,
@@ -278,7 +278,7 @@ class RemoteEngine:
                 self.link.distrust(error)
                 raise
             if step.extra:  # further handles of arguments
-                self.queue.do(FreeWork(step.extra))
+                self.queue.do(FreeStep(step.extra))
             return called
 
     # --- the host's tensors ---
@@ -305,7 +305,7 @@ class RemoteEngine:
     def _send(self, geometry: Geometry, content: Content | FileContent) -> RemoteBuffer:
         block = Block(geometry, current_site())
         buffer = self.remote.made(self.remote.take(1), geometry, block, None)
-        self.queue.do(UploadWork(buffer, content))
+        self.queue.do(UploadStep(buffer, content))
         self._unsent += content.nbytes
         if self._unsent >= _EAGER_BYTES:
             self._unsent = 0
@@ -332,7 +332,7 @@ class RemoteEngine:
             self.delivery.settle()
             self.delivery.flush()
 
-    def finish(self, step: Work) -> None:
+    def finish(self, step: Step) -> None:
         """Wait for a step. Raises as ``wait``, and what the step raised."""
         with self.lock:
             self._await(step)
@@ -342,11 +342,11 @@ class RemoteEngine:
         with self.lock:
             self.delivery.cancel()
 
-    def ask(self, request: Request) -> AskWork:
+    def ask(self, request: Request) -> AskStep:
         """Ask the worker, without waiting."""
         with self.lock:
             self.delivery.settle()
-            step = AskWork(request)
+            step = AskStep(request)
             self.queue.do(step)
             self.delivery.flush()
             return step
@@ -377,7 +377,7 @@ class RemoteEngine:
     def mark(self, buffer: RemoteBuffer, role: str) -> None:
         with self.lock:
             buffer.block.role, buffer.block.marked = role, True
-            self._tell([buffer])
+            self._send_roles([buffer])
 
     def trim(self) -> None:
         pass
@@ -407,7 +407,7 @@ class RemoteEngine:
         with self.lock:
             if self.delivery.closed:
                 return self._last_stats
-            step = AskWork(Stats())
+            step = AskStep(Stats())
             self.queue.do(step)
             self._await(step)
             return as_stats(step.result or {})

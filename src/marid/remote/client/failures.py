@@ -11,13 +11,13 @@ from marid.engine.failed import explain, salvage
 from marid.errors import MaterializationError, MemoryLimitError, WireError, WorkerLostError
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import fail
-from marid.remote.client.calls import CallWork
+from marid.remote.client.calls import CallStep
 from marid.remote.client.memory import Block, Memory
-from marid.remote.client.runs import ReplayWork, RunWork
-from marid.remote.client.steps import Work
+from marid.remote.client.runs import ReplayStep, RunStep
+from marid.remote.client.steps import Step
 from marid.semantics.scopes import current_site
 
-__all__ = ["LOSSES", "Blame", "error_named", "lost_at", "lost_error", "lost_with_it", "stopped"]
+__all__ = ["LOSSES", "PoisonDetector", "error_named", "lost_at", "lost_error", "lost_with_it", "stopped"]
 
 _KINDS: Mapping[str, type[Exception]] = {
     kind.__name__: kind
@@ -61,16 +61,16 @@ def lost_with_it(block: Block) -> MaterializationError:
     return _LostError(str(block.error))
 
 
-def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Memory) -> BaseException:
+def stopped(step: RunStep, failure: dict[str, Any], error: Exception, memory: Memory) -> BaseException:
     """A run did not come to its end: keep what it made, and let the rest be pending, or fail. What to raise.
 
     The step counts as answered where it has begun, and is done again as far as it came.
     """
     index, kind = failure.get("index"), failure.get("type")
-    count = step.sized.known.program.slot_count
+    count = step.specialization.encoded.program.slot_count
     if any(slot >= count for slot in failure.get("existing", ())):
         raise WireError("a run that failed has slots that its program does not have")
-    if isinstance(step, ReplayWork):
+    if isinstance(step, ReplayStep):
         raised: Exception = error
         if index is not None and index < len(step.nodes):
             raised = explain(step.nodes[index], error)
@@ -112,14 +112,14 @@ def stopped(step: RunWork, failure: dict[str, Any], error: Exception, memory: Me
 LOSSES = 3
 
 
-class Blame:
+class PoisonDetector:
     """Of one device."""
 
     def __init__(self) -> None:
-        self._doubtful: list[Work] = []
+        self._doubtful: list[Step] = []
         self._losses = 0
 
-    def is_careful(self, waiting: Callable[[], list[Work]]) -> bool:
+    def is_careful(self, waiting: Callable[[], list[Step]]) -> bool:
         """Whether steps are to be sent one by one, given those that ``waiting`` returns: all that are to be done."""
         if self._doubtful:
             left = waiting()
@@ -128,9 +128,9 @@ class Blame:
                 self._losses = 0
         return bool(self._doubtful)
 
-    def lost(self, waiting: Callable[[], list[Work]], unanswered: Iterable[Work]) -> Work | None:
+    def lost(self, waiting: Callable[[], list[Step]], unanswered: Iterable[Step]) -> Step | None:
         """The worker was lost while these were to be done; the step that is to blame, if that is known now."""
-        steps = [step for step in unanswered if step.blamable]
+        steps = [step for step in unanswered if step.may_crash]
         if not steps:
             return None
         if not self.is_careful(waiting):
@@ -143,22 +143,22 @@ class Blame:
         self._doubtful = []
         self._losses = 0
 
-    def error(self, step: Work, index: int | None) -> WorkerLostError:
+    def error(self, step: Step, index: int | None) -> WorkerLostError:
         """What to raise for a step, at whose operator ``index`` the worker was lost; who reads it later gets it too."""
         text = f"the worker was lost {LOSSES} times in a row while it did the same, which is not sent again"
-        nodes = step.recorded_nodes if isinstance(step, RunWork) else []
+        nodes = step.recorded_nodes if isinstance(step, RunStep) else []
         if nodes:
             known = index is not None and index < len(nodes)
             node = nodes[index if known and index is not None else 0]
             what = "" if known or len(nodes) == 1 else f"one of {len(nodes)} operators, the first of which is "
             return lost_at(f"{text}: {what}{node.op}\n  made at {node.site}")
-        what = f"{step.operator}\n  called at {step.site}" if isinstance(step, CallWork) else f"for {step.site}"
+        what = f"{step.operator}\n  called at {step.site}" if isinstance(step, CallStep) else f"for {step.site}"
         return lost_at(f"{text}: {what}")
 
-    def give_up(self, step: Work, index: int | None, error: WorkerLostError) -> None:
+    def give_up(self, step: Step, index: int | None, error: WorkerLostError) -> None:
         """Let the nodes of a run be pending again, but for the one that cannot be done."""
         self._settled()
-        if isinstance(step, RunWork) and step.task is not None:
+        if isinstance(step, RunStep) and step.task is not None:
             nodes = step.take_back()
             if index is not None and index < len(nodes):
                 fail(nodes[index], error)
@@ -166,6 +166,6 @@ class Blame:
                 for node in nodes:
                     fail(node, error)
             step.forget()
-        elif isinstance(step, CallWork):
+        elif isinstance(step, CallStep):
             step.error, step.answered = error, True
         step.spoil(error)

@@ -1,6 +1,6 @@
 """The journal: every step that made or wrote something that is still alive on a worker, in order.
 
-When a worker is lost, its successor is told the steps again that what lives depends on, and nothing else: a slice
+When a worker is lost, its replacement is told the steps again that what lives depends on, and nothing else: a slice
 backwards over handles and blocks of memory. A step is needed when it made a needed handle, or made or wrote needed
 memory; then all that it read, and the memory that it wrote as it was before, is needed too. Doing a slice in order
 gives every block of it the content that it had, because all that ever wrote it is in the slice.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from marid.remote.client.memory import Block
-from marid.remote.client.steps import Work
+from marid.remote.client.steps import Step
 from marid.settings import settings
 
 __all__ = ["Journal"]
@@ -29,24 +29,24 @@ class Journal:
     """The steps of one worker. Not thread-safe: the engine calls it under its lock."""
 
     def __init__(self) -> None:
-        self.steps: list[Work] = []
+        self.steps: list[Step] = []
         self._looked_at = 0
 
-    def add(self, step: Work) -> None:
+    def add(self, step: Step) -> None:
         """A step was given to the worker."""
         if step.lasting:
             self.steps.append(step)
 
-    def remove(self, steps: Iterable[Work]) -> None:
+    def remove(self, steps: Iterable[Step]) -> None:
         """Steps were taken back."""
         gone = {id(step) for step in steps}
         self.steps = [step for step in self.steps if id(step) not in gone]
 
-    def needed(self, handles: Iterable[int], blocks: Iterable[Block], steps: list[Work] | None = None) -> list[Work]:
+    def needed(self, handles: Iterable[int], blocks: Iterable[Block], steps: list[Step] | None = None) -> list[Step]:
         """Those of ``steps`` (all, if not given) that these handles and the content of these blocks depend on."""
         wanted = set(handles)
         content = {block.identity for block in blocks}
-        found: list[Work] = []
+        found: list[Step] = []
         for step in reversed(self.steps if steps is None else steps):
             changed = (*step.makes, *step.writes)
             if not any(block.identity in content for block in changed) and wanted.isdisjoint(step.handles):
@@ -92,7 +92,7 @@ class Journal:
             return True
         return self.seconds > max(settings.replay_seconds, _WORTH * checkpoint_seconds)
 
-    def checkpoint(self, replaced: Iterable[Work], kept: Iterable[Work]) -> None:
+    def checkpoint(self, replaced: Iterable[Step], kept: Iterable[Step]) -> None:
         """Begin anew with these."""
         self.steps = [*kept, *replaced]
         self._looked_at = len(self.steps)

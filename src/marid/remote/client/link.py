@@ -173,7 +173,7 @@ class Link:
         return self._key is not None
 
     @property
-    def place(self) -> dict[str, Any]:
+    def peer_address(self) -> dict[str, Any]:
         """Where other workers find this one, and the key that it will prove to them."""
         key = None if self._key is None else z85.decode(self._key.worker)
         return {"address": self.address, "key": key, "of": self.boot}
@@ -286,7 +286,7 @@ class Link:
             self._cancel = {"kind": "cancel", "epoch": self._epoch, "through": self._next - 1}
         self._pass_on()
 
-    def tell(self, fields: dict[str, Any]) -> None:
+    def notify(self, fields: dict[str, Any]) -> None:
         """Say something that is no request, at once: it is not answered, and lost when the connection breaks. Does
         nothing when the session is gone."""
         with self._guard:

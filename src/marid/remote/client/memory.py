@@ -35,7 +35,7 @@ class Block:
 
     __slots__ = (
         *("__weakref__", "error", "host", "identity", "live", "nbytes"),
-        *("marked", "role", "root", "scope", "site", "told", "version"),
+        *("marked", "role", "root", "scope", "site", "role_sent", "version"),
     )
 
     def __init__(self, root: Geometry, site: Any, nbytes: int | None = None) -> None:
@@ -49,7 +49,7 @@ class Block:
         self.scope: Any = None
         self.role: str | None = None
         self.marked = False  # by the user, who knows better
-        self.told: str | None = None
+        self.role_sent: str | None = None
         """The role that the worker knows of."""
         self.host: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
         """A copy on the host that somebody may still have, and the version it is of."""

@@ -21,8 +21,8 @@ from marid.frontend.materialize import fail_dependents, materialize
 from marid.remote.client import transfers as exchange
 from marid.remote.client.engine import RemoteEngine
 from marid.remote.client.link import Link
-from marid.remote.client.steps import AskWork
-from marid.remote.client.transfers import ReduceWork, TakeWork
+from marid.remote.client.steps import AskStep
+from marid.remote.client.transfers import ReduceStep, TakeStep
 from marid.remote.wire.endpoints import host_of, is_loopback
 from marid.remote.wire.requests import OPERATIONS, Join, Leave, Meet
 from marid.semantics.scopes import current_site
@@ -194,17 +194,17 @@ def _reduced(given: list[Any], op: str, group: ProcessGroup) -> list[Any]:
     return [step.result for step in steps]
 
 
-def _keep_for_each_other(engines: list[RemoteEngine], steps: list[ReduceWork]) -> None:
+def _keep_for_each_other(engines: list[RemoteEngine], steps: list[ReduceStep]) -> None:
     """Let each member keep what its predecessor would need to have the result again."""
     packed = [exchange.pack(engine, step.result) for engine, step in zip(engines, steps, strict=True)]
     for index, (engine, step) in enumerate(zip(engines, steps, strict=True)):
         other = (index + 1) % len(engines)
-        copy = TakeWork(engines[other], engine, packed[other], step.result, step.site, False)
+        copy = TakeStep(engines[other], engine, packed[other], step.result, step.site, False)
         copy.done(None)
         step.had_from(copy)
 
 
-def _finish(engines: list[RemoteEngine], steps: Sequence[AskWork | ReduceWork]) -> None:
+def _finish(engines: list[RemoteEngine], steps: Sequence[AskStep | ReduceStep]) -> None:
     """Wait for all of them; raise what went wrong first, ``WorkerLostError`` where one was refused."""
     raised: Exception | None = None
     for engine, step in zip(engines, steps, strict=True):

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from marid.errors import UnsupportedOperationError, WireError, WorkerLostError
-from marid.remote.client.calls import CallWork
-from marid.remote.client.failures import Blame, error_named, lost_error, stopped
+from marid.remote.client.calls import CallStep
+from marid.remote.client.failures import PoisonDetector, error_named, lost_error, stopped
 from marid.remote.client.journal import Journal
 from marid.remote.client.memory import Memory
-from marid.remote.client.runs import ReplayWork, RunWork
-from marid.remote.client.steps import FreeWork, Sent, Work
-from marid.remote.client.uploads import UploadProgress, UploadWork
+from marid.remote.client.runs import ReplayStep, RunStep
+from marid.remote.client.steps import FreeStep, Sent, Step
+from marid.remote.client.uploads import UploadProgress, UploadStep
 from marid.remote.wire.requests import record_of, write_requests
 
-__all__ = ["Message", "StepQueue", "messages_of"]
+__all__ = ["Batch", "StepQueue", "batches_of"]
 
 _FREED = 4000  # handles in one request
 
@@ -31,25 +31,25 @@ class StepQueue:
         self.memory = memory
         self.journal = Journal()
         self.progress = UploadProgress(name)
-        self.outbox: list[Work] = []
-        self.asked: deque[tuple[int, Work]] = deque()
+        self.outbox: list[Step] = []
+        self.asked: deque[tuple[int, Step]] = deque()
         self.holding = False
         """Whether nothing may be freed now."""
 
-    def do(self, step: Work) -> None:
+    def do(self, step: Step) -> None:
         """Have a step done with the next message."""
         for block in step.writes:
             block.version += 1
         self.outbox.append(step)
         self.journal.add(step)
-        if isinstance(step, UploadWork):
+        if isinstance(step, UploadStep):
             self.progress.add(step.contents[0].nbytes)
 
-    def steps(self) -> list[Work]:
+    def steps(self) -> list[Step]:
         """What was not answered yet, in order."""
         return [*[step for _, step in self.asked], *self.outbox]
 
-    def number(self, step: Work) -> int | None:
+    def number(self, step: Step) -> int | None:
         """That of a step that was sent and is not answered; looked for from the newest."""
         for seq, asked in reversed(self.asked):
             if asked is step:
@@ -59,7 +59,7 @@ class StepQueue:
     def unsent_bytes(self) -> int:
         return sum(content.nbytes for step in self.outbox for content in step.contents)
 
-    def withdraw(self, step: Work) -> None:
+    def withdraw(self, step: Step) -> None:
         """Nobody waits for it any more: it is not done, unless it was sent already."""
         if step in self.outbox:
             self.outbox.remove(step)
@@ -82,7 +82,7 @@ class StepQueue:
                     block.error = problem
                 following = self.outbox[place + 1 :]
                 del self.outbox[place:]
-                if isinstance(step, RunWork) and not isinstance(step, ReplayWork):
+                if isinstance(step, RunStep) and not isinstance(step, ReplayStep):
                     following.insert(0, step)
                 else:
                     self.journal.remove([step])
@@ -92,13 +92,13 @@ class StepQueue:
                 raise UnsupportedOperationError(f"{problem} (needed at {step.site})") from None
         raise error
 
-    def fail(self, following: list[Work], failure: dict[str, Any]) -> None:
+    def fail(self, following: list[Step], failure: dict[str, Any]) -> None:
         """The first of these steps has failed, or was cancelled: raise that, and take back the others."""
-        failed = following.pop(0) if failure.get("type") != "Cancelled" or isinstance(following[0], RunWork) else None
+        failed = following.pop(0) if failure.get("type") != "Cancelled" or isinstance(following[0], RunStep) else None
         error = error_named(failure.get("type"), failure.get("text"))
         raised: BaseException = error
-        gone: list[Work] = []
-        if isinstance(failed, RunWork):
+        gone: list[Step] = []
+        if isinstance(failed, RunStep):
             raised = stopped(failed, failure, error, self.memory)
         if failed is not None and not failed.answered:
             gone.append(failed)
@@ -106,18 +106,18 @@ class StepQueue:
         self.outbox = self.take_back(following, raised if isinstance(raised, Exception) else error)
         if failed is None:
             return
-        if isinstance(failed, CallWork):
+        if isinstance(failed, CallStep):
             failed.error, failed.answered = error, True
             return
-        for block in failed.makes if not isinstance(failed, RunWork) else ():
+        for block in failed.makes if not isinstance(failed, RunStep) else ():
             block.error = lost_error(str(error), block) if isinstance(error, WorkerLostError) else error
         raise raised
 
-    def take_back(self, steps: list[Work], error: Exception) -> list[Work]:
+    def take_back(self, steps: list[Step], error: Exception) -> list[Step]:
         """What was to be done behind a failure: runs are pending again, what else was to be made is lost to ``error``.
         The steps that are to be done all the same."""
-        kept: list[Work] = []
-        gone: list[Work] = []
+        kept: list[Step] = []
+        gone: list[Step] = []
         for step in reversed(steps):
             if step.refused():
                 kept.insert(0, step)
@@ -128,17 +128,17 @@ class StepQueue:
         self.journal.remove(gone)
         return kept
 
-    def give_up(self, step: Work, index: int | None, blame: Blame) -> None:
+    def give_up(self, step: Step, index: int | None, poison: PoisonDetector) -> None:
         """A step has ended its worker too often: take it back, and raise that."""
         place = self.outbox.index(step)
         following = self.outbox[place + 1 :]
         del self.outbox[place:]
-        error = blame.error(step, index)
+        error = poison.error(step, index)
         self.journal.remove([step])
         self.outbox += self.take_back(following, error)
         self.memory.forget(step.handles)
-        blame.give_up(step, index, error)
-        if not isinstance(step, CallWork):
+        poison.give_up(step, index, error)
+        if not isinstance(step, CallStep):
             raise error
 
     def drop_lost(self) -> None:
@@ -150,13 +150,13 @@ class StepQueue:
             if error is not None:
                 self.outbox.remove(step)
                 self.outbox += self.take_back([step], error)
-                if isinstance(step, CallWork):
+                if isinstance(step, CallStep):
                     step.error, step.answered = error, True
 
     def free(self, handles: list[int]) -> None:
         """Free handles before anything else is done."""
         for start in range(0, len(handles), _FREED):
-            self.outbox.insert(0, FreeWork(tuple(handles[start : start + _FREED])))
+            self.outbox.insert(0, FreeStep(tuple(handles[start : start + _FREED])))
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -167,15 +167,15 @@ _BYTES = 32 << 20  # in segments
 _SEGMENTS = 200
 
 
-class Message:
+class Batch:
     """Requests that go together, and the steps that end among them, with their places."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
-        self.ends: list[tuple[int, Work]] = []
+        self.ends: list[tuple[int, Step]] = []
         self._items = self._bytes = self._segments = 0
 
-    def has_room(self, request: Any) -> bool:
+    def fits(self, request: Any) -> bool:
         """Whether a request fits in too; counts it as if it were added. One fits always."""
         record = record_of(request)
         self._items += record.size(request)
@@ -186,12 +186,12 @@ class Message:
         return fits or not self.requests
 
 
-def messages_of(requests: Iterable[Any]) -> list[Message]:
+def batches_of(requests: Iterable[Any]) -> list[Batch]:
     """As few messages as these fit into."""
-    found = [Message()]
+    found = [Batch()]
     for request in requests:
-        if not found[-1].has_room(request):
-            found.append(Message())
-            found[-1].has_room(request)
+        if not found[-1].fits(request):
+            found.append(Batch())
+            found[-1].fits(request)
         found[-1].requests.append(request)
     return found

@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 from marid.remote.client.failures import lost_error
 from marid.remote.client.link import Link, RequestFailed
-from marid.remote.client.queue import Message, StepQueue, messages_of
-from marid.remote.client.steps import Sent, Work
-from marid.remote.client.uploads import Offers, UploadWork
+from marid.remote.client.queue import Batch, StepQueue, batches_of
+from marid.remote.client.steps import Sent, Step
+from marid.remote.client.uploads import Offers, UploadStep
 
-__all__ = ["Successor"]
+__all__ = ["Recovery"]
 
 
-class Successor:
+class Recovery:
     """Has steps of the journal of ``queue`` done again over ``link``. ``reach`` waits until a request there is applied.
 
-    A step may wait for another worker that is lost too, and that one's successor for a step of this one: whoever waits
-    lets the other ``advance``, so it does what it can without waiting, and can be interrupted anywhere.
+    A step may wait for another worker that is lost too, and the replacement of that one for a step of this one: whoever
+    waits lets the other ``advance``, so it does what it can without waiting, and can be interrupted anywhere.
     """
 
     def __init__(self, link: Link, queue: StepQueue, offers: Offers, reach: Callable[[Link, int], None]) -> None:
@@ -29,9 +29,9 @@ class Successor:
         self._offers = offers
         self._reach = reach
         self._reason = ""
-        self._left: deque[Work] = deque()
-        self._messages: deque[Message] = deque()  # of the first of them, which are still to be sent
-        self._asked: deque[tuple[int, Work]] = deque()  # and not answered yet
+        self._left: deque[Step] = deque()
+        self._batches: deque[Batch] = deque()  # of the first of them, which are still to be sent
+        self._asked: deque[tuple[int, Step]] = deque()  # and not answered yet
         self._newest = 0  # request that was sent
         self._advancing = False
 
@@ -51,7 +51,7 @@ class Successor:
         queue.free(sorted(made - handles))
         return len(needed)
 
-    def _do_again(self, steps: list[Work], reason: str) -> None:
+    def _do_again(self, steps: list[Step], reason: str) -> None:
         """Do steps again, in order. What cannot be done is lost, for ``reason``. Raises ``LinkLost``."""
         self._reason = reason
         self._left.extend(steps)
@@ -77,7 +77,7 @@ class Successor:
         except RequestFailed as failed:
             self.link.resume()
             self.sent = Sent(settings=None)
-            self._messages.clear()
+            self._batches.clear()
             self._left.extendleft(reversed([step for last, step in self._asked if last >= failed.seq]))
             self._asked.clear()
             self._newest = 0
@@ -86,45 +86,45 @@ class Successor:
         finally:
             self._advancing = False
 
-    def in_flight(self) -> list[Work]:
+    def in_flight(self) -> list[Step]:
         """What it was sent, and has not answered."""
         return [step for seq, step in self._asked if seq > self.link.applied]
 
-    def _send(self, step: Work) -> bool:
+    def _send(self, step: Step) -> bool:
         """Send a step, or what there is room for; whether it is seen to."""
-        if not self._messages:
+        if not self._batches:
             if any(block.error is not None for block in (*step.reads, *step.writes)):
                 self._forget(step, "what it was made from was lost")
                 return True
             self._look_for_file(step)
-            self._messages.extend(messages_of(step.requests(self.sent)))
-        while self._messages:
-            requests = self._messages[0].requests
+            self._batches.extend(batches_of(step.requests(self.sent)))
+        while self._batches:
+            requests = self._batches[0].requests
             first = self.link.try_send(requests)
             if first is None:
                 return False
-            self._messages.popleft()
+            self._batches.popleft()
             self._newest = first + len(requests) - 1
-            if not self._messages:
+            if not self._batches:
                 self._asked.append((self._newest, step))
         return True
 
-    def _look_for_file(self, step: Work) -> None:
+    def _look_for_file(self, step: Step) -> None:
         """Let the worker read what it can see in a file."""
-        if isinstance(step, UploadWork) and step.contents[0].path is not None:
+        if isinstance(step, UploadStep) and step.contents[0].path is not None:
             step.questions = None
             for question in self._offers.ask([step], self.sent, False):
                 last = 0
-                for message in messages_of(question.requests(self.sent)):
+                for message in batches_of(question.requests(self.sent)):
                     last = self.link.send(message.requests) + len(message.requests) - 1
                 self._reach(self.link, last)
                 question.done(self.link.take(last))
 
     def _lose(self, reason: str) -> None:
-        self._messages.clear()
+        self._batches.clear()
         self._forget(self._left.popleft(), reason)
 
-    def _forget(self, step: Work, reason: str) -> None:
+    def _forget(self, step: Step, reason: str) -> None:
         """Let whoever reads what a step made or wrote know that it is lost."""
         self._queue.journal.remove([step])
         for block in (*step.makes, *step.writes):

@@ -14,7 +14,7 @@ from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, differ
 from marid.optimize.forecast import forecast
 from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
-from marid.remote.client.steps import Sent, Work, configure
+from marid.remote.client.steps import Sent, Step, configure
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import as_int, as_list
 from marid.remote.wire.kernel_settings import current
@@ -25,7 +25,7 @@ from marid.report.stats import counters
 from marid.semantics.scopes import current_site
 from marid.settings import settings
 
-__all__ = ["Known", "Programs", "ReplayWork", "RunWork", "Sized", "report_mispredictions"]
+__all__ = ["EncodedProgram", "EncodedPrograms", "ReplayStep", "RunStep", "Specialization", "report_mispredictions"]
 
 # --- programs as they are sent ---------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ __all__ = ["Known", "Programs", "ReplayWork", "RunWork", "Sized", "report_mispre
 _SIZES = 64  # geometries of a program that are remembered
 
 
-class Known:
+class EncodedProgram:
     """A program with its body. ``roots`` says for each slot in which slot's memory it lies (its own, for most);
     ``written`` are the roots that are written, of which those of inputs are ``written_inputs``."""
 
@@ -51,23 +51,23 @@ class Known:
         places = {slot: place for place, slot in enumerate(program.input_slots)}
         self.written_inputs = tuple(sorted(places[slot] for slot in written if slot in places))
         self.places = places
-        self.sizes: OrderedDict[tuple[Spec | None, ...], Sized] = OrderedDict()
+        self.sizes: OrderedDict[tuple[Spec | None, ...], Specialization] = OrderedDict()
 
 
-class Sized:
+class Specialization:
     """A program with the specs of its slots. ``extents`` are the bytes that each root takes at least, by slot;
     ``transient_bytes`` the forecast of what its results take at once."""
 
-    __slots__ = ("_geometries", "digest", "extents", "known", "specs", "transient_bytes")
+    __slots__ = ("_geometries", "digest", "encoded", "extents", "specs", "transient_bytes")
 
-    def __init__(self, known: Known, specs: tuple[Spec | None, ...], transient_bytes: int) -> None:
-        self.known = known
+    def __init__(self, encoded: EncodedProgram, specs: tuple[Spec | None, ...], transient_bytes: int) -> None:
+        self.encoded = encoded
         self.specs = specs
         self.digest = digest_of(self.body)
         self.transient_bytes = transient_bytes
         self._geometries: dict[int, Geometry] = {}
         self.extents: dict[int, int] = {}
-        for root, spec in zip(known.roots, specs, strict=True):
+        for root, spec in zip(encoded.roots, specs, strict=True):
             if spec is not None:
                 self.extents[root] = max(self.extents.get(root, 0), extent_of(spec))
 
@@ -85,34 +85,34 @@ class Sized:
         return geometry_of(self.specs)
 
 
-class Programs:
+class EncodedPrograms:
     """Least-recently-used map from a program's key to the program; equality of keys is full, as in this process."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
+        self._programs: OrderedDict[tuple[Any, ...], EncodedProgram] = OrderedDict()
         self._instructions = 0
 
-    def find(self, task: Task | Prepared) -> Sized:
+    def find(self, task: Task | Prepared) -> Specialization:
         """The program of ``task`` with its specs, made ready to be sent if it is new."""
-        known = self._programs.get(task.key)
-        if known is None:
-            known = self._add(task)
+        encoded = self._programs.get(task.key)
+        if encoded is None:
+            encoded = self._add(task)
         else:
             self._programs.move_to_end(task.key)
             counters.programs_reused += 1
-        sized = known.sizes.get(task.specs)
-        if sized is None:
+        specialization = encoded.sizes.get(task.specs)
+        if specialization is None:
             nbytes = task.transient_bytes if isinstance(task, Prepared) else forecast(task).nbytes
-            sized = known.sizes[task.specs] = Sized(known, task.specs, nbytes)
-            if len(known.sizes) > _SIZES:
-                known.sizes.popitem(last=False)
+            specialization = encoded.sizes[task.specs] = Specialization(encoded, task.specs, nbytes)
+            if len(encoded.sizes) > _SIZES:
+                encoded.sizes.popitem(last=False)
         else:
-            known.sizes.move_to_end(task.specs)
-        return sized
+            encoded.sizes.move_to_end(task.specs)
+        return specialization
 
-    def _add(self, task: Task | Prepared) -> Known:
+    def _add(self, task: Task | Prepared) -> EncodedProgram:
         program = task.program if isinstance(task, Prepared) else task.build()
-        known = self._programs[task.key] = Known(program)
+        encoded = self._programs[task.key] = EncodedProgram(program)
         counters.programs_built += 1
         builds.note(task, program, current_site())
         self._instructions += len(program.instructions)
@@ -121,27 +121,29 @@ class Programs:
         ):
             _, oldest = self._programs.popitem(last=False)
             self._instructions -= len(oldest.program.instructions)
-        return known
+        return encoded
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-class RunWork(Work):
+class RunStep(Step):
     """A program of recorded operations. Until it is done its nodes count as run, and what they forgot is kept here."""
 
-    blamable = True
+    may_crash = True
 
-    def __init__(self, sized: Sized, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any) -> None:
-        known = sized.known
-        self.sized = sized
+    def __init__(
+        self, specialization: Specialization, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any
+    ) -> None:
+        encoded = specialization.encoded
+        self.specialization = specialization
         self.params = tuple(params)
         self.base = base
         self.site = site
         self.inputs = tuple([buffer.handle for buffer in inputs])
-        self.handles = tuple([base + slot for slot in known.program.output_slots])
+        self.handles = tuple([base + slot for slot in encoded.program.output_slots])
         self.reads = tuple(dict.fromkeys([buffer.block for buffer in inputs]))
-        self.writes = tuple(dict.fromkeys([inputs[place].block for place in known.written_inputs]))
+        self.writes = tuple(dict.fromkeys([inputs[place].block for place in encoded.written_inputs]))
         self.blocks: dict[int, Block] = {}
         """Of its slots, by root, until it is done."""
         self.stopped: tuple[int, tuple[int, ...]] | None = None
@@ -155,27 +157,27 @@ class RunWork(Work):
 
     def enter(self, inputs: list[RemoteBuffer]) -> None:
         """Note the blocks of its inputs, by root slot, and those that it makes."""
-        for slot, buffer in zip(self.sized.known.program.input_slots, inputs, strict=True):
+        for slot, buffer in zip(self.specialization.encoded.program.input_slots, inputs, strict=True):
             self.blocks[slot] = buffer.block
-            buffer.block.nbytes = max(buffer.block.nbytes, self.sized.extents.get(slot, 0))
-        self.add(self.sized.known.program.output_slots)
+            buffer.block.nbytes = max(buffer.block.nbytes, self.specialization.extents.get(slot, 0))
+        self.add(self.specialization.encoded.program.output_slots)
 
     def add(self, slots: Sequence[int]) -> None:
         """Blocks for what it makes in these slots."""
         made: list[Block] = []
         for slot in slots:
-            root = self.sized.known.roots[slot]
-            geometry = self.sized.geometry(root)
+            root = self.specialization.encoded.roots[slot]
+            geometry = self.specialization.geometry(root)
             if root not in self.blocks and geometry is not None:
-                self.blocks[root] = block = Block(geometry, self.site, self.sized.extents[root])
+                self.blocks[root] = block = Block(geometry, self.site, self.specialization.extents[root])
                 made.append(block)
         self.makes = (*self.makes, *made)
 
     def output(self, memory: Memory, slot: int, node: Node) -> RemoteBuffer:
         """The tensor that it makes in a slot, by the operation of ``node``."""
-        geometry = self.sized.geometry(slot)
+        geometry = self.specialization.geometry(slot)
         assert geometry is not None
-        return memory.made(self.base + slot, geometry, self.blocks[self.sized.known.roots[slot]], node)
+        return memory.made(self.base + slot, geometry, self.blocks[self.specialization.encoded.roots[slot]], node)
 
     # --- its nodes ---
 
@@ -187,22 +189,25 @@ class RunWork(Work):
             finish(node)
 
     def requests(self, sent: Sent) -> list[ask.Request]:
-        known, found = self.sized.known, configure(self._settings, sent)
-        if known.digest not in sent.programs:
-            sent.programs.add(known.digest)
-            found.append(ask.Program(known.digest, packed(known.body)))
-        if (known.digest, self.sized.digest) not in sent.geometries:
-            sent.geometries.add((known.digest, self.sized.digest))
-            found.append(_geometry(self.sized, sent.last.get(known.digest)))
-            sent.last[known.digest] = self.sized.digest, self.sized.specs
-        last = sent.runs.get(known.digest)
-        sent.runs[known.digest] = self.inputs, self.params
+        encoded, found = self.specialization.encoded, configure(self._settings, sent)
+        if encoded.digest not in sent.programs:
+            sent.programs.add(encoded.digest)
+            found.append(ask.Program(encoded.digest, packed(encoded.body)))
+        if (encoded.digest, self.specialization.digest) not in sent.geometries:
+            sent.geometries.add((encoded.digest, self.specialization.digest))
+            found.append(_geometry(self.specialization, sent.last.get(encoded.digest)))
+            sent.last[encoded.digest] = self.specialization.digest, self.specialization.specs
+        last = sent.runs.get(encoded.digest)
+        sent.runs[encoded.digest] = self.inputs, self.params
         if self.stopped is not None or last is None:
             until, keep = self.stopped or (None, ())
-            return [*found, ask.Run(known.digest, self.sized.digest, self.inputs, self.params, self.base, until, keep)]
+            return [
+                *found,
+                ask.Run(encoded.digest, self.specialization.digest, self.inputs, self.params, self.base, until, keep),
+            ]
         inputs = tuple([(i, b) for i, (a, b) in enumerate(zip(last[0], self.inputs, strict=True)) if a != b])
         params = tuple([(i, b) for i, (a, b) in enumerate(zip(last[1], self.params, strict=True)) if differ(a, b)])
-        return [*found, ask.Again(known.digest, self.sized.digest, inputs, params, self.base)]
+        return [*found, ask.Again(encoded.digest, self.specialization.digest, inputs, params, self.base)]
 
     def done(self, result: Any) -> None:
         super().done(result)
@@ -210,7 +215,7 @@ class RunWork(Work):
 
     @property
     def recorded_nodes(self) -> list[Node]:
-        """What stands for its instructions; nothing once it was done, also when it is done again on a successor."""
+        """What stands for its instructions; nothing once it was done, also when it is done again on a replacement."""
         return [] if self.task is None else self.task.nodes
 
     def forget(self) -> None:
@@ -240,14 +245,20 @@ class RunWork(Work):
         return None  # its nodes are pending again
 
 
-class ReplayWork(RunWork):
+class ReplayStep(RunStep):
     """A program under ``marid.compile``: there are no nodes that could be pending again, so what it was to write cannot
     be had when something before it has failed. It keeps its inputs until it is done."""
 
     def __init__(
-        self, sized: Sized, inputs: list[RemoteBuffer], params: list[Any], base: int, site: Any, nodes: list[Node]
+        self,
+        specialization: Specialization,
+        inputs: list[RemoteBuffer],
+        params: list[Any],
+        base: int,
+        site: Any,
+        nodes: list[Node],
     ) -> None:
-        super().__init__(sized, inputs, params, base, site)
+        super().__init__(specialization, inputs, params, base, site)
         self.nodes = nodes
         self.buffers = list(inputs)
         """Its inputs and outputs, so that they are not freed before it is done."""
@@ -270,21 +281,21 @@ class ReplayWork(RunWork):
         self.forget()
 
 
-def _geometry(sized: Sized, before: tuple[bytes, tuple[Spec | None, ...]] | None) -> ask.Request:
+def _geometry(specialization: Specialization, before: tuple[bytes, tuple[Spec | None, ...]] | None) -> ask.Request:
     """The specs of a program, or what of them is not as it was ``before``."""
-    program = sized.known.digest
-    changes = None if before is None else changes_between(before[1], sized.specs)
-    if before is None or changes is None or 2 * len(changes) > len(sized.specs):
-        return ask.Geometry(program, sized.digest, packed(sized.body))
-    return ask.Sizes(program, before[0], sized.digest, changes)
+    program = specialization.encoded.digest
+    changes = None if before is None else changes_between(before[1], specialization.specs)
+    if before is None or changes is None or 2 * len(changes) > len(specialization.specs):
+        return ask.Geometry(program, specialization.digest, packed(specialization.body))
+    return ask.Sizes(program, before[0], specialization.digest, changes)
 
 
-def report_mispredictions(told: list[Any], seq: int, step: RunWork) -> None:
-    """Count the mispredictions of request ``seq`` among those that a worker has ``told``, and correct what is recorded.
+def report_mispredictions(reported: list[Any], seq: int, step: RunStep) -> None:
+    """Count the mispredictions of request ``seq`` among those that a worker has ``reported``, and correct the recorder.
     Raises ``WireError`` for data that means nothing."""
-    program, specs = step.sized.known.program, step.sized.specs
+    program, specs = step.specialization.encoded.program, step.specialization.specs
     nodes = step.recorded_nodes
-    for data in told if nodes else ():
+    for data in reported if nodes else ():
         parts = as_list(data, 5, "a misprediction")
         if len(parts) != 5 or parts[0] != seq:
             continue

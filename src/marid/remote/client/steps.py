@@ -27,23 +27,23 @@ from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 
 __all__ = [
-    "AskWork",
-    "End",
-    "FetchWork",
-    "FreeWork",
-    "ReadWork",
-    "RolesWork",
+    "AskStep",
+    "FetchStep",
+    "FreeStep",
+    "Peer",
+    "ReadStep",
+    "RolesStep",
     "Sent",
-    "Work",
+    "Step",
     "configure",
 ]
 
 
-_TOLD = 4000  # handles in one request
+_ROLES = 4000  # handles in one request
 _TRIES = 8  # times that a worker may say that it lacks what it was just sent
 
 
-class End(Protocol):
+class Peer(Protocol):
     """A worker that copies come from or go to, as a client has it."""
 
     @property
@@ -80,7 +80,7 @@ class Sent:
     settings: KernelSettings | None = field(default_factory=KernelSettings)
 
 
-class Work:
+class Step:
     """One step.
 
     ``reads``, ``writes`` and ``makes`` are blocks: those it takes as they are, those it changes, and new ones;
@@ -100,11 +100,11 @@ class Work:
     seconds = 0.0
     site: Any = None
     answered = False
-    blamable = False
+    may_crash = False
     """Whether a worker may be lost because of it."""
     tries = 0
     """How often it was sent again because the worker lacked something."""
-    sources: tuple[End, ...] = ()
+    sources: tuple[Peer, ...] = ()
     """Other workers that it needs something of."""
     lasting = True
     """Whether it has to be done again on a worker that has lost everything."""
@@ -131,11 +131,11 @@ class Work:
         self.tries += 1
         return "missing" in failure and self.tries <= _TRIES
 
-    def say_again(self) -> None:
+    def renotify(self) -> None:
         """It is waited for: say again beside it what may not have been heard."""
 
 
-class FreeWork(Work):
+class FreeStep(Step):
     """Forget handles."""
 
     lasting = False
@@ -147,12 +147,12 @@ class FreeWork(Work):
         return [Free(self.freed)]
 
 
-class FetchWork(Work):
+class FetchStep(Step):
     """Bring the elements of a tensor in ``block``, or of a view (offset, shape, stride) of its memory, which have the
     ``expected`` type and shape; ``kept`` lives until then."""
 
     lasting = False
-    blamable = True
+    may_crash = True
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class FetchWork(Work):
         return False  # whoever reads asks again
 
 
-class ReadWork(FetchWork):
+class ReadStep(FetchStep):
     """Bring a tensor for whoever reads it next."""
 
     def __init__(self, buffer: RemoteBuffer) -> None:
@@ -199,7 +199,7 @@ class ReadWork(FetchWork):
         traffic.moved(self.site, role_of(self._buffer.block), down=tensor.numel() * tensor.element_size())
 
 
-class RolesWork(Work):
+class RolesStep(Step):
     """Say what memory is for."""
 
     lasting = False
@@ -207,14 +207,14 @@ class RolesWork(Work):
     def __init__(self, roles: Iterable[tuple[int, Block]]) -> None:
         self._blocks = [(handle, block, block.role) for handle, block in roles if block.role in ROLES]
         for _, block, role in self._blocks:
-            block.told = role
+            block.role_sent = role
 
     def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
-        told = [(handle, role) for handle, _, role in self._blocks if role is not None]
-        return [Roles(tuple(told[start : start + _TOLD])) for start in range(0, max(len(told), 1), _TOLD)]
+        given = [(handle, role) for handle, _, role in self._blocks if role is not None]
+        return [Roles(tuple(given[start : start + _ROLES])) for start in range(0, max(len(given), 1), _ROLES)]
 
 
-class AskWork(Work):
+class AskStep(Step):
     """A question that changes nothing. ``result`` is the answer."""
 
     lasting = False

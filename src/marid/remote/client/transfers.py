@@ -1,8 +1,8 @@
 """Copies from worker to worker and reductions over several, on the client: steps in the journal of each worker.
 
-The first step of a copy (``PackWork``) makes a snapshot of the tensor, as bytes, on the worker that has it. The second
-(``TakeWork``) has the other worker collect these bytes. They are kept until the journal of the second worker has no
-more use for the copy: when that worker is lost, its successor collects them again; when the first is lost, its own
+The first step of a copy (``PackStep``) makes a snapshot of the tensor, as bytes, on the worker that has it. The second
+(``TakeStep``) has the other worker collect these bytes. They are kept until the journal of the second worker has no
+more use for the copy: when that worker is lost, its replacement collects them again; when the first is lost, its own
 journal makes them again. So each journal is complete by itself, and what the steps tell the workers beside them (who
 may collect what, and where it is) holds no state: it is said again whenever one of the workers is another one.
 """
@@ -23,24 +23,24 @@ from marid.remote.client.delivery import Delivery
 from marid.remote.client.link import Link
 from marid.remote.client.memory import Block, Memory, RemoteBuffer
 from marid.remote.client.queue import StepQueue
-from marid.remote.client.steps import End, Sent, Work
+from marid.remote.client.steps import Peer, Sent, Step
 from marid.remote.wire.requests import TICKET_BYTES, Pack, Reduce, Request, Take
 from marid.remote.wire.tensors import packing_of
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 
-__all__ = ["Device", "PackWork", "ReduceWork", "TakeWork", "pack", "reduce", "take"]
+__all__ = ["Device", "PackStep", "ReduceStep", "TakeStep", "pack", "reduce", "take"]
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
 _FIRST = 5  # seconds that two workers have to reach each other for the first time
 _PATIENCE = 30  # seconds, once they have
-_TELL = 2.0  # seconds after which workers are told again where a tensor is
+_NOTIFY = 2.0  # seconds after which workers are told again where a tensor is
 _ATTEMPTS = 3  # to collect one tensor
 
 
-class PackWork(Work):
+class PackStep(Step):
     """A snapshot of a tensor, as bytes that other workers may collect."""
 
     def __init__(self, source: RemoteBuffer, buffer: RemoteBuffer, site: Any) -> None:
@@ -62,12 +62,12 @@ class PackWork(Work):
         return False  # whoever copies asks again
 
 
-class TakeWork(Work):
+class TakeStep(Step):
     """What ``source`` has packed becomes a tensor of ``target``. ``is_first`` of the two: they may be out of reach of
     each other."""
 
     def __init__(
-        self, source: End, target: End, packed: RemoteBuffer, buffer: RemoteBuffer, site: Any, is_first: bool
+        self, source: Peer, target: Peer, packed: RemoteBuffer, buffer: RemoteBuffer, site: Any, is_first: bool
     ) -> None:
         self.handles = (buffer.handle,)
         self.makes = (buffer.block,)
@@ -77,43 +77,47 @@ class TakeWork(Work):
         self.error: dict[str, Any] | None = None
         """Why the first copy failed."""
         self.sources = (source,)
-        self._ends = source, target
+        self._peers = source, target
         self._geometry: Geometry = buffer.geometry
         self._kept: Any = buffer
         self._is_first = is_first
-        self._told: tuple[Link, Link] | None = None
-        self._told_at = 0.0
+        self._notified: tuple[Link, Link] | None = None
+        self._notified_at = 0.0
         self._ticket = b""
         self._failures = 0
 
     def requests(self, sent: Sent) -> list[Request]:  # noqa: ARG002
         if self.answered and self.packed.block.error is not None:
             raise OSError("the workers that had it were lost together")
-        if self._ends[0].is_closed:
+        if self._peers[0].is_closed:
             raise OSError("the worker that it was copied from is disconnected")
-        self._tell()
+        self._notify()
         of = self._geometry
         return [Take(self.handles[0], self._ticket, of.dtype, of.shape, of.stride)]
 
-    def _tell(self) -> None:
-        source, target = links = self._ends[0].link, self._ends[1].link
-        if self._told is None or any(a is not b for a, b in zip(self._told, links, strict=True)):
-            if self._told is None or self._told[1] is not target:
+    def _notify(self) -> None:
+        source, target = links = self._peers[0].link, self._peers[1].link
+        if self._notified is None or any(a is not b for a, b in zip(self._notified, links, strict=True)):
+            if self._notified is None or self._notified[1] is not target:
                 self._ticket = os.urandom(TICKET_BYTES)
-            self._told = links
-        self._told_at = time.monotonic()
+            self._notified = links
+        self._notified_at = time.monotonic()
         if self.packed.block.error is not None:  # nobody has it any more
-            target.tell({"kind": "source", "ticket": self._ticket, "address": None})
+            target.notify({"kind": "source", "ticket": self._ticket, "address": None})
             return
-        source.tell(
+        source.notify(
             {"kind": "offer", "ticket": self._ticket, "handle": self.packed.handle, "peer": target.welcome["peer"]}
         )
         patience = _FIRST if self._is_first else _PATIENCE
-        target.tell({"kind": "source", "ticket": self._ticket, "patience": patience, **source.place})
+        target.notify({"kind": "source", "ticket": self._ticket, "patience": patience, **source.peer_address})
 
-    def say_again(self) -> None:
-        if self._told is None or self._told[0] is not self._ends[0].link or time.monotonic() - self._told_at > _TELL:
-            self._tell()
+    def renotify(self) -> None:
+        if (
+            self._notified is None
+            or self._notified[0] is not self._peers[0].link
+            or time.monotonic() - self._notified_at > _NOTIFY
+        ):
+            self._notify()
 
     def done(self, result: Any) -> None:
         super().done(result)
@@ -126,7 +130,7 @@ class TakeWork(Work):
         lost = self.packed.block.error is not None
         if failure.get("type") == "Unreachable" and not lost and not self._is_first and self._failures < _ATTEMPTS:
             self._failures += 1
-            self._told = None
+            self._notified = None
             return True  # whoever waits for it sees to its source
         self.error = failure
         return super().retry(failure)
@@ -136,7 +140,7 @@ class TakeWork(Work):
         self._is_first = False
 
 
-class ReduceWork(Work):
+class ReduceStep(Step):
     """A tensor is reduced with those of the other members of a group; whoever asks for that waits for all of them.
 
     A member that is lost cannot do it again alone. So ``copy`` is had in its place then: what another member has kept
@@ -152,10 +156,10 @@ class ReduceWork(Work):
         self.failure: dict[str, Any] | None = None
         self.result = buffer
         self._request = Reduce(group, operation, buffer.handle, source.handle)
-        self._copy: TakeWork | None = None
+        self._copy: TakeStep | None = None
         self._kept: Any = source, buffer
 
-    def had_from(self, copy: TakeWork) -> None:
+    def had_from(self, copy: TakeStep) -> None:
         """It was done, and can be had again as this copy."""
         self._copy = copy
         self.inputs, self.reads = (), ()
@@ -169,9 +173,9 @@ class ReduceWork(Work):
             raise OSError("the workers that had it were lost together")
         return self._copy.requests(sent)
 
-    def say_again(self) -> None:
+    def renotify(self) -> None:
         if self._copy is not None:
-            self._copy.say_again()
+            self._copy.renotify()
 
     def retry(self, failure: dict[str, Any]) -> bool:
         self.failure = failure
@@ -184,7 +188,7 @@ class ReduceWork(Work):
 # --- between devices -------------------------------------------------------------------------------------------------
 
 
-class Device(End, Protocol):
+class Device(Peer, Protocol):
     """A device that is a worker's."""
 
     lock: threading.RLock
@@ -194,7 +198,7 @@ class Device(End, Protocol):
     reached: weakref.WeakKeyDictionary[Any, tuple[tuple[Link, Link], bool]]
     """The devices that a copy was to come from, by the sessions on both: whether their workers were reached."""
 
-    def finish(self, step: Work) -> None:
+    def finish(self, step: Step) -> None:
         """Wait for a step. Raises what it raised."""
         ...
 
@@ -213,7 +217,7 @@ def take(target: Device, source: Device, buffer: RemoteBuffer) -> RemoteBuffer |
         target.delivery.settle()
         taken = _made(target, buffer.geometry._replace(offset=0))
         is_first = known is None or known[0] != links
-        step = TakeWork(source, target, packed, taken, current_site(), is_first)
+        step = TakeStep(source, target, packed, taken, current_site(), is_first)
         target.queue.do(step)
         if not is_first:
             target.delivery.flush()
@@ -225,7 +229,7 @@ def take(target: Device, source: Device, buffer: RemoteBuffer) -> RemoteBuffer |
         return taken if reached else None
 
 
-def _reach(target: Device, step: TakeWork) -> bool:
+def _reach(target: Device, step: TakeStep) -> bool:
     """Wait for the first copy from another worker; whether this one reaches it. Raises, when that is known, what has
     gone wrong before."""
     raised: MaterializationError | None = None
@@ -252,20 +256,20 @@ def pack(device: Device, buffer: RemoteBuffer) -> RemoteBuffer:
         buffer.block.check()
         of = buffer.geometry
         packed = _made(device, Geometry((packing_of(of.shape, of.stride, of.dtype).nbytes,), (1,), 0, torch.uint8))
-        step = PackWork(buffer, packed, current_site())
+        step = PackStep(buffer, packed, current_site())
         device.queue.do(step)
         device.finish(step)
         packed.block.check()
         return packed
 
 
-def reduce(device: Device, group: bytes, operation: str, buffer: RemoteBuffer) -> ReduceWork:
+def reduce(device: Device, group: bytes, operation: str, buffer: RemoteBuffer) -> ReduceStep:
     """Have a tensor reduced with those of the other members of a group; ``finish`` waits for it."""
     with device.lock:
         device.delivery.settle()
         buffer.block.check()
         made = _made(device, buffer.geometry._replace(offset=0))
-        step = ReduceWork(group, operation, buffer, made, current_site())
+        step = ReduceStep(group, operation, buffer, made, current_site())
         device.queue.do(step)
         device.delivery.flush()
         return step

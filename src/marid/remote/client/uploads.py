@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from marid.engine.protocol import Geometry as Layout
 from marid.remote.client.contents import LARGE, Content, FileContent
 from marid.remote.client.memory import RemoteBuffer, role_of
-from marid.remote.client.steps import Sent, Work
+from marid.remote.client.steps import Sent, Step
 from marid.remote.wire.codec import as_int, as_list
 from marid.remote.wire.requests import (
     Chunk,
@@ -30,12 +30,12 @@ from marid.remote.wire.requests import (
 from marid.report.traffic import traffic
 from marid.settings import settings
 
-__all__ = ["BATCH", "HaveWork", "Offers", "UploadProgress", "UploadWork", "upload_requests"]
+__all__ = ["BATCH", "HaveStep", "Offers", "UploadProgress", "UploadStep", "upload_requests"]
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-class UploadWork(Work):
+class UploadStep(Step):
     """A tensor of the host becomes one of the worker."""
 
     def __init__(self, buffer: RemoteBuffer, content: Content | FileContent) -> None:
@@ -46,7 +46,7 @@ class UploadWork(Work):
         self.contents = (content,)
         self._block = buffer.block
         self._kept: Any = buffer  # so that it is not freed before it is there
-        self.questions: Sequence[Work] | None = None if content.digests else ()
+        self.questions: Sequence[Step] | None = None if content.digests else ()
         """What the worker was asked about its chunks; None before that."""
 
     def done(self, result: Any) -> None:
@@ -82,7 +82,7 @@ BATCH = 32 << 20
 _DIGESTS = 8192  # in one request: bounded by what a header may have
 
 
-class HaveWork(Work):
+class HaveStep(Step):
     """Which of some chunks the worker has; what it has need not be sent."""
 
     lasting = False
@@ -116,10 +116,10 @@ class Offers:
     def __init__(self) -> None:
         self._worth = LARGE
 
-    def ask(self, steps: Iterable[Work], sent: Sent, streaming: bool) -> list[HaveWork]:
+    def ask(self, steps: Iterable[Step], sent: Sent, streaming: bool) -> list[HaveStep]:
         """Questions about the uploads among ``steps`` that were not asked about yet (and are now: ``questions``), if
         that is worth it; with ``streaming``, when there are many."""
-        uploads = [step for step in steps if isinstance(step, UploadWork) and step.questions is None]
+        uploads = [step for step in steps if isinstance(step, UploadStep) and step.questions is None]
         unsent = [step for step in uploads if not sent.chunks.issuperset(step.contents[0].digests)]
         nbytes = sum(step.contents[0].nbytes for step in unsent)
         files = [step for step in unsent if step.contents[0].path is not None]
@@ -128,8 +128,8 @@ class Offers:
         names = dict.fromkeys([d for step in unsent if not step.contents[0].path for d in step.contents[0].digests])
         digests = tuple([digest for digest in names if digest not in sent.chunks])
         parts = [digests[start : start + _DIGESTS] for start in range(0, len(digests), _DIGESTS)]
-        made = [HaveWork(Have(part), self._learn) for part in parts]
-        made += [HaveWork(_load(step.contents[0]), self._learn) for step in files]
+        made = [HaveStep(Have(part), self._learn) for part in parts]
+        made += [HaveStep(_load(step.contents[0]), self._learn) for step in files]
         for step in uploads:
             step.questions = made
         return made

@@ -90,17 +90,17 @@ class Keeper:
             ready, _, _ = select.select(listened, [], [], _LOOK)
             if woken in ready:
                 os.read(woken, _LINE)
-            if self._channel in ready and not self._hear():
+            if self._channel in ready and not self._receive():
                 listened.remove(self._channel)  # it has ended, or is about to
             for pid, status in _ended():
                 if pid == self._front_pid:
                     self._front_pid = 0
                     return status
-                self._tell("ended", self._owned_pids.pop(pid, ""))
+                self._notify("ended", self._owned_pids.pop(pid, ""))
             if until is not None and until():
                 return None
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         """What the front says; whether it goes on. Processes are all that it can ask for."""
         assert self._channel is not None
         try:
@@ -123,7 +123,7 @@ class Keeper:
         self._text = self._text[-_LINE:]
         return bool(data)
 
-    def _tell(self, kind: str, path: str) -> None:
+    def _notify(self, kind: str, path: str) -> None:
         if path and self._channel is not None:
             with contextlib.suppress(OSError):
                 self._channel.sendall(f"{kind} {path}\n".encode())

@@ -18,7 +18,7 @@ import socket
 import time
 from collections import OrderedDict
 
-__all__ = ["Doors"]
+__all__ = ["ConnectionLimits"]
 
 _PENDING = 256  # connections that may be there without having said anything
 _PATIENCE = 10.0  # seconds that they may take for it
@@ -31,7 +31,7 @@ _INCOMPLETE_OF_OWNER = 1 << 30  # the same over all connections of an owner
 _BYTES_RECEIVED = slice(128, 136)  # of struct tcp_info (linux/tcp.h): tcpi_bytes_received
 
 
-class Doors:
+class ConnectionLimits:
     """Those of one listening socket. Used by one thread at a time."""
 
     def __init__(self, address: str) -> None:
@@ -75,11 +75,11 @@ class Doors:
         if route is not None:
             self._routes.pop(route, None)
 
-    def knows(self, route: bytes) -> bool:
+    def is_admitted(self, route: bytes) -> bool:
         """Whether a message has come from there before."""
         return route in self._routes
 
-    def enter(self, route: bytes, descriptor: int, owner: bytes) -> None:
+    def admit(self, route: bytes, descriptor: int, owner: bytes) -> None:
         """A first message has come, from a client of ``owner`` that was let in.
 
         A message can be taken after the end of its connection was noted: such a connection is not entered again."""
@@ -88,13 +88,13 @@ class Doors:
         self._forget(descriptor)
         self._routes[route], self._descriptors[descriptor], self._owners[descriptor] = descriptor, route, owner
 
-    def heard(self, route: bytes) -> None:
+    def note_message(self, route: bytes) -> None:
         """A whole message has come from there."""
         descriptor = self._routes.get(route)
         if descriptor is not None:
             self._heard.add(descriptor)
 
-    def look(self) -> None:
+    def enforce(self) -> None:
         """Shut down the connections that are beyond a limit, if it is time to look. To be called when the messages
         that have come were taken."""
         now = time.monotonic()
@@ -127,7 +127,7 @@ class Doors:
             if now - since > _PATIENCE or self._received(descriptor) > _HANDSHAKE_BYTES:
                 self._shut(descriptor)
 
-    def shut(self, route: bytes) -> None:
+    def shut_down_route(self, route: bytes) -> None:
         """End the connection of somebody who was let in."""
         descriptor = self._routes.get(route)
         if descriptor is not None:

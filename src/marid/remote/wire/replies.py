@@ -61,7 +61,7 @@ def check_failure(failure: Any, asked_to_stop: bool) -> None:
         as_int(slot, 0, _MOST, "a slot")
     for digest in as_list(failure.get("missing", []), _LIST, "digests"):
         as_bytes(digest, 32, "a digest")
-    for name in ("nbytes", "room"):
+    for name in ("nbytes", "available"):
         if name in failure:
             as_int(failure[name], -_MOST, _MOST, name)
 

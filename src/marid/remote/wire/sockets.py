@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from marid.remote.wire.codec import HEADER_BYTES, SEGMENT_BYTES, SEGMENTS, pack_plain
-from marid.remote.wire.connection_limits import Doors
+from marid.remote.wire.connection_limits import ConnectionLimits
 from marid.remote.wire.endpoints import ClientKey, WorkerKeys
 
 __all__ = ["PEER", "ClientSocket", "OwnedSocket", "ServerSocket", "Wake", "greets", "passed_on", "received"]
@@ -177,7 +177,7 @@ class ServerSocket:
         self._router.bind(address)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.address: str = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)
-        self._doors = Doors(self.address)
+        self._limits = ConnectionLimits(self.address)
         if address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).chmod(0o600)
 
@@ -190,7 +190,7 @@ class ServerSocket:
 
     def poll(self, milliseconds: int) -> Iterator[tuple[bytes, bytes, list[Any]]]:
         """Wait for messages that long at most; those that have come: the way back, whose it is, and its frames."""
-        ready = dict(self._poller.poll(self._doors.wait(milliseconds)))
+        ready = dict(self._poller.poll(self._limits.wait(milliseconds)))
         if self._wake.fileno() in ready:
             self._wake.clear()
         if self._zap in ready:
@@ -200,21 +200,21 @@ class ServerSocket:
         if self._router in ready:
             for frames in received(self._router):
                 route, owner = frames[0].bytes, self._owner(frames[0])
-                if not self._doors.knows(route):
+                if not self._limits.is_admitted(route):
                     self._note_events()  # that it was accepted comes before what it says
-                    self._doors.enter(route, _descriptor(frames[0]), owner)
-                self._doors.heard(route)
+                    self._limits.admit(route, _descriptor(frames[0]), owner)
+                self._limits.note_message(route)
                 yield route, owner, frames[1:]
-        self._doors.look()
+        self._limits.enforce()
 
     def _note_events(self) -> None:
         for event, value in _events(self._monitor):
             if event & _REFUSED:
                 self.refused += 1
             elif event == zmq.EVENT_ACCEPTED:
-                self._doors.accepted(value)
+                self._limits.accepted(value)
             else:
-                self._doors.closed(value)
+                self._limits.closed(value)
 
     def send(self, route: bytes, header: Any, segments: list[Any]) -> zmq.MessageTracker | None:
         """Send a message without waiting; one that has no way to go is dropped. What knows whether it has left, where
@@ -224,11 +224,11 @@ class ServerSocket:
     def disconnect(self, routes: Iterable[bytes]) -> None:
         """End connections."""
         for route in routes:
-            self._doors.shut(route)
+            self._limits.shut_down_route(route)
 
     def is_connected(self, route: bytes) -> bool:
         """Whether a connection is still there."""
-        return self._doors.knows(route)
+        return self._limits.is_admitted(route)
 
     def offered(self, ticket: bytes, key: bytes | None) -> None:
         """Others may collect something with this ticket: whoever reaches this address (there are no keys)."""
@@ -283,7 +283,7 @@ class OwnedSocket:
         for one in (self._pair, self._wake.fileno()):
             self._poller.register(one, zmq.POLLIN)
         self._pair.connect(channel)
-        self._tell({"kind": "ready", "pid": os.getpid()})
+        self._notify({"kind": "ready", "pid": os.getpid()})
 
     def poll(self, milliseconds: int) -> Iterator[tuple[bytes, bytes, list[Any]]]:
         """As ``ServerSocket.poll``."""
@@ -300,9 +300,9 @@ class OwnedSocket:
 
     def offered(self, ticket: bytes, key: bytes | None) -> None:
         """Whoever proves this key may collect something with this ticket; nobody any more, where there is none."""
-        self._tell({"kind": "offered", "ticket": ticket, "key": key})
+        self._notify({"kind": "offered", "ticket": ticket, "key": key})
 
-    def _tell(self, fields: dict[str, Any]) -> None:
+    def _notify(self, fields: dict[str, Any]) -> None:
         self._pair.send_multipart([b"", pack_plain(fields)])
 
     def wake(self) -> None:

@@ -32,7 +32,7 @@ class _Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Slice:
     """Where in it a chunk lies."""
 
     memory: _Memory
@@ -60,7 +60,7 @@ class ChunkStore:
         self.hits = 0
         self._chunks: OrderedDict[tuple[bytes, bytes], Any] = OrderedDict()
 
-    def room_for(self, count: int) -> int:
+    def capacity_for(self, count: int) -> int:
         """The bytes that so many chunks may have together to be there at once."""
         return self.limit - count * _ENTRY
 
@@ -77,23 +77,23 @@ class ChunkStore:
         while self.nbytes > self.limit:
             self._drop(next(iter(self._chunks)))
 
-    def place(self, owner: bytes, digests: tuple[bytes, ...], storage: torch.UntypedStorage) -> None:
+    def adopt(self, owner: bytes, digests: tuple[bytes, ...], storage: torch.UntypedStorage) -> None:
         """These chunks are all that lies in this memory of the host now, one after the other. They stay there, unless
         some stay elsewhere or twice: memory is kept for what is counted only."""
         memory = _Memory(storage, [(owner, digest) for digest in digests])
         chunks = [self._chunks[key] for key in memory.keys]
-        if len(set(digests)) != len(digests) or any(isinstance(chunk, _Place) for chunk in chunks):
+        if len(set(digests)) != len(digests) or any(isinstance(chunk, _Slice) for chunk in chunks):
             return
         start = 0
         for key, chunk in zip(memory.keys, chunks, strict=True):
-            self._chunks[key] = _Place(memory, start, _size(chunk))
+            self._chunks[key] = _Slice(memory, start, _size(chunk))
             start += _size(chunk)
 
     def get(self, owner: bytes, digest: bytes) -> Any:
         """The bytes of a chunk, or None. To be used before anything else is done with tensors."""
         key = (owner, digest)
         found = self._chunks.get(key)
-        if isinstance(found, _Place):
+        if isinstance(found, _Slice):
             found = found.read(digest)
             if found is None:
                 self._drop(key)
@@ -104,7 +104,7 @@ class ChunkStore:
     def _drop(self, key: tuple[bytes, bytes]) -> None:
         """Forget a chunk, and those that lie in one memory with it."""
         chunk = self._chunks[key]
-        for each in chunk.memory.keys if isinstance(chunk, _Place) else [key]:
+        for each in chunk.memory.keys if isinstance(chunk, _Slice) else [key]:
             self.nbytes -= _size(self._chunks.pop(each)) + _ENTRY
 
     def missing(self, owner: bytes, digests: tuple[bytes, ...]) -> list[int]:
@@ -136,4 +136,4 @@ class ChunkStore:
 
 
 def _size(chunk: Any) -> int:
-    return chunk.size if isinstance(chunk, _Place) else memoryview(chunk).nbytes
+    return chunk.size if isinstance(chunk, _Slice) else memoryview(chunk).nbytes

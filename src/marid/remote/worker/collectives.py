@@ -20,10 +20,10 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from marid.errors import WireError
 from marid.remote.wire import requests as ask
 
-__all__ = ["CollectiveFailed", "Group", "Groups", "Job", "Store", "Waits"]
+__all__ = ["CollectiveFailed", "Group", "Groups", "Job", "Store", "WouldBlock"]
 
 
-class Waits(Exception):
+class WouldBlock(Exception):
     """A request is to be asked again when something ``is_over``; until then its session is set aside."""
 
     def __init__(self, is_over: Callable[[], bool]) -> None:
@@ -157,10 +157,10 @@ class Groups:
         self._changed = changed
         self._stores: dict[bytes, Store] = {}
         self._groups: dict[bytes, Group] = {}
-        self._jobs: dict[ask.Join | ask.Reduce, tuple[Job, torch.Tensor | None]] = {}  # what a request waits for
+        self._jobs: dict[ask.Join | ask.Reduce, tuple[Job, torch.Tensor | None]] = {}  # by the request that waits
 
     def do(self, request: Any, holder: _Holder) -> int | None:
-        """Do what a request says. Raises ``Waits`` while others have to do their part, and ``CollectiveFailed``."""
+        """Do what a request says. Raises ``WouldBlock`` while others have to do their part, ``CollectiveFailed``."""
         if isinstance(request, ask.Meet):
             if len(self._stores) + len(self._groups) >= _GROUPS:
                 raise WireError("a session has more groups than it may have")
@@ -171,7 +171,7 @@ class Groups:
             return None
         job, tensor = self._jobs.get(request) or self._begin(request, holder)
         if not job.is_over:
-            raise Waits(lambda: job.is_over)
+            raise WouldBlock(lambda: job.is_over)
         del self._jobs[request]
         if job.error is not None:
             self._leave(request.group)

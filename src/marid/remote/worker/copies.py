@@ -27,7 +27,7 @@ from marid.remote.wire.endpoints import ClientKey
 from marid.remote.wire.requests import TICKET_BYTES
 from marid.remote.wire.sockets import ClientSocket, Wake
 
-__all__ = ["Arrival", "Collectors", "Copies", "Place", "Tickets", "Unreachable"]
+__all__ = ["Arrival", "Collectors", "Copies", "PeerAddress", "Tickets", "Unreachable"]
 
 _KEY_BYTES = 32
 _PIECE = 4 << 20
@@ -58,11 +58,11 @@ class _Packed(Protocol):
 
 
 class Tickets:
-    """What the clients of this worker let others collect. Used under the lock of the sockets. ``told`` hears of each
-    ticket with the key that it is for, and with None when it is used up."""
+    """What the clients of this worker let others collect. Used under the lock of the sockets. ``published`` is called
+    with each ticket and the key that it is for, and with None when it is used up."""
 
-    def __init__(self, told: Callable[[bytes, bytes | None], None]) -> None:
-        self._told = told
+    def __init__(self, published: Callable[[bytes, bytes | None], None]) -> None:
+        self._published = published
         self._tickets: OrderedDict[bytes, tuple[_Packed, int, bytes]] = (
             OrderedDict()
         )  # workspace, handle and key, by ticket
@@ -74,11 +74,11 @@ class Tickets:
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
         handle = as_int(header.get("handle"), 0, 1 << 53, "a handle")
         peer = as_bytes(header.get("peer"), _KEY_BYTES, "a key")
-        known = self._tickets.get(ticket)
-        if known is not None and known[0] is not workspace:
+        found = self._tickets.get(ticket)
+        if found is not None and found[0] is not workspace:
             raise WireError("a ticket is known already")
         self._tickets[ticket] = workspace, handle, peer
-        self._told(ticket, peer)
+        self._published(ticket, peer)
         own = [one for one, (of, _, _) in self._tickets.items() if of is workspace]
         for oldest in own[:-_TICKETS]:
             self._withdraw(oldest)
@@ -90,7 +90,7 @@ class Tickets:
 
     def _withdraw(self, ticket: bytes) -> None:
         del self._tickets[ticket]
-        self._told(ticket, None)
+        self._published(ticket, None)
 
     def answer(self, header: dict[str, Any], proved: str | None) -> tuple[dict[str, Any], list[Any]] | None:
         """A piece for another worker, which has ``proved`` its key (in hexadecimal digits; None on a worker without
@@ -116,7 +116,7 @@ class Tickets:
 
 
 @dataclass(frozen=True)
-class Place:
+class PeerAddress:
     """A worker from which tensors are collected: its address, its public key (None without keys) and its boot."""
 
     address: str
@@ -124,7 +124,7 @@ class Place:
     boot: bytes
 
     @classmethod
-    def read(cls, header: dict[str, Any]) -> Place:
+    def read(cls, header: dict[str, Any]) -> PeerAddress:
         """As a client says it. Raises ``WireError``."""
         address = as_text(header.get("address"), 256, "an address")
         if not _ADDRESS.fullmatch(address):
@@ -142,7 +142,7 @@ class Arrival:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.error: Exception | None = None
         self.patience = 0.0
-        self.told = time.monotonic()
+        self.requested_at = time.monotonic()
         self._memory = self.data.numpy().data
         self._changing = threading.Lock()  # what is missing: two threads ask for it
         self._missing = OrderedDict.fromkeys(range(0, nbytes, _PIECE), 0.0)  # pieces, and when to ask for them (again)
@@ -206,24 +206,24 @@ class Collectors:
         self.changed = changed
         self._context: zmq.Context[Any] = zmq.Context()
         self._lock = threading.Lock()
-        self._threads: dict[Place, _Collector] = {}
+        self._threads: dict[PeerAddress, _Collector] = {}
         self._stopping = False
 
-    def collect(self, place: Place, arrival: Arrival) -> None:
+    def collect(self, peer: PeerAddress, arrival: Arrival) -> None:
         """Have an arrival come from there; from there only, if it was collected elsewhere before."""
         with self._lock:
             for collector in self._threads.values():
-                if collector.place != place:
+                if collector.peer != peer:
                     collector.arrivals.pop(arrival.ticket, None)
-            collector = self._threads.get(place)
+            collector = self._threads.get(peer)
             if collector is None:
                 if len(self._threads) >= _CONNECTIONS:
                     arrival.error = Unreachable("the worker collects from as many others as it may already")
                     self.changed()
                     return
-                collector = self._threads[place] = _Collector(self, place)
+                collector = self._threads[peer] = _Collector(self, peer)
             if arrival.ticket not in collector.arrivals:
-                arrival.told = time.monotonic()
+                arrival.requested_at = time.monotonic()
                 arrival.restart()
                 collector.arrivals[arrival.ticket] = arrival
             collector.wake.wake()
@@ -252,40 +252,40 @@ class Collectors:
             self._serve(of)
         except zmq.ZMQError as error:  # no such address, or no socket to be had
             with self._lock:
-                del self._threads[of.place]
+                del self._threads[of.peer]
             for arrival in of.arrivals.values():
-                arrival.error = Unreachable(f"the worker at {of.place.address} cannot be connected to: {error}")
+                arrival.error = Unreachable(f"the worker at {of.peer.address} cannot be connected to: {error}")
             self.changed()
         finally:
             of.wake.close()
 
     def _serve(self, of: _Collector) -> None:
-        key = None if of.place.key is None else ClientKey(*self._pair, z85.encode(of.place.key))
+        key = None if of.peer.key is None else ClientKey(*self._pair, z85.encode(of.peer.key))
         heard = used = time.monotonic()
-        link = ClientSocket(self._context, of.place.address, key, of.wake)
+        link = ClientSocket(self._context, of.peer.address, key, of.wake)
         made = heard
         while True:
             now = time.monotonic()
             with self._lock:
                 arrivals = dict(of.arrivals)
                 if self._stopping or (not arrivals and now - used > _IDLE):
-                    del self._threads[of.place]
+                    del self._threads[of.peer]
                     break
             used = now if arrivals else used
             if (link.broken or link.refused or link.dropped) and now - made > _RETRY:
                 link.close()
-                link = ClientSocket(self._context, of.place.address, key, of.wake)
+                link = ClientSocket(self._context, of.peer.address, key, of.wake)
                 made = now
                 for arrival in arrivals.values():
                     arrival.restart()
             for arrival in arrivals.values():
                 for start in arrival.due(now):
-                    link.send(self._header(of.place, "collect", arrival.ticket, start=start), [])
-                if now - max(heard, arrival.told) > arrival.patience:
-                    arrival.error = Unreachable(f"the worker at {of.place.address} does not answer")
+                    link.send(self._header(of.peer, "collect", arrival.ticket, start=start), [])
+                if now - max(heard, arrival.requested_at) > arrival.patience:
+                    arrival.error = Unreachable(f"the worker at {of.peer.address} does not answer")
             for frames in link.poll(int(_LATER * 1000) if arrivals else 1000):
                 heard = time.monotonic()
-                self._take(of.place, link, arrivals, frames)
+                self._take(of.peer, link, arrivals, frames)
             ended = [ticket for ticket, arrival in arrivals.items() if arrival.has_ended]
             with self._lock:
                 for ticket in ended:
@@ -294,7 +294,7 @@ class Collectors:
                 self.changed()
         link.close()
 
-    def _take(self, place: Place, link: ClientSocket, arrivals: dict[bytes, Arrival], frames: list[Any]) -> None:
+    def _take(self, peer: PeerAddress, link: ClientSocket, arrivals: dict[bytes, Arrival], frames: list[Any]) -> None:
         try:
             header = decode(frames[0].buffer)
             ticket = header.get("ticket")
@@ -307,15 +307,15 @@ class Collectors:
                 arrival.take(header, [frame.buffer for frame in frames[1:]])
                 self.received += sum(len(frame) for frame in frames[1:])
                 for start in arrival.due(time.monotonic()):
-                    link.send(self._header(place, "collect", arrival.ticket, start=start), [])
+                    link.send(self._header(peer, "collect", arrival.ticket, start=start), [])
                 if arrival.is_complete:
-                    link.send(self._header(place, "collected", arrival.ticket), [])
+                    link.send(self._header(peer, "collected", arrival.ticket), [])
         except WireError:
             return  # asked for again
 
-    def _header(self, place: Place, kind: str, ticket: bytes, **fields: Any) -> bytes:
-        known = {"v": VERSION, "kind": kind, "session": _NOBODY, "boot": place.boot, "ticket": ticket}
-        return encode({**known, **fields})
+    def _header(self, peer: PeerAddress, kind: str, ticket: bytes, **fields: Any) -> bytes:
+        header = {"v": VERSION, "kind": kind, "session": _NOBODY, "boot": peer.boot, "ticket": ticket}
+        return encode({**header, **fields})
 
 
 class Copies:
@@ -324,20 +324,20 @@ class Copies:
     def __init__(self, collectors: Collectors) -> None:
         self.arrivals: dict[bytes, Arrival] = {}
         self._collectors = collectors
-        self._places: OrderedDict[bytes, tuple[Place, int]] = OrderedDict()
+        self._sources: OrderedDict[bytes, tuple[PeerAddress, int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def tell(self, header: dict[str, Any]) -> None:
+    def locate(self, header: dict[str, Any]) -> None:
         """The client says where a tensor is; on the thread of the sockets. Raises ``WireError``."""
         ticket = as_bytes(header.get("ticket"), TICKET_BYTES, "a ticket")
         if header.get("address", "") is None:
             self._withdraw(ticket)
             return
-        where = Place.read(header), as_int(header.get("patience"), 1, 3600, "a number of seconds")
+        where = PeerAddress.read(header), as_int(header.get("patience"), 1, 3600, "a number of seconds")
         with self._lock:
-            self._places[ticket] = where
-            while len(self._places) > _TICKETS:
-                self._places.popitem(last=False)
+            self._sources[ticket] = where
+            while len(self._sources) > _TICKETS:
+                self._sources.popitem(last=False)
             self._begin(ticket)
 
     def _withdraw(self, ticket: bytes) -> None:
@@ -355,7 +355,7 @@ class Copies:
             return arrival
 
     def _begin(self, ticket: bytes) -> None:
-        arrival, where = self.arrivals.get(ticket), self._places.get(ticket)
+        arrival, where = self.arrivals.get(ticket), self._sources.get(ticket)
         if arrival is not None and where is not None and not arrival.has_ended:
             arrival.patience = where[1]
             self._collectors.collect(where[0], arrival)
@@ -363,22 +363,22 @@ class Copies:
     def forget(self, ticket: bytes) -> None:
         """It has come, or nobody wants it any more."""
         with self._lock:
-            self._places.pop(ticket, None)
+            self._sources.pop(ticket, None)
             arrival = self.arrivals.pop(ticket, None)
             if arrival is not None:
                 self._collectors.forget(arrival)
 
     def clear(self) -> None:
         """The session has ended."""
-        for ticket in [*self.arrivals, *self._places]:
+        for ticket in [*self.arrivals, *self._sources]:
             self.forget(ticket)
 
 
 class _Collector:
     """One connection."""
 
-    def __init__(self, collectors: Collectors, place: Place) -> None:
-        self.place = place
+    def __init__(self, collectors: Collectors, peer: PeerAddress) -> None:
+        self.peer = peer
         self.arrivals: dict[bytes, Arrival] = {}
         self.wake = Wake()
         self.thread = threading.Thread(target=collectors.serve, args=(self,), name="marid-collect", daemon=True)

@@ -37,7 +37,7 @@ from marid.remote.worker.programs import RemoteProgram, geometry_from
 from marid.remote.worker.residency import Residency
 from marid.report.units import bytes_text
 
-__all__ = ["Machine", "TooLarge", "bytes_of"]
+__all__ = ["Executor", "TooLarge", "bytes_of"]
 
 _PROGRAMS = 4096
 _PROGRAM_BYTES = 1 << 30  # of programs and geometries, as they are kept
@@ -52,11 +52,11 @@ class TooLarge(Exception):
     """A run would make the worker hold more than its limit; ``held`` are slots and their bytes, the largest first."""
 
     nbytes: int
-    room: int
+    available: int
     held: list[tuple[int, int]]
 
     def __str__(self) -> str:
-        return f"it would take {bytes_text(self.nbytes)} at once, and the worker has {bytes_text(self.room)} left"
+        return f"it would take {bytes_text(self.nbytes)} at once, and the worker has {bytes_text(self.available)} left"
 
 
 class _Kept:
@@ -73,7 +73,7 @@ class _Kept:
         return self.remote.program.instructions
 
 
-class Machine:
+class Executor:
     """One device and what runs on it. ``memory_limit`` are the bytes that all may hold on it together, 0 for no limit;
     ``spill_limit`` those that may wait on the host when it is reached."""
 
@@ -176,7 +176,7 @@ class Machine:
         Raises ``WireError``, ``TooLarge`` before anything has run, and ``Interrupted``.
         """
         kept, prepared, held = self._checked(program, geometry, inputs, params)
-        self.make_room(prepared.transient_bytes, inputs, resident, held)
+        self.reserve(prepared.transient_bytes, inputs, resident, held)
         ready = self._ready(prepared)
         with concretely():
             try:
@@ -248,7 +248,7 @@ class Machine:
         """Run what is before instruction ``until``; what is in the slots ``keep`` then. Raises as ``run``."""
         given = list(params)
         _, prepared, held = self._checked(program, geometry, inputs, given)
-        self.make_room(prepared.transient_bytes, inputs, resident, held)
+        self.reserve(prepared.transient_bytes, inputs, resident, held)
         ready = self._ready(prepared)
         if until > len(prepared.program.instructions):
             raise WireError("a run is to go on behind its end")
@@ -259,20 +259,20 @@ class Machine:
             raise WireError("a slot that is to be kept does not exist then")
         return [frame.tensors[slot] for slot in keep]
 
-    def make_room(
+    def reserve(
         self,
         nbytes: int,
         used: Sequence[torch.Tensor],
         resident: Callable[[], int],
         held: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Have ``used`` on the device, and room for so many bytes beside it; to be called before anything of a session
-        is used. Raises ``TooLarge``."""
+        """Have ``used`` on the device, and so many bytes free beside it; to be called before anything of a session is
+        used. Raises ``TooLarge``."""
         if not self.memory_limit:
             return
-        room = self.memory_limit - resident()
-        if not self.residency.bring(used, room - nbytes):
-            raise TooLarge(nbytes, room, list(held))
+        available = self.memory_limit - resident()
+        if not self.residency.bring(used, available - nbytes):
+            raise TooLarge(nbytes, available, list(held))
 
     def _checked(
         self, program: bytes, geometry: bytes, inputs: list[torch.Tensor], params: list[Any]
@@ -301,7 +301,7 @@ class Machine:
     ) -> Called:
         """Run one operator now. Raises what it raises, and ``TooLarge`` before it has run."""
         if self.memory_limit:
-            self.make_room(_returned_bytes(op, args, kwargs, tensors), tensors, resident)
+            self.reserve(_returned_bytes(op, args, kwargs, tensors), tensors, resident)
         drawn = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if op.factory and self.device.type != "cpu" and any(a.name == "device" for a in op.func._schema.arguments):
             kwargs = {**kwargs, "device": self.device}

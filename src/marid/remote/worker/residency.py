@@ -101,24 +101,24 @@ class Residency:
             away = self._blocks.pop(key).away
             self.spilled -= 0 if away is None else away.nbytes
 
-    def bring(self, tensors: Iterable[torch.Tensor], room: int) -> bool:
-        """Have the memory of these tensors here, to be used now. ``room`` are the bytes that the device has left, less
-        than none if what runs needs more than that; whether there is as much."""
+    def bring(self, tensors: Iterable[torch.Tensor], available: int) -> bool:
+        """Have the memory of these tensors here, to be used now. ``available`` are the bytes that the device has left,
+        less than none if what runs needs more than that; whether there is as much."""
         if not self.spill_limit:
-            return room >= 0
+            return available >= 0
         with self._moving:
-            return self._bring(tensors, room)
+            return self._bring(tensors, available)
 
-    def _bring(self, tensors: Iterable[torch.Tensor], room: int) -> bool:
+    def _bring(self, tensors: Iterable[torch.Tensor], available: int) -> bool:
         storages = {one._cdata: one for one in [tensor.untyped_storage() for tensor in tensors]}
         for key in storages:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
         wanted = [(self._blocks[key], one) for key, one in storages.items() if self._is_away(key)]
-        room -= sum(block.away.nbytes for block, _ in wanted if block.away is not None)
-        if room < 0:
-            room += self._spill(-room, storages.keys())
-        if room < 0:
+        available -= sum(block.away.nbytes for block, _ in wanted if block.away is not None)
+        if available < 0:
+            available += self._spill(-available, storages.keys())
+        if available < 0:
             return False
         for block, storage in wanted:
             self._fetch(block, storage)

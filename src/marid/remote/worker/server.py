@@ -28,7 +28,7 @@ from marid.remote.wire.sockets import PEER, OwnedSocket, ServerSocket
 from marid.remote.worker.chunks import ChunkStore
 from marid.remote.worker.collectives import Groups
 from marid.remote.worker.copies import Collectors, Copies, Tickets
-from marid.remote.worker.executor import Machine
+from marid.remote.worker.executor import Executor
 from marid.remote.worker.session import Cancelled, Message, Session
 from marid.remote.worker.workspace import Workspace
 
@@ -78,7 +78,7 @@ class Worker:
         self.limits = limits or Limits()
         self.boot = os.urandom(8)
         self.refusals = Refusals()
-        self.machine = Machine(device, self.limits.memory, self.limits.spill)
+        self.executor = Executor(device, self.limits.memory, self.limits.spill)
         self._chunks = ChunkStore(self.limits.chunks)
         self._socket = socket
         self.address = socket.address
@@ -135,7 +135,7 @@ class Worker:
         if message.requests is None:
             session.clear()
             if not self._sessions:
-                self.machine.trim()
+                self.executor.trim()
             return
         self._current = session
         try:
@@ -242,7 +242,7 @@ class Worker:
             elif kind == "offer":
                 self._tickets.offer(session.workspace, header)
             elif kind == "source":
-                session.workspace.copies.tell(header)
+                session.workspace.copies.locate(header)
             elif kind == "bye":
                 self._end(session)
             else:
@@ -271,15 +271,15 @@ class Worker:
         session.route, session.seen = route, time.monotonic()
         limits = {"in_flight": self.limits.in_flight // 2, "messages": self.limits.messages // 2}
         limits |= {"lease": self.limits.lease, "memory": self.limits.memory, "spill": self.limits.spill}
-        facts = {"device": str(self.machine.device), "torch": torch.__version__, "pid": os.getpid()}
+        facts = {"device": str(self.executor.device), "torch": torch.__version__, "pid": os.getpid()}
         facts |= {"peer": self._collectors.key}
         state = {"applied": session.applied, "epoch": session.epoch}
         self._send(route, {"kind": "welcome", "session": number, "limits": limits, **facts, **state}, [])
 
     def _workspace(self, owner: bytes) -> Workspace:
-        copies, groups = Copies(self._collectors), Groups(self.machine.device, self._socket.wake)
+        copies, groups = Copies(self._collectors), Groups(self.executor.device, self._socket.wake)
         replies = min(self.limits.replies, self.limits.memory or self.limits.replies)
-        made = Workspace(owner, self.machine, self._chunks, copies, groups, replies)
+        made = Workspace(owner, self.executor, self._chunks, copies, groups, replies)
         made.others = lambda: sum(
             one.workspace.nbytes() for one in list(self._sessions.values()) if one.workspace is not made
         )
@@ -294,11 +294,11 @@ class Worker:
         if session.inbox_bytes + nbytes > self.limits.in_flight or len(session.inbox) >= self.limits.messages:
             self._refuse(route, "in flight", "more is in flight than the worker allows")
             return
-        at = partial(self._say_at, session) if header.get("careful") is True else None
+        at = partial(self._report_progress, session) if header.get("careful") is True else None
         message = Message(epoch, seq, acked, header["requests"], [frame.buffer for frame in frames[1:]], nbytes, at)
         self._schedule(session, message)
 
-    def _say_at(self, session: Session, seq: int, index: int) -> None:
+    def _report_progress(self, session: Session, seq: int, index: int) -> None:
         """A program has come to an operator: its client wants to know, should that be the last."""
         with self._using:
             self._send(session.route, {"kind": "at", "seq": seq, "index": index}, [])
@@ -328,6 +328,6 @@ class Worker:
 
     def stats(self) -> dict[str, Any]:
         """What was refused, and how many sessions there are."""
-        refused = {**self.refusals.counts, "connection": self._socket.refused, "request": self.machine.refused}
+        refused = {**self.refusals.counts, "connection": self._socket.refused, "request": self.executor.refused}
         copied = {"collected_bytes": self._collectors.received, "offered_bytes": self._tickets.collected}
         return {"sessions": len(self._sessions), "refused": refused, **copied}

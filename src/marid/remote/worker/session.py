@@ -25,7 +25,7 @@ from marid.remote.wire.codec import MISPREDICTIONS
 from marid.remote.wire.kernel_settings import apply
 from marid.remote.wire.replies import misprediction_to
 from marid.remote.wire.requests import read_requests
-from marid.remote.worker.collectives import Waits
+from marid.remote.worker.collectives import WouldBlock
 from marid.remote.worker.executor import TooLarge, Warned
 from marid.remote.worker.workspace import Missing, Workspace
 
@@ -83,7 +83,7 @@ class Session:
         self._running = 0
         self._begun: tuple[list[list[Any]], list[Any], list[str], list[list[Any]]] | None = None
         """What a message that has to wait has done by now: results, segments, warnings, mispredictions."""
-        self.waiting: Waits | None = None
+        self.waiting: WouldBlock | None = None
         """What it waits for."""
         self._leaving: deque[tuple[Any, int]] = deque()  # what knows whether an answer has left, and its bytes
         workspace.leaving = self._queued
@@ -166,7 +166,7 @@ class Session:
                     value = workspace.apply(request)
                 warned += warnings.texts
                 mispredicted += [misprediction_to(seq, one) for one in noted]
-            except Waits as waits:
+            except WouldBlock as waits:
                 self._begun, self.waiting = (results, workspace.segments, warned, mispredicted), waits
                 return None
             except (Exception, Cancelled) as error:  # an operator may raise anything; it goes to the client
@@ -228,8 +228,8 @@ class Session:
         if isinstance(error, Missing):
             failure["missing"] = error.args[1]
         if isinstance(error, TooLarge):
-            failure |= {"nbytes": error.nbytes, "room": error.room, "held": [list(one) for one in error.held]}
+            failure |= {"nbytes": error.nbytes, "available": error.available, "held": [list(one) for one in error.held]}
         if isinstance(error, WireError):
-            self.workspace.machine.refused += 1
+            self.workspace.executor.refused += 1
         failure |= {"type": type(error).__name__, "text": str(error)[:_TEXT]}
         self.failure = failure

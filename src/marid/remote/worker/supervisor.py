@@ -93,7 +93,7 @@ class Supervisor:
                 listened = [self._listen(one) for one in self._processes.values()]
                 for route, owner, frames in self._socket.poll(_IDLE if all(listened) else _DRAINING):
                     self._take(route, owner, frames)
-                self._hear()
+                self._hear_keeper()
                 for process in list(self._processes.values()):
                     if process.listened:
                         self._answer(process)
@@ -116,7 +116,7 @@ class Supervisor:
         channel = f"ipc://{self._folder}/{secrets.token_hex(16)}"
         process = self._processes[channel] = _Process(self._socket.context, channel)
         self._socket.also(process.pair, True)
-        self._say("spawn", channel)
+        self._ask_keeper("spawn", channel)
         return process
 
     def _process_of(self, owner: bytes) -> _Process | None:
@@ -152,7 +152,7 @@ class Supervisor:
             del self._by_owner[process.owner]
         if self._spare is process:
             self._spare = None
-        self._say("end", process.channel)
+        self._ask_keeper("end", process.channel)
 
     def _lost(self, process: _Process) -> None:
         """A process has ended: another one takes its place at once, and clients hear that what it held is gone."""
@@ -164,12 +164,12 @@ class Supervisor:
         if self._spare is None:
             self._spare = self._start()
 
-    def _say(self, kind: str, channel: str) -> None:
+    def _ask_keeper(self, kind: str, channel: str) -> None:
         self._keeper.setblocking(True)
         self._keeper.sendall(f"{kind} {channel}\n".encode())
         self._keeper.setblocking(False)
 
-    def _hear(self) -> None:
+    def _hear_keeper(self) -> None:
         """What the keeper says: which processes have ended."""
         try:
             data = self._keeper.recv(1 << 16)
@@ -257,13 +257,13 @@ class Supervisor:
             if len(frames) < 2:
                 continue
             if not route:
-                self._told(process, frames)
+                self._notified(process, frames)
             else:
                 tracker, nbytes = passed_on(self._socket, route, frames[1:])
                 if tracker is not None:
                     process.leaving.append((tracker, nbytes))
 
-    def _told(self, process: _Process, frames: list[Any]) -> None:
+    def _notified(self, process: _Process, frames: list[Any]) -> None:
         """What a process says to the supervisor. It is believed nothing but what is its own."""
         try:
             fields = unpack_plain(frames[1].buffer, 64)

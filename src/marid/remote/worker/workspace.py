@@ -21,9 +21,9 @@ from marid.remote.wire.kernel_settings import KernelSettings, apply
 from marid.remote.wire.programs import digest_of, unpacked
 from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, spec_of, spec_to, tensor_of
 from marid.remote.worker.chunks import ChunkStore
-from marid.remote.worker.collectives import Groups, Waits
+from marid.remote.worker.collectives import Groups, WouldBlock
 from marid.remote.worker.copies import Copies
-from marid.remote.worker.executor import Machine, bytes_of
+from marid.remote.worker.executor import Executor, bytes_of
 from marid.remote.worker.operators import check_call, operator_named
 
 __all__ = ["Missing", "Workspace"]
@@ -43,10 +43,10 @@ class Workspace:
     """What one client process has here. ``owner`` is whom its key belongs to; several clients may have one key."""
 
     def __init__(
-        self, owner: bytes, machine: Machine, chunks: ChunkStore, copies: Copies, groups: Groups, reply_bytes: int
+        self, owner: bytes, executor: Executor, chunks: ChunkStore, copies: Copies, groups: Groups, reply_bytes: int
     ) -> None:
         self.owner = owner
-        self.machine = machine
+        self.executor = executor
         self.copies = copies
         """What other workers send."""
         self.groups = groups
@@ -72,8 +72,8 @@ class Workspace:
     def apply(self, request: ask.Request) -> Any:
         """Do what a request says; the answer, if it has one.
 
-        Raises what an operator raises, ``Interrupted`` of a run that had begun, and ``Waits`` when others have to do
-        something first: then it is to be asked again.
+        Raises what an operator raises, ``Interrupted`` of a run that had begun, and ``WouldBlock`` when others have to
+        do something first: then it is to be asked again.
         """
         return _DOES[type(request)](self, request)
 
@@ -96,8 +96,8 @@ class Workspace:
         self._last.move_to_end(request.program)
         if len(self._last) > _LAST:
             self._last.popitem(last=False)
-        machine = self.machine
-        if not machine.knows(request.program, request.geometry):
+        executor = self.executor
+        if not executor.knows(request.program, request.geometry):
             raise Missing("a program or its geometry is not known", [request.program, request.geometry])
         tensors = self.tensors
         try:
@@ -105,43 +105,43 @@ class Workspace:
         except KeyError as error:
             raise WireError(f"there is no tensor with handle {error}") from None
         if request.until is not None:
-            results = machine.run_until(
+            results = executor.run_until(
                 request.until, request.keep, request.program, request.geometry, inputs, request.params, self._held
             )
             for slot, tensor in zip(request.keep, results, strict=True):
                 self.keep(request.base + slot, tensor)
             return
         params = list(request.params)
-        prepared, results = machine.run(request.program, request.geometry, inputs, params, self._held, self.at)
+        prepared, results = executor.run(request.program, request.geometry, inputs, params, self._held, self.at)
         for slot, tensor in zip(prepared.program.output_slots, results, strict=True):
             self.keep(request.base + slot, tensor)
 
     def salvage(self, stop: Interrupted, request: ask.Run | ask.Again) -> dict[str, Any]:
         """Keep what a run that stopped has made: nothing runs twice, and nothing is lost. What to say of it."""
-        taken = set(self.machine.inputs_of(request.program))
+        taken = set(self.executor.inputs_of(request.program))
         existing = []
         for slot, tensor in stop.tensors.items():
             if slot not in taken and isinstance(tensor, torch.Tensor):
                 self.tensors[request.base + slot] = tensor
-                self.machine.residency.note(tensor)
+                self.executor.residency.note(tensor)
                 existing.append(slot)
         return {"index": stop.index, "finished": stop.finished, "existing": sorted(existing)}
 
     # --- programs ---
 
     def _program(self, request: ask.Program) -> None:
-        self.machine.define(request.digest, _body(request.body, request.digest))
+        self.executor.define(request.digest, _body(request.body, request.digest))
 
     def _geometry(self, request: ask.Geometry) -> None:
         body = _body(request.body, request.digest)
-        if not self.machine.has_program(request.program):
+        if not self.executor.has_program(request.program):
             raise Missing("a program is not known", [request.program])
-        self.machine.describe(request.program, request.digest, body)
+        self.executor.describe(request.program, request.digest, body)
 
     def _sizes(self, request: ask.Sizes) -> None:
-        if not self.machine.knows(request.program, request.like):
+        if not self.executor.knows(request.program, request.like):
             raise Missing("a geometry is not known", [request.program, request.like])
-        self.machine.resize(request.program, request.like, request.digest, request.changes)
+        self.executor.resize(request.program, request.like, request.digest, request.changes)
 
     def _configure(self, request: ask.Configure) -> None:
         apply(request.settings)
@@ -160,12 +160,12 @@ class Workspace:
 
     def _upload(self, request: ask.Upload) -> None:
         packing = packing_of(request.shape, request.stride, request.dtype)
-        self._make_room(packing.span * request.dtype.itemsize)
+        self._reserve(packing.span * request.dtype.itemsize)
         pieces = list(request.data)
         if request.digests:
             found = [self._chunks.get(self.owner, digest) for digest in request.digests]
             lacking = [digest for digest, chunk in zip(request.digests, found, strict=True) if chunk is None]
-            if lacking and packing.nbytes > self._chunks.room_for(len(found)):
+            if lacking and packing.nbytes > self._chunks.capacity_for(len(found)):
                 raise Refused(
                     f"a tensor of {packing.nbytes} bytes is uploaded in chunks, and the worker keeps at most "
                     f"{self._chunks.limit} bytes of chunks: start it with a larger --chunk-memory"
@@ -173,21 +173,21 @@ class Workspace:
             if lacking:
                 raise Missing("chunks are not here", lacking)
             pieces = found
-        made = tensor_of(pieces, packing, request.dtype, self.machine.accelerator)
+        made = tensor_of(pieces, packing, request.dtype, self.executor.accelerator)
         self.keep(request.handle, made, "input")
         if request.digests and made.device.type == "cpu" and packing.is_dense:
-            self._chunks.place(self.owner, request.digests, made.untyped_storage())
+            self._chunks.adopt(self.owner, request.digests, made.untyped_storage())
 
     def _fetch(self, request: ask.Fetch) -> dict[str, Any]:
         tensor = self._tensor(request.handle)
-        self.machine.make_room(0, [tensor], self._held)
+        self.executor.reserve(0, [tensor], self._held)
         with concretely():
             if request.view is not None:
                 offset, shape, stride = request.view
                 tensor = tensor.as_strided(shape, stride, offset)  # which checks that it lies in memory
             tensor = tensor.resolve_conj().resolve_neg()
             if not tensor.dim():
-                number = bytes_of_number(self.machine.accelerator.to_host(tensor))
+                number = bytes_of_number(self.executor.accelerator.to_host(tensor))
                 return {"tensor": [dtype_name(tensor.dtype), [], [], number]}
             packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
             if packing.nbytes > SEGMENT_BYTES * (SEGMENTS - len(self.segments)):
@@ -195,7 +195,7 @@ class Workspace:
             waiting = self._untaken() + sum(memoryview(segment).nbytes for segment in self.segments)
             if waiting and waiting + packing.nbytes > self._reply_bytes:
                 raise Refused("the client has not taken what it fetched before")
-            data = self.machine.accelerator.to_host(packing.pack(tensor))
+            data = self.executor.accelerator.to_host(packing.pack(tensor))
         described = [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
         if packing.nbytes <= SMALL_BYTES:
             return {"tensor": [*described, bytes(memory_of(data))]}
@@ -210,7 +210,7 @@ class Workspace:
     def _roles(self, request: ask.Roles) -> None:
         for handle, role in request.roles:
             if handle in self.tensors:
-                self.machine.residency.hint(self.tensors[handle], ask.ROLES.index(role))
+                self.executor.residency.hint(self.tensors[handle], ask.ROLES.index(role))
 
     # --- operators, at once ---
 
@@ -220,7 +220,7 @@ class Workspace:
         tensors: list[torch.Tensor] = []
         args = [self._argument(arg, tensors) for arg in request.args]
         kwargs = {name: self._argument(arg, tensors) for name, arg in request.kwargs}
-        called = self.machine.call(op, args, kwargs, tensors, request.state, self._held)
+        called = self.executor.call(op, args, kwargs, tensors, request.state, self._held)
         made: list[torch.Tensor] = []
         returned = self._returned(called.returned, request.base, made)
         for index, tensor in enumerate(made):
@@ -258,11 +258,11 @@ class Workspace:
 
     def _pack(self, request: ask.Pack) -> None:
         tensor = self._tensor(request.source)
-        self._make_room(tensor.numel() * tensor.itemsize, tensor)
+        self._reserve(tensor.numel() * tensor.itemsize, tensor)
         with concretely():
             tensor = tensor.resolve_conj().resolve_neg()
             packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
-            data = self.machine.accelerator.to_host(packing.pack(tensor)).view(torch.uint8)
+            data = self.executor.accelerator.to_host(packing.pack(tensor)).view(torch.uint8)
         self.keep(request.handle, data, None)  # others may come for it at any time
 
     def packed(self, handle: int, start: int, longest: int) -> tuple[memoryview, int] | None:
@@ -272,7 +272,7 @@ class Workspace:
         if tensor is None or tensor.dtype is not torch.uint8 or tensor.stride() != (1,):
             return None
         try:
-            with self.machine.residency.here(tensor):  # where it was made again from a checkpoint, it may be away
+            with self.executor.residency.here(tensor):  # where it was made again from a checkpoint, it may be away
                 piece = tensor[start : start + longest].cpu().numpy()  # from here on its memory cannot be resized
         except (OSError, RuntimeError):  # nothing to read it into
             return None
@@ -282,14 +282,14 @@ class Workspace:
         packing = packing_of(request.shape, request.stride, request.dtype)
         arrival = self.copies.arrivals.get(request.ticket)
         if arrival is None:
-            self._make_room(packing.span * request.dtype.itemsize)
+            self._reserve(packing.span * request.dtype.itemsize)
             arrival = self.copies.expect(request.ticket, packing.nbytes)
         if not arrival.has_ended:
-            raise Waits(lambda: arrival.has_ended)
+            raise WouldBlock(lambda: arrival.has_ended)
         self.copies.forget(request.ticket)
         if arrival.error is not None:
             raise arrival.error
-        elements = self.machine.accelerator.to_device(arrival.data.view(request.dtype))
+        elements = self.executor.accelerator.to_device(arrival.data.view(request.dtype))
         self.keep(request.handle, packing.unpack(elements))
 
     def _group(self, request: ask.Meet | ask.Join | ask.Reduce | ask.Leave) -> int | None:
@@ -298,7 +298,7 @@ class Workspace:
     def reduced(self, request: ask.Reduce) -> torch.Tensor:
         """The tensor that is to be reduced in place: a copy of what the request names."""
         source = self._tensor(request.source)
-        self._make_room(source.numel() * source.itemsize, source)
+        self._reserve(source.numel() * source.itemsize, source)
         with concretely():
             return source.clone(memory_format=torch.contiguous_format)
 
@@ -317,10 +317,10 @@ class Workspace:
         if self.tensors.setdefault(handle, tensor) is not tensor:
             raise WireError(f"handle {handle} is taken")
         if role is not None:
-            self.machine.residency.note(tensor, ask.ROLES.index(role))
+            self.executor.residency.note(tensor, ask.ROLES.index(role))
 
-    def _make_room(self, nbytes: int, *used: torch.Tensor) -> None:
-        self.machine.make_room(nbytes, used, self._held)
+    def _reserve(self, nbytes: int, *used: torch.Tensor) -> None:
+        self.executor.reserve(nbytes, used, self._held)
 
     def _held(self) -> int:
         return self.nbytes() + self._untaken() + self.others()
@@ -335,20 +335,20 @@ class Workspace:
         return bytes_of([*self.tensors.values(), *coming])
 
     def _stats(self, _request: ask.Stats) -> dict[str, Any]:
-        self.machine.residency.forget()
+        self.executor.residency.forget()
         return {
             "tensors": len(self.tensors),
             "bytes": self.nbytes(),
             "other_bytes": self.others(),
-            "memory_limit": self.machine.memory_limit,
-            "spilled_bytes": self.machine.residency.spilled,
-            "spill_moved": self.machine.residency.moved,
+            "memory_limit": self.executor.memory_limit,
+            "spilled_bytes": self.executor.residency.spilled,
+            "spill_moved": self.executor.residency.moved,
             "chunks": len(self._chunks),
             "chunk_bytes": self._chunks.nbytes,
             "chunk_hits": self._chunks.hits,
-            "programs": self.machine.programs,
-            "runs": self.machine.runs,
-            "graph_replays": self.machine.replays,
+            "programs": self.executor.programs,
+            "runs": self.executor.runs,
+            "graph_replays": self.executor.replays,
             **self.worker_stats(),
         }
 
