@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 import torch
 
-from marid.remote.client.link import Link, LinkLost
+from marid.remote.client.link import Link
+from marid.remote.client.window import LinkLost
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import requests as ask
 from tests.helpers import DEVICE

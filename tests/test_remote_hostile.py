@@ -22,11 +22,11 @@ from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
 from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.programs import changes_between, digest_of, geometry_of
-from marid.remote.wire.sockets import ServerSocket
 from marid.remote.worker import collectives as groups_of
 from marid.remote.worker import executor as machines
 from marid.remote.worker.chunks import ChunkStore
 from marid.remote.worker.collectives import Groups, Job
+from marid.remote.worker.connections import ServerSocket
 from marid.remote.worker.copies import Collectors, Copies, Tickets
 from marid.remote.worker.executor import Executor
 from marid.remote.worker.server import Limits, Worker
@@ -531,12 +531,12 @@ def test_headers_count_as_in_flight() -> None:
 def test_a_client_counts_its_headers_too(worker: LocalWorker) -> None:
     """What it has in flight is what went over the socket, and nothing when all is answered."""
     with linked(worker) as link:
-        with link._changed:  # no answer is taken meanwhile
+        with link._window.changed:  # no answer is taken meanwhile
             before = link.counts.bytes_up
             link.send([ask.Stats()] * 500)
-            assert link._in_flight == link.counts.bytes_up - before > 500
+            assert link._window._in_flight == link.counts.bytes_up - before > 500
         link.wait(link.send([ask.Stats()]))
-        assert link._in_flight == 0
+        assert link._window._in_flight == 0
 
 
 def test_many_sessions_are_refused() -> None:

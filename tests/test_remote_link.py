@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from marid.errors import WorkerLostError
-from marid.remote.client.link import Link, LinkLost, RequestFailed
+from marid.remote.client.link import Link
+from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import requests as ask
 from tests.helpers import interrupted

@@ -52,7 +52,7 @@ class Site:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(sockets, "_CLIENT_BEATS", 100)  # a half-open connection is found after 0.3 s
+    monkeypatch.setattr(sockets, "_BEATS", 100)  # a half-open connection is found after 0.3 s
     one = Site()
     marid.connect(one.relay.address, first=4)
     yield one

@@ -196,7 +196,8 @@ def test_a_member_that_does_not_come_is_waited_for_until_the_timeout() -> None:
     number = os.urandom(16)
     meeting = engine.ask(ask.Meet(number, 2))
     engine.finish(meeting)
-    from marid.remote.client.link import Link, RequestFailed
+    from marid.remote.client.link import Link
+    from marid.remote.client.window import RequestFailed
 
     connection: Any = connecting.connection_of(3)
     link = Link(connection.worker.address)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from marid.errors import AuthenticationError, WireError, WorkerLostError
-from marid.remote.client.link import Link, LinkLost, RequestFailed
+from marid.remote.client.link import Link
+from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.wire import requests as ask
 from marid.remote.wire.endpoints import ClientKey, endpoint, make_client, make_worker, served_endpoint
@@ -361,7 +362,7 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
         failure = caught.value.failure
         assert failure["type"] == "TooLarge"
         assert failure["nbytes"] == 4_000_004
-        assert failure["room"] == (1 << 20) - 4000
+        assert failure["available"] == (1 << 20) - 4000
         slot, nbytes = failure["held"][0]
         assert nbytes == 4_000_000
         assert recorded.program.instructions[1].results[0].slot == slot

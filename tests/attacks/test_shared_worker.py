@@ -16,12 +16,13 @@ import torch
 import zmq
 
 from marid.errors import WireError
-from marid.remote.client.link import Link, LinkLost, RequestFailed
+from marid.remote.client.link import Link
+from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
-from marid.remote.wire.connection_limits import _PENDING
 from marid.remote.wire.endpoints import ClientKey, make_client
+from marid.remote.worker.connections import _PENDING
 from tests.remote_helpers import upload, worker_process
 
 OWNERS = ("ann", "bob", "eve")

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 from marid.errors import MaterializationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
 from marid.remote.client.failures import PoisonDetector
-from marid.remote.client.link import Link, LinkLost, RequestFailed
+from marid.remote.client.link import Link
 from marid.remote.client.memory import Memory
 from marid.remote.client.queue import Batch, StepQueue
 from marid.remote.client.recovery import Recovery
 from marid.remote.client.runs import ReplayStep, RunStep, report_mispredictions
 from marid.remote.client.steps import AskStep, RolesStep, Sent, Step
 from marid.remote.client.uploads import BATCH, Offers, UploadStep
+from marid.remote.client.window import LinkLost, RequestFailed
 from marid.report.stats import counters
 from marid.report.traffic import SocketCounts, traffic
 from marid.uninterrupted import Uninterrupted
@@ -219,13 +220,13 @@ class Delivery:
                 raise
             now = time.monotonic()
             step.seconds, self._since = now - self._since, now  # the last one stands for those before it
-        if self.link.warnings:
-            texts, self.link.warnings = self.link.warnings, []
+        texts = self.link.warnings()
+        if texts:
             warn_of(texts)
 
     def _take_answers(self, applied: int) -> Step:
         """Those up to this number, of which there are some; the last step that was answered."""
-        mispredictions, self.link.mispredictions = self.link.mispredictions, []
+        mispredictions = self.link.mispredictions()
         while True:
             seq, step = self.queue.asked.popleft()
             if mispredictions and isinstance(step, RunStep):

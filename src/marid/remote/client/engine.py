@@ -42,11 +42,12 @@ from marid.remote.client.calls import RESULTS, CallStep
 from marid.remote.client.checkpoint import compact
 from marid.remote.client.contents import LARGE, Content, FileContent, content_of
 from marid.remote.client.delivery import Connection, Delivery
-from marid.remote.client.link import Link, LinkLost, RequestFailed
+from marid.remote.client.link import Link
 from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, note_roles, role_of
 from marid.remote.client.runs import EncodedPrograms, ReplayStep, RunStep, Specialization
 from marid.remote.client.steps import AskStep, FetchStep, FreeStep, ReadStep, RolesStep, Step
 from marid.remote.client.uploads import UploadStep
+from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.wire.replies import as_stats
 from marid.remote.wire.requests import Handle, Request, Stats
 from marid.report.traffic import traffic

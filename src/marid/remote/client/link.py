@@ -12,9 +12,8 @@ import atexit
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,63 +21,27 @@ import zmq
 from zmq.utils import z85
 
 from marid.errors import AuthenticationError, WireError, WorkerLostError
-from marid.execute.accelerator import Host
+from marid.remote.client.window import LinkLost, Window
 from marid.remote.wire.codec import (
-    MISPREDICTIONS,
     VERSION,
-    as_bytes,
     as_int,
-    as_list,
-    as_text,
     decode,
-    dtype_named,
     encode,
 )
 from marid.remote.wire.endpoints import ClientKey
-from marid.remote.wire.replies import check_failure, check_results, check_welcome
+from marid.remote.wire.replies import check_welcome
 from marid.remote.wire.requests import Request, write_requests
 from marid.remote.wire.sockets import ClientSocket, Wake, greets
-from marid.remote.wire.tensors import number_of, packing_of, sizes_from, tensor_of
 from marid.report.traffic import SocketCounts
-from marid.uninterrupted import Uninterrupted
 
-__all__ = ["Link", "LinkLost", "RequestFailed"]
+__all__ = ["Link"]
 
-_HOST = Host()
 _HEARTBEATS = 10  # in a lease, when there is nothing else to say
 _RETRY = 0.2  # seconds between attempts to connect
-_IDLE_ANSWERS = 4096  # answers in a row that say nothing, after which a worker is not listened to any more
 _GREETING = 1.0  # seconds in which a worker greets whoever connects
 _DROPS = 3  # connections that end before keys were compared, after which that is taken to be the reason
 _SLICE = 100  # milliseconds that one thread serves the socket at most
 _BUSY, _IDLE = 0.03, 0.5  # seconds between looks of the link's thread, with and without something unanswered
-
-
-class LinkLost(Exception):
-    """The session is gone, and all that the worker held for it."""
-
-
-class RequestFailed(Exception):
-    """A request failed on the worker, which refuses what was sent behind it until ``Link.resume``.
-
-    ``seq`` is its number; ``failure`` what the worker says of it: ``type`` and ``text`` of the error, and for a run the
-    ``index`` of the instruction, whether it ``finished``, and the ``existing`` slots (kept as handles).
-    """
-
-    def __init__(self, failure: dict[str, Any]) -> None:
-        super().__init__(f"{failure.get('type')}: {failure.get('text')}")
-        self.seq: int = failure["seq"]
-        self.failure = failure
-
-
-@dataclass(slots=True)
-class _Sent:
-    seq: int
-    last: int
-    requests: list[Any]
-    segments: list[Any]
-    nbytes: int
-    careful: bool = False
 
 
 class Link:
@@ -98,31 +61,14 @@ class Link:
         self.counts = SocketCounts()
         self.welcome: dict[str, Any] = {}
         """What the worker has said of itself: ``device``, ``torch``, ``pid``, ``limits``."""
-        self.warnings: list[str] = []
-        """What kernels have warned of, to be taken by whoever shows it."""
-        self.mispredictions: list[Any] = []
-        """Results that were not what was recorded (``mispredictions.py``), to be taken with their answers."""
         self.at: tuple[int, int] | None = None
         """The newest request that was sent carefully and was begun, and the operator that it has come to."""
         self._key = key
         self._patience = patience
-        # What is known of the session.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)
         self._boot: bytes | None = None
-        self._epoch = 0
-        self._next = 1
-        self._applied = 0
-        self._failure: dict[str, Any] | None = None
-        self._error: Exception | None = None
+        self._window = Window()
         self._cancel: dict[str, Any] = {}
-        self._cancelled = False  # whether something of this epoch was to be stopped
-        self._idle_answers = 0  # in a row, after which no more was done than before
         self._notes: deque[dict[str, Any]] = deque()
-        self._queue: deque[_Sent] = deque()
-        self._unanswered: OrderedDict[int, _Sent] = OrderedDict()
-        self._in_flight = 0
-        self._results: dict[int, tuple[Any, list[Any]]] = {}
         # The socket, and what is known of the connection; ``_serving`` guards it.
         self._serving = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
@@ -144,8 +90,8 @@ class Link:
             while not self._greeted:
                 with self._serving:
                     self._serve(_SLICE)
-                if self._error is not None:
-                    raise self._error
+                if self._window.error is not None:
+                    raise self._window.error
                 longest = max(timeout, self._patience) if self._nobody_behind else timeout
                 if time.monotonic() - started > longest:
                     if self._nobody_behind:
@@ -181,12 +127,22 @@ class Link:
     @property
     def is_lost(self) -> bool:
         """Whether the session is known to be gone."""
-        return self._error is not None
+        return self._window.error is not None
+
+    def warnings(self) -> list[str]:
+        """What kernels have warned of, once."""
+        texts, self._window.warnings = self._window.warnings, []
+        return texts
+
+    def mispredictions(self) -> list[Any]:
+        """Results that were not what was recorded, once: with the answers that are taken next."""
+        found, self._window.mispredictions = self._window.mispredictions, []
+        return found
 
     @property
     def applied(self) -> int:
         """The newest request that is known to be applied."""
-        return self._applied
+        return self._window.applied
 
     # --- requests ---
 
@@ -205,7 +161,8 @@ class Link:
         Raises ``RequestFailed`` when one sent before has failed, and ``LinkLost``.
         """
         data, segments = write_requests(requests)
-        while (first := self._enqueue(data, segments, sent_as, careful)) is None:
+        limits = self.welcome["limits"]
+        while (first := self._window.enqueue(data, segments, limits, sent_as, careful)) is None:
             self._pass_time(_SLICE)
             if meanwhile is not None:
                 meanwhile()
@@ -214,29 +171,10 @@ class Link:
 
     def try_send(self, requests: Sequence[Request]) -> int | None:
         """The same without waiting; None where there is no room for it now."""
-        first = self._enqueue(*write_requests(requests), None)
+        first = self._window.enqueue(*write_requests(requests), self.welcome["limits"], None)
         if first is not None:
             self._pass_on()
         return first
-
-    def _enqueue(
-        self, data: list[Any], segments: list[Any], sent_as: Callable[[int], None] | None, careful: bool = False
-    ) -> int | None:
-        nbytes = sum(memoryview(segment).nbytes for segment in segments) if segments else 0
-        limits = self.welcome["limits"]
-        with Uninterrupted(), self._guard:
-            self._check()
-            full = len(self._unanswered) >= limits["messages"] or self._in_flight + nbytes > limits["in_flight"]
-            if full and self._unanswered:
-                return None
-            sent = _Sent(self._next, self._next + len(data) - 1, data, segments, nbytes, careful)
-            self._next = sent.last + 1
-            self._unanswered[sent.seq] = sent
-            self._in_flight += nbytes
-            self._queue.append(sent)
-            if sent_as is not None:
-                sent_as(sent.seq)
-            return sent.seq
 
     def wait(self, seq: int, timeout: float | None = None) -> Any:
         """``reach`` and ``take`` in one."""
@@ -249,8 +187,8 @@ class Link:
         Raises ``RequestFailed`` when it or one before it has failed, ``LinkLost``, and ``TimeoutError``.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        while self._applied < seq:
-            self._check()
+        while self._window.applied < seq:
+            self._window.check()
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"no answer from {self.address} within {timeout:g} s")
             self._pass_time(_SLICE)
@@ -258,50 +196,42 @@ class Link:
     def take(self, seq: int) -> Any:
         """The answer to a request that is applied, once: a CPU tensor for ``Fetch``, plain data for others, None where
         there is none."""
-        value, segments = self._results.pop(seq, (None, []))
-        return _tensor_from(value["tensor"], segments) if type(value) is dict and "tensor" in value else value
+        return self._window.take(seq)
 
     def poll(self) -> None:
         """Take what has come, and raise what went wrong: ``RequestFailed``, ``LinkLost``."""
-        if self._unanswered:
+        if self._window.unanswered:
             self._pass_time(0)
-        self._check()
+        self._window.check()
 
     def resume(self) -> int:
         """Go on after a failure: what was sent behind the request that failed was not applied, and numbers go on from
         there. The number that the next request gets."""
-        with self._guard:
-            assert self._failure is not None
-            self._epoch += 1
-            self._next = self._failure["seq"] + 1
-            self._applied = self._failure["seq"]
-            self._failure, self._cancelled = None, False
-            return self._next
+        return self._window.resume()
 
     def cancel(self) -> None:
         """Ask the worker to stop what it was sent: it fails as ``Cancelled`` between two operations, or is done by
         then."""
-        with self._guard:
-            self._cancelled = True
-            self._cancel = {"kind": "cancel", "epoch": self._epoch, "through": self._next - 1}
+        with self._window.guard:
+            self._cancel = self._window.cancel()
         self._pass_on()
 
     def notify(self, fields: dict[str, Any]) -> None:
         """Say something that is no request, at once: it is not answered, and lost when the connection breaks. Does
         nothing when the session is gone."""
-        with self._guard:
-            if self._error is None:
+        with self._window.guard:
+            if self._window.error is None:
                 self._notes.append(fields)
         self._pass_on()
 
     def distrust(self, error: WireError) -> None:
         """The worker has sent something that is not what was asked for: have no more to do with it."""
-        self._fail(error)
+        self._window.fail(error)
 
     def close(self) -> None:
         """Say good-bye; the worker frees what it holds. May be called again."""
         atexit.unregister(self.close)
-        self._fail(LinkLost("the connection was closed"))
+        self._window.fail(LinkLost("the connection was closed"))
         self._ended.set()
         self._wake.wake()
         with self._serving:
@@ -313,18 +243,6 @@ class Link:
             self._context.term()
             self._wake.close()
 
-    def _check(self) -> None:
-        failure, error = self._failure, self._error
-        if failure is not None:
-            raise RequestFailed(failure)
-        if error is not None:
-            raise error
-
-    def _fail(self, error: Exception) -> None:
-        with self._guard:
-            self._error = self._error or error
-            self._changed.notify_all()
-
     # --- serving the socket ---
 
     def _pass_time(self, milliseconds: int) -> None:
@@ -332,8 +250,8 @@ class Link:
         if self._serving.locked():
             self._wake.wake()
             if milliseconds:
-                with self._changed:
-                    self._changed.wait(milliseconds / 1000)
+                with self._window.changed:
+                    self._window.changed.wait(milliseconds / 1000)
             return
         with self._serving:
             self._serve(milliseconds)
@@ -347,12 +265,12 @@ class Link:
             self._serve(None)
 
     def _keep(self) -> None:
-        while not self._ended.wait(_BUSY if self._unanswered or not self._greeted else _IDLE):
+        while not self._ended.wait(_BUSY if self._window.unanswered or not self._greeted else _IDLE):
             self._pass_time(0)
 
     def _serve(self, milliseconds: int | None) -> None:
         """Send what is to be sent and, unless that is None, take what has come or comes within that time."""
-        if self._error is not None:
+        if self._window.error is not None:
             return
         try:
             if self._socket is None or self._torn:
@@ -364,7 +282,7 @@ class Link:
                 self._flush()
             self._torn = False
         except WireError as error:
-            self._fail(error)
+            self._window.fail(error)
 
     def _connect(self) -> None:
         if self._socket is not None:
@@ -384,7 +302,7 @@ class Link:
         now = time.monotonic()
         if self._boot is None and (self._socket.refused or self._drops >= _DROPS):
             if self._socket.refused or greets(self.address, _GREETING):
-                self._fail(_refused(self.address, self._key))
+                self._window.fail(_refused(self.address, self._key))
             else:
                 self._nobody_behind, self._drops = True, 0  # it may come back
         elif self._greeted and self._socket.broken:
@@ -394,34 +312,22 @@ class Link:
             self._drops += self._socket.dropped
             self._connect()  # what was said is lost, the greeting too
         elif not self._greeted and self._boot is not None and now - self._heard > self._patience:
-            self._fail(LinkLost(f"the worker at {self.address} was out of reach for {self._patience:g} s"))
+            self._window.fail(LinkLost(f"the worker at {self.address} was out of reach for {self._patience:g} s"))
         elif self._greeted and now - self._spoke > self.welcome["limits"]["lease"] / _HEARTBEATS:
             self._put({"kind": "ping"}, [])
 
     def _flush(self) -> None:
-        while self._greeted and (self._queue or self._notes or self._cancel):
-            with self._guard:
+        window = self._window
+        while self._greeted and (window.queue or self._notes or self._cancel):
+            with window.guard:
                 cancel, self._cancel = self._cancel, {}
                 notes = [self._notes.popleft() for _ in range(len(self._notes))]
-                sent = self._queue.popleft() if self._queue else None
-                acked = next(iter(self._unanswered), self._next) - 1
-                epoch = self._epoch
-            if cancel:
-                self._put(cancel, [])
-            for note in notes:
+                outgoing = window.outgoing()
+            for note in ([cancel] if cancel else []) + notes:
                 self._put(note, [])
-            if sent is not None:
-                fields = {"kind": "work", "epoch": epoch, "seq": sent.seq, "acked": acked, "requests": sent.requests}
-                if sent.careful:
-                    fields["careful"] = True
-                self._weigh(sent, self._put(fields, sent.segments))
-
-    def _weigh(self, sent: _Sent, nbytes: int) -> None:
-        """Now that a message was written down it is known how long its header is."""
-        with self._guard:
-            if self._unanswered.get(sent.seq) is sent:
-                self._in_flight += nbytes - sent.nbytes
-                sent.nbytes = nbytes
+            if outgoing is not None:
+                sent, fields = outgoing
+                window.weigh(sent, self._put(fields, sent.segments))
 
     def _put(self, fields: dict[str, Any], segments: list[Any]) -> int:
         """Send a message; its bytes."""
@@ -440,16 +346,16 @@ class Link:
     def _take(self, header: dict[str, Any], segments: list[Any]) -> None:
         kind = header.get("kind")
         if kind == "reply":
-            self._reply(header, segments)
+            self._window.reply(header, segments)
         elif kind == "welcome":
             self._welcomed(header)
         elif kind == "at":
             seq, index = (as_int(header.get(name), 0, 1 << 53, name) for name in ("seq", "index"))
             self.at = seq, index
         elif kind == "gone":
-            self._fail(LinkLost(f"the worker at {self.address} no longer has the session"))
+            self._window.fail(LinkLost(f"the worker at {self.address} no longer has the session"))
         elif kind == "refused":
-            self._fail(WireError(f"the worker at {self.address} refuses: {header.get('text')}"))
+            self._window.fail(WireError(f"the worker at {self.address} refuses: {header.get('text')}"))
 
     def _welcomed(self, header: dict[str, Any]) -> None:
         check_welcome(header)
@@ -457,49 +363,11 @@ class Link:
             self._boot = header["boot"]
             self.welcome = header
         elif header.get("boot") != self._boot:
-            self._fail(LinkLost(f"the worker at {self.address} was started again"))
+            self._window.fail(LinkLost(f"the worker at {self.address} was started again"))
             return
-        with self._guard:
-            queued = {id(sent) for sent in self._queue}
-            self.counts.resent += sum(id(sent) not in queued for sent in self._unanswered.values())
-            self._queue = deque(self._unanswered.values())
+        self.counts.resent += self._window.send_again()
         self._greeted = True
         self._drops = 0
-
-    def _reply(self, header: dict[str, Any], segments: list[Any]) -> None:
-        with self._guard:
-            epoch = as_int(header.get("epoch"), 0, self._epoch, "an epoch")
-            if epoch != self._epoch or self._failure is not None:
-                self._idle_answers += 1
-                if self._idle_answers > _IDLE_ANSWERS:
-                    raise WireError("a worker answers what it was asked long ago, and nothing else")
-                return
-            before = self._applied
-            results = as_list(header.get("results", []), 1 << 14, "results")
-            check_results(results)
-            for seq, value in results:
-                if self._applied < seq < self._next:
-                    self._results[seq] = (value, segments)
-            self.warnings += [
-                as_text(one, 1 << 16, "a warning") for one in as_list(header.get("warnings", []), 64, "warnings")
-            ]
-            self.mispredictions += as_list(header.get("mispredictions", []), MISPREDICTIONS, "mispredictions")
-            self._applied = max(self._applied, as_int(header.get("applied"), 0, self._next - 1, "a request"))
-            self._idle_answers = 0 if self._applied > before else self._idle_answers + 1
-            if self._idle_answers > _IDLE_ANSWERS:
-                raise WireError("a worker answers, and does nothing of what it is asked")
-            while self._unanswered and next(iter(self._unanswered.values())).last <= self._applied:
-                self._in_flight -= self._unanswered.popitem(last=False)[1].nbytes
-            failure = header.get("error")
-            if failure is not None:
-                check_failure(failure, self._cancelled)
-                self._failure = failure
-                self._queue.clear()
-                self._unanswered.clear()
-                self._in_flight = 0
-            elif "expected" in header:
-                self._queue = deque(self._unanswered.values())
-            self._changed.notify_all()
 
 
 def _refused(address: str, key: ClientKey | None) -> AuthenticationError:
@@ -508,22 +376,3 @@ def _refused(address: str, key: ClientKey | None) -> AuthenticationError:
         f"the worker at {address} refuses a connection {given}: the worker's owner makes keys with "
         "`marid worker keygen NAME`, and you connect with key=<the file NAME.json>; a worker without keys takes none"
     )
-
-
-def _tensor_from(described: Any, segments: list[Any]) -> torch.Tensor:
-    """The CPU tensor that a worker has sent. Raises ``WireError``."""
-    parts = as_list(described, 5, "a tensor")
-    if len(parts) < 4:
-        raise WireError("a tensor that was sent has four parts, or five")
-    name, shape, stride, *where = parts
-    dtype = dtype_named(name)
-    if len(where) == 1 and shape == [] == stride:
-        return number_of(as_bytes(where[0], dtype.itemsize, "a number"), dtype)
-    shape, stride = sizes_from(shape, stride, dtype)
-    packing = packing_of(shape, stride, dtype)
-    if len(where) == 1:
-        return tensor_of([as_bytes(where[0], packing.nbytes, "a small tensor")], packing, dtype, _HOST)
-    first, count = where
-    first = as_int(first, 0, len(segments), "a segment")
-    count = as_int(count, 0, len(segments) - first, "a number of segments")
-    return tensor_of(segments[first : first + count], packing, dtype, _HOST)

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable
 
 from marid.remote.client.failures import lost_error
-from marid.remote.client.link import Link, RequestFailed
+from marid.remote.client.link import Link
 from marid.remote.client.queue import Batch, StepQueue, batches_of
 from marid.remote.client.steps import Sent, Step
 from marid.remote.client.uploads import Offers, UploadStep
+from marid.remote.client.window import RequestFailed
 
 __all__ = ["Recovery"]
 

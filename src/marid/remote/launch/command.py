@@ -22,7 +22,7 @@ import zmq
 from marid.errors import AuthenticationError
 from marid.remote.launch.keeper import Keeper, hide_from_others
 from marid.remote.wire.endpoints import check_worker, make_client, make_worker, served_endpoint
-from marid.remote.wire.sockets import OwnedSocket, ServerSocket
+from marid.remote.worker.connections import OwnedSocket, ServerSocket
 from marid.remote.worker.operators import admit_namespace
 from marid.remote.worker.server import Limits, Worker
 from marid.remote.worker.supervisor import Supervisor

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from marid.errors import LazyTensorError
-from marid.remote.client.link import Link, LinkLost, RequestFailed
+from marid.remote.client.link import Link
+from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.wire import requests as ask
 from marid.remote.wire.endpoints import ClientKey, endpoint
 from marid.remote.wire.tensors import CHUNK_BYTES

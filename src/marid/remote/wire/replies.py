@@ -7,12 +7,22 @@ from typing import Any
 import torch
 
 from marid.errors import WireError
+from marid.execute.accelerator import Host
 from marid.execute.geometry import Misprediction
-from marid.remote.wire.codec import as_bytes, as_int, as_list, as_text
-from marid.remote.wire.tensors import spec_to
+from marid.remote.wire.codec import as_bytes, as_int, as_list, as_text, dtype_named
+from marid.remote.wire.tensors import number_of, packing_of, sizes_from, spec_to, tensor_of
 
-__all__ = ["as_stats", "as_tensor", "check_failure", "check_results", "check_welcome", "misprediction_to"]
+__all__ = [
+    "as_stats",
+    "as_tensor",
+    "check_failure",
+    "check_results",
+    "check_welcome",
+    "misprediction_to",
+    "tensor_from",
+]
 
+_HOST = Host()
 _MOST = 1 << 53
 _LIST = 1 << 14
 _TEXT = 1 << 16
@@ -89,3 +99,22 @@ def misprediction_to(seq: int, misprediction: Misprediction) -> list[Any]:
     """A misprediction of request ``seq`` as plain data. The nodes of a worker count the instructions of a program."""
     path = list(misprediction.path)
     return [seq, misprediction.node.seq, path, spec_to(misprediction.seen), misprediction.shares]
+
+
+def tensor_from(described: Any, segments: list[Any]) -> torch.Tensor:
+    """The CPU tensor that a worker has sent. Raises ``WireError``."""
+    parts = as_list(described, 5, "a tensor")
+    if len(parts) < 4:
+        raise WireError("a tensor that was sent has four parts, or five")
+    name, shape, stride, *where = parts
+    dtype = dtype_named(name)
+    if len(where) == 1 and shape == [] == stride:
+        return number_of(as_bytes(where[0], dtype.itemsize, "a number"), dtype)
+    shape, stride = sizes_from(shape, stride, dtype)
+    packing = packing_of(shape, stride, dtype)
+    if len(where) == 1:
+        return tensor_of([as_bytes(where[0], packing.nbytes, "a small tensor")], packing, dtype, _HOST)
+    first, count = where
+    first = as_int(first, 0, len(segments), "a segment")
+    count = as_int(count, 0, len(segments) - first, "a number of segments")
+    return tensor_of(segments[first : first + count], packing, dtype, _HOST)
