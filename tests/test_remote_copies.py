@@ -19,7 +19,7 @@ import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
 from marid.remote.client import transfers as exchange
-from marid.remote.client.checkpoint import take_checkpoint
+from marid.remote.client.journal import take_checkpoint
 from marid.remote.client.link import Link
 from marid.remote.launch import connect as connecting
 from marid.remote.launch.local import start_workers
@@ -216,7 +216,7 @@ def test_two_stages_killed_at_every_step() -> None:
 
 def test_kept_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What workers keep for copies that may be needed again makes for a checkpoint, and is freed by it."""
-    from marid.remote.client import checkpoint
+    from marid.remote.client import journal as checkpoint
 
     monkeypatch.setattr(checkpoint, "_EVERY", 0.0)
     monkeypatch.setattr(marid.settings, "copies_bytes", 1 << 20)

@@ -12,7 +12,7 @@ import torch
 import marid
 from marid.remote.launch import connect as connecting
 from marid.remote.launch.local import LocalWorker, start_workers
-from marid.remote.wire import sockets
+from marid.remote.wire import endpoints as sockets
 from marid.report.traffic import traffic
 from tests.relay import Relay
 from tests.remote_runs import decode, same, train

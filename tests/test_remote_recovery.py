@@ -14,8 +14,8 @@ import torch
 import marid
 from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
-from marid.remote.client.checkpoint import take_checkpoint
 from marid.remote.client.engine import RemoteEngine
+from marid.remote.client.journal import take_checkpoint
 from marid.remote.client.link import Link
 from marid.remote.client.runs import RunStep
 from marid.remote.launch import connect as connecting
@@ -220,7 +220,8 @@ def test_memory_that_was_read_through_larger_numbers_is_whole() -> None:
 
 
 def test_a_journal_that_costs_too_much_takes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    from marid.remote.client import checkpoint, journal
+    from marid.remote.client import journal
+    from marid.remote.client import journal as checkpoint
 
     monkeypatch.setattr(journal, "_MOST", 10)
     monkeypatch.setattr(checkpoint, "_EVERY", 0.0)

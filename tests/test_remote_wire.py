@@ -36,7 +36,7 @@ from marid.remote.wire.tensors import (
     spec_to,
     tensor_of,
 )
-from marid.remote.worker.chunks import ChunkStore
+from marid.remote.worker.memory import ChunkStore
 from marid.remote.worker.operators import operator_named
 from marid.remote.worker.programs import RemoteProgram, geometry_from
 from tests.helpers import DEVICE

@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 from marid.errors import MaterializationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
-from marid.remote.client.failures import PoisonDetector
 from marid.remote.client.link import Link
 from marid.remote.client.memory import Memory
 from marid.remote.client.queue import Batch, StepQueue
-from marid.remote.client.recovery import Recovery
+from marid.remote.client.recovery import PoisonDetector, Recovery
 from marid.remote.client.runs import ReplayStep, RunStep, report_mispredictions
 from marid.remote.client.steps import AskStep, RolesStep, Sent, Step
 from marid.remote.client.uploads import BATCH, Offers, UploadStep
@@ -341,7 +340,7 @@ class Delivery:
             self._recovery = None
         if culprit is not None and culprit in self.queue.outbox:
             known = at is not None and any(step is culprit and seq == at[0] for seq, step in unanswered)
-            self.queue.give_up(culprit, at[1] if known and at is not None else None, self._poison)
+            self._poison.give_up(self.queue, culprit, at[1] if known and at is not None else None)
 
     def _replace(self, reason: str) -> None:
         started = time.monotonic()

@@ -27,29 +27,32 @@ from marid.graph.node import (
     Node,
     Operation,
     Value,
-    fail,
-    failure_of,
-    input_values,
-    placed,
     values_in,
-    without_frames,
 )
 from marid.graph.prepared import Prepared
-from marid.graph.program import Task, bind
+from marid.graph.program import bind
 from marid.graph.twister import Twisters
 from marid.remote.client import transfers as exchange
-from marid.remote.client.calls import RESULTS, CallStep
-from marid.remote.client.checkpoint import compact
 from marid.remote.client.contents import LARGE, Content, FileContent, content_of
 from marid.remote.client.delivery import Connection, Delivery
+from marid.remote.client.journal import compact
 from marid.remote.client.link import Link
-from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, note_roles, role_of
+from marid.remote.client.memory import (
+    Block,
+    Memory,
+    RemoteBuffer,
+    extent_of,
+    note_roles,
+    raise_spoiled,
+    refuse_spoiled,
+    role_of,
+)
 from marid.remote.client.runs import EncodedPrograms, ReplayStep, RunStep, Specialization
-from marid.remote.client.steps import AskStep, FetchStep, FreeStep, ReadStep, RolesStep, Step
+from marid.remote.client.steps import RESULTS, AskStep, CallStep, FetchStep, FreeStep, ReadStep, RolesStep, Step
 from marid.remote.client.uploads import UploadStep
 from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.wire.replies import as_stats
-from marid.remote.wire.requests import Handle, Request, Stats
+from marid.remote.wire.requests import Request, Stats
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 from marid.uninterrupted import Uninterrupted
@@ -111,7 +114,7 @@ class RemoteEngine:
     def _run(self, nodes: list[Node], give_back: GiveBack, room: int | None) -> int:
         """The same for as many nodes as fit into one request; the list must be the only one that holds them."""
         task = bind(nodes)
-        self._refuse_spoiled(task)
+        refuse_spoiled(task)
         if room is not None:
             refuse_beyond(room, task)
         specialization = self._programs.find(task)
@@ -163,7 +166,7 @@ class RemoteEngine:
         with self.lock:
             self.delivery.settle()
             buffers = [value.concrete for value in values or () if isinstance(value.concrete, RemoteBuffer)]
-            self._raise_spoiled(values or ())
+            raise_spoiled(values or ())
             if need == "buffer":
                 return False
             wanted = [buffer for buffer in buffers if need == "value" and self._brought(buffer) is None]
@@ -175,7 +178,7 @@ class RemoteEngine:
             if last is None:
                 return False
             self._await(last)
-            self._raise_spoiled(values or ())
+            raise_spoiled(values or ())
             compact(self.delivery)
             return True
 
@@ -248,21 +251,12 @@ class RemoteEngine:
         with self.lock:
             self.delivery.settle()
             values = list(values_in((*args, *[arg for _, arg in kwargs])))
-            self._raise_spoiled(values)
+            raise_spoiled(values)
             buffers: list[RemoteBuffer] = [value.concrete for value in values]
             foreign = [arg for arg in (*args, *[arg for _, arg in kwargs]) if isinstance(arg, torch.layout)]
             if any(layout is not torch.strided for layout in foreign):
                 return Called(Returned(None, None, str(foreign[0])), [buffer.geometry for buffer in buffers], None)
-            named = tuple([(name, placed(arg, _handle_of)) for name, arg in kwargs])
-            given = None if state is None else bytes(state.tolist())
-            step = CallStep(
-                str(op.func),
-                tuple([placed(arg, _handle_of) for arg in args]),
-                named,
-                given,
-                self.remote.take(RESULTS),
-                current_site(),
-            )
+            step = CallStep.of(op, args, kwargs, state, self.remote.take(RESULTS))
             step.reads = tuple(dict.fromkeys([buffer.block for buffer in buffers]))
             step.writes = step.reads if op.mutates else ()
             self.queue.do(step)
@@ -412,28 +406,3 @@ class RemoteEngine:
             self.queue.do(step)
             self._await(step)
             return as_stats(step.result or {})
-
-    def _refuse_spoiled(self, task: Task) -> None:
-        """Fail a node that needs what cannot be had, and raise why."""
-        if all(buffer is not None and buffer.block.error is None for buffer in task.inputs):
-            return
-        for node in task.nodes:
-            for value in input_values(node):
-                known = isinstance(value.concrete, RemoteBuffer)
-                error = value.concrete.block.error if known else failure_of(value.node)
-                if error is not None:
-                    fail(node, error)
-                    raise without_frames(error)
-
-    def _raise_spoiled(self, values: Sequence[Value]) -> None:
-        """Raise why one of these values cannot be had; whoever asks for it later gets that too."""
-        for value in values:
-            if isinstance(value.concrete, RemoteBuffer) and value.concrete.block.error is not None:
-                error = value.concrete.block.error
-                value.concrete = None
-                fail(value.node, error)
-                raise without_frames(error)
-
-
-def _handle_of(value: Value) -> Handle:
-    return Handle(value.concrete.handle)

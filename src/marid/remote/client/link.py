@@ -28,10 +28,9 @@ from marid.remote.wire.codec import (
     decode,
     encode,
 )
-from marid.remote.wire.endpoints import ClientKey
+from marid.remote.wire.endpoints import ClientKey, ClientSocket, Wake, greets
 from marid.remote.wire.replies import check_welcome
 from marid.remote.wire.requests import Request, write_requests
-from marid.remote.wire.sockets import ClientSocket, Wake, greets
 from marid.report.traffic import SocketCounts
 
 __all__ = ["Link"]

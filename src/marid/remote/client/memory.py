@@ -8,18 +8,29 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from marid.engine.protocol import Geometry
-from marid.graph.node import Node, Spec, input_values, root_of, without_frames
+from marid.graph.node import Node, Spec, Value, fail, failure_of, input_values, root_of, without_frames
 from marid.graph.program import Task
 from marid.semantics.marks import marks
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
 
-__all__ = ["ROLES", "Block", "Memory", "RemoteBuffer", "extent_of", "geometry_of_spec", "note_roles", "role_of"]
+__all__ = [
+    "ROLES",
+    "Block",
+    "Memory",
+    "RemoteBuffer",
+    "extent_of",
+    "geometry_of_spec",
+    "note_roles",
+    "raise_spoiled",
+    "refuse_spoiled",
+    "role_of",
+]
 
 _identities = itertools.count(1 << 62)  # above all addresses, with which they are compared
 
@@ -186,3 +197,29 @@ def note_roles(task: Task, step: Any) -> None:
             buffer = root.concrete if isinstance(root.concrete, RemoteBuffer) else value.concrete
             if role is not None and isinstance(buffer, RemoteBuffer) and buffer.block.identity in written:
                 buffer.block.role = role
+
+
+# --- what cannot be had ----------------------------------------------------------------------------------------------
+
+
+def refuse_spoiled(task: Task) -> None:
+    """Fail a node that needs what cannot be had, and raise why."""
+    if all(buffer is not None and buffer.block.error is None for buffer in task.inputs):
+        return
+    for node in task.nodes:
+        for value in input_values(node):
+            buffer = value.concrete
+            error = buffer.block.error if isinstance(buffer, RemoteBuffer) else failure_of(value.node)
+            if error is not None:
+                fail(node, error)
+                raise without_frames(error)
+
+
+def raise_spoiled(values: Sequence[Value]) -> None:
+    """Raise why one of these values cannot be had; whoever asks for it later gets that too."""
+    for value in values:
+        if isinstance(value.concrete, RemoteBuffer) and value.concrete.block.error is not None:
+            error = value.concrete.block.error
+            value.concrete = None
+            fail(value.node, error)
+            raise without_frames(error)

@@ -1,24 +1,119 @@
-"""The steps of one worker that are to be done or were not answered yet, in order; what failures take out of them; and
-which requests go together in a message.
+"""The steps of one worker that are to be done or were not answered yet, in order; what failures take out of them, the
+errors that say so, and which requests go together in a message.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from marid.errors import UnsupportedOperationError, WireError, WorkerLostError
-from marid.remote.client.calls import CallStep
-from marid.remote.client.failures import PoisonDetector, error_named, lost_error, stopped
+import torch
+
+from marid.engine.failed import explain, salvage
+from marid.errors import MaterializationError, MemoryLimitError, UnsupportedOperationError, WireError, WorkerLostError
+from marid.execute.interrupted import Interrupted
+from marid.graph.node import fail
 from marid.remote.client.journal import Journal
-from marid.remote.client.memory import Memory
+from marid.remote.client.memory import Block, Memory
 from marid.remote.client.runs import ReplayStep, RunStep
-from marid.remote.client.steps import FreeStep, Sent, Step
+from marid.remote.client.steps import CallStep, FreeStep, Sent, Step
 from marid.remote.client.uploads import UploadProgress, UploadStep
 from marid.remote.wire.requests import record_of, write_requests
+from marid.semantics.scopes import current_site
 
-__all__ = ["Batch", "StepQueue", "batches_of"]
+__all__ = ["Batch", "StepQueue", "batches_of", "error_named", "lost_at", "lost_error", "stopped"]
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+_KINDS: Mapping[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(RuntimeError, ValueError, TypeError, IndexError, KeyError, NotImplementedError, AttributeError),
+        *(ZeroDivisionError, OverflowError, ArithmeticError, AssertionError, MemoryError),
+        *(torch.OutOfMemoryError, torch._C._LinAlgError),
+    )
+} | {"TooLarge": MemoryLimitError, "CollectiveFailed": WorkerLostError, "Unreachable": WorkerLostError}
+
+
+def error_named(kind: Any, text: Any) -> Exception:
+    """The error that an operation raised on a worker; of a type that is none of PyTorch's, a ``RuntimeError``."""
+    known = _KINDS.get(kind) if type(kind) is str else None
+    return RuntimeError(f"{kind}: {text}") if known is None else known(str(text))
+
+
+def lost_error(reason: str, block: Block) -> WorkerLostError:
+    """Why a tensor cannot be had any more."""
+    path = block.scope.module_path if block.scope is not None else None
+    module = f" in module {path!r}" if path else ""
+    return WorkerLostError(
+        f"a {block.root.dtype} tensor of shape {list(block.root.shape)} was lost with its worker: {reason}\n"
+        f"  made at {block.site}{module}"
+    )
+
+
+class _LostError(MaterializationError, WorkerLostError):
+    """What ran when a worker was lost needs what was lost with it: what of it does not can be asked for again."""
+
+    __module__ = MaterializationError.__module__
+
+
+def lost_at(text: str) -> WorkerLostError:
+    """The error of what has ended its worker again and again."""
+    return _LostError(text)
+
+
+def stopped(step: RunStep, failure: dict[str, Any], error: Exception, memory: Memory) -> BaseException:
+    """A run did not come to its end: keep what it made, and let the rest be pending, or fail. What to raise.
+
+    The step counts as answered where it has begun, and is done again as far as it came.
+    """
+    index, kind = failure.get("index"), failure.get("type")
+    count = step.specialization.encoded.program.slot_count
+    if any(slot >= count for slot in failure.get("existing", ())):
+        raise WireError("a run that failed has slots that its program does not have")
+    if isinstance(step, ReplayStep):
+        raised: Exception = error
+        if index is not None and index < len(step.nodes):
+            raised = explain(step.nodes[index], error)
+            raised.__cause__ = error
+        step.spoil(raised)
+        return raised
+    task = step.task
+    assert task is not None
+    buffers = {task.slots[value]: value.concrete for value in task.outputs}  # not dropped: their handles may exist
+    step.take_back()
+    if index is None:
+        memory.forget(step.handles)
+        step.forget()
+        if isinstance(error, MemoryLimitError):
+            return MemoryLimitError(f"{error}\n  read at {current_site()}")
+        return KeyboardInterrupt() if kind == "Cancelled" else error
+    finished = bool(failure.get("finished"))
+    existing = tuple(failure.get("existing", ()))
+    memory.forget([buffer.handle for slot, buffer in buffers.items() if slot not in existing])
+    step.add(existing)
+    tensors = {slot: buffers.get(slot) or step.output(memory, slot, task.nodes[0]) for slot in existing}
+    step.stopped = index + finished, existing
+    step.handles = tuple([step.base + slot for slot in existing])
+    stop: BaseException = KeyboardInterrupt() if kind == "Cancelled" else error
+    salvage(task, Interrupted(index, finished, tensors, stop))  # pyright: ignore[reportArgumentType]
+    step.answered = True
+    step.forget()
+    if not isinstance(stop, Exception) or index >= len(task.nodes):
+        return stop
+    raised = explain(task.nodes[index], stop)
+    raised.__cause__ = stop
+    fail(task.nodes[index], raised)
+    return raised
+
+
+# --- which step ends its worker --------------------------------------------------------------------------------------
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
 
 _FREED = 4000  # handles in one request
 
@@ -127,19 +222,6 @@ class StepQueue:
             self.memory.forget(step.handles)
         self.journal.remove(gone)
         return kept
-
-    def give_up(self, step: Step, index: int | None, poison: PoisonDetector) -> None:
-        """A step has ended its worker too often: take it back, and raise that."""
-        place = self.outbox.index(step)
-        following = self.outbox[place + 1 :]
-        del self.outbox[place:]
-        error = poison.error(step, index)
-        self.journal.remove([step])
-        self.outbox += self.take_back(following, error)
-        self.memory.forget(step.handles)
-        poison.give_up(step, index, error)
-        if not isinstance(step, CallStep):
-            raise error
 
     def drop_lost(self) -> None:
         """Do not ask for what was lost: whoever reads it gets the error of its block."""

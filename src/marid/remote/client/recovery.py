@@ -1,19 +1,24 @@
-"""A worker in the place of one that was lost, while it is told what of the past is still needed."""
+"""What is done when a worker is lost: its replacement is sent what of the past is still needed. A step that ends one
+worker after the other is not sent again."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from marid.remote.client.failures import lost_error
+from marid.errors import WorkerLostError
+from marid.graph.node import fail
 from marid.remote.client.link import Link
-from marid.remote.client.queue import Batch, StepQueue, batches_of
-from marid.remote.client.steps import Sent, Step
+from marid.remote.client.queue import Batch, StepQueue, batches_of, lost_at, lost_error
+from marid.remote.client.runs import RunStep
+from marid.remote.client.steps import CallStep, Sent, Step
 from marid.remote.client.uploads import Offers, UploadStep
 from marid.remote.client.window import RequestFailed
 
-__all__ = ["Recovery"]
+__all__ = ["LOSSES", "PoisonDetector", "Recovery"]
+
+LOSSES = 3
 
 
 class Recovery:
@@ -130,3 +135,71 @@ class Recovery:
         self._queue.journal.remove([step])
         for block in (*step.makes, *step.writes):
             block.error = lost_error(reason, block)
+
+
+# --- steps that end their worker -----------------------------------------------------------------------------------
+
+
+class PoisonDetector:
+    """Which step of one device ends the worker that does it: one that has done so three times is not sent again.
+
+    The first loss may have any reason. After it, what was not answered is sent step by step, and the worker says before
+    each operator of a program which one it comes to; so the third loss is known to be of one step, and of one operator.
+    """
+
+    def __init__(self) -> None:
+        self._doubtful: list[Step] = []
+        self._losses = 0
+
+    def is_careful(self, waiting: Callable[[], list[Step]]) -> bool:
+        """Whether steps are to be sent one by one, given those that ``waiting`` returns: all that are to be done."""
+        if self._doubtful:
+            left = waiting()
+            self._doubtful = [step for step in self._doubtful if step in left]
+            if not self._doubtful:
+                self._losses = 0
+        return bool(self._doubtful)
+
+    def lost(self, waiting: Callable[[], list[Step]], unanswered: Iterable[Step]) -> Step | None:
+        """The worker was lost while these were to be done; the step that is to blame, if that is known now."""
+        steps = [step for step in unanswered if step.may_crash]
+        if not steps:
+            return None
+        if not self.is_careful(waiting):
+            self._doubtful = steps
+        self._losses += 1
+        return steps[0] if self._losses >= LOSSES else None
+
+    def give_up(self, queue: StepQueue, step: Step, index: int | None) -> None:
+        """A step has ended its worker too often, at its operator ``index``: take it back, and raise that. The nodes of
+        a run are pending again, but for the one that cannot be done."""
+        place = queue.outbox.index(step)
+        following = queue.outbox[place + 1 :]
+        del queue.outbox[place:]
+        error = self._error(step, index)
+        queue.journal.remove([step])
+        queue.outbox += queue.take_back(following, error)
+        queue.memory.forget(step.handles)
+        self._doubtful, self._losses = [], 0
+        if isinstance(step, RunStep) and step.task is not None:
+            nodes = step.take_back()
+            for node in nodes[index : index + 1] if index is not None and index < len(nodes) else nodes:
+                fail(node, error)
+            step.forget()
+        elif isinstance(step, CallStep):
+            step.error, step.answered = error, True
+        step.spoil(error)
+        if not isinstance(step, CallStep):
+            raise error
+
+    def _error(self, step: Step, index: int | None) -> WorkerLostError:
+        """What to raise for a step, at whose operator ``index`` the worker was lost; who reads it later gets it too."""
+        text = f"the worker was lost {LOSSES} times in a row while it did the same, which is not sent again"
+        nodes = step.recorded_nodes if isinstance(step, RunStep) else []
+        if nodes:
+            known = index is not None and index < len(nodes)
+            node = nodes[index if known and index is not None else 0]
+            what = "" if known or len(nodes) == 1 else f"one of {len(nodes)} operators, the first of which is "
+            return lost_at(f"{text}: {what}{node.op}\n  made at {node.site}")
+        what = f"{step.operator}\n  called at {step.site}" if isinstance(step, CallStep) else f"for {step.site}"
+        return lost_at(f"{text}: {what}")

@@ -26,8 +26,7 @@ from typing import Any
 import zmq
 
 from marid.remote.wire.codec import pack_plain
-from marid.remote.wire.endpoints import WorkerKeys
-from marid.remote.wire.sockets import BURST, REFUSED, Wake, events, received, set_options
+from marid.remote.wire.endpoints import BURST, REFUSED, Wake, WorkerKeys, events, received, set_options
 
 __all__ = ["PEER", "ConnectionLimits", "OwnedSocket", "ServerSocket", "passed_on"]
 
@@ -114,7 +113,7 @@ class ServerSocket:
                 yield route, owner, frames[1:]
         self._limits.enforce()
 
-    def _noteevents(self) -> None:
+    def _note_events(self) -> None:
         for event, value in events(self._monitor):
             if event & REFUSED:
                 self.refused += 1

@@ -23,9 +23,8 @@ from zmq.utils import z85
 
 from marid.errors import WireError
 from marid.remote.wire.codec import VERSION, as_bytes, as_int, as_text, decode, encode
-from marid.remote.wire.endpoints import ClientKey
+from marid.remote.wire.endpoints import ClientKey, ClientSocket, Wake
 from marid.remote.wire.requests import TICKET_BYTES
-from marid.remote.wire.sockets import ClientSocket, Wake
 
 __all__ = ["Arrival", "Collectors", "Copies", "PeerAddress", "Tickets", "Unreachable"]
 

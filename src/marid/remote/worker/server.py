@@ -24,11 +24,11 @@ import torch
 from marid.errors import WireError
 from marid.execute.flat import may_be_stopped
 from marid.remote.wire.codec import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
-from marid.remote.worker.chunks import ChunkStore
 from marid.remote.worker.collectives import Groups
 from marid.remote.worker.connections import PEER, OwnedSocket, ServerSocket
 from marid.remote.worker.copies import Collectors, Copies, Tickets
 from marid.remote.worker.executor import Executor
+from marid.remote.worker.memory import ChunkStore
 from marid.remote.worker.session import Cancelled, Message, Session
 from marid.remote.worker.workspace import Workspace
 

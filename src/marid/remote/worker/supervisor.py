@@ -22,8 +22,7 @@ import zmq
 
 from marid.errors import WireError
 from marid.remote.wire.codec import SEGMENTS, VERSION, as_bytes, as_text, decode, encode, unpack_plain
-from marid.remote.wire.endpoints import WorkerKeys
-from marid.remote.wire.sockets import received
+from marid.remote.wire.endpoints import WorkerKeys, received
 from marid.remote.worker.connections import PEER, ServerSocket, passed_on
 
 __all__ = ["Supervisor"]
