@@ -424,7 +424,7 @@ def test_the_client_relays_where_workers_are_out_of_reach(monkeypatch: pytest.Mo
     source: Any = engine_of(3)
     target: Any = engine_of(4)
     target.reached.clear()
-    monkeypatch.setattr(type(source.link), "place", property(lambda link: {**_nowhere, "of": link.boot}))
+    monkeypatch.setattr(type(source.link), "peer_address", property(lambda link: {**_nowhere, "of": link.boot}))
     marid.reset_stats()
     x = torch.randn(1000)
     for number in range(3):

@@ -16,8 +16,8 @@ from marid.errors import MaterializationError, WorkerLostError
 from marid.frontend.engines import engine_of
 from marid.remote.client.engine import RemoteEngine
 from marid.remote.client.journal import take_checkpoint
-from marid.remote.client.link import Link
 from marid.remote.client.runs import RunStep
+from marid.remote.client.window import Window
 from marid.remote.launch import connect as connecting
 from marid.report.traffic import traffic
 from tests import remote_helpers
@@ -141,19 +141,19 @@ def test_ctrl_c_while_things_are_done_again(monkeypatch: pytest.MonkeyPatch, sen
     for _ in range(3):
         x.add_(1)
         x.sum().item()
-    enqueue, count = Link._enqueue, 0
+    enqueue, count = Window.enqueue, 0
 
-    def interrupted(link: Link, *args: Any) -> int | None:
+    def interrupted(window: Window, *args: Any) -> int | None:
         nonlocal count
-        if link is not lost:
+        if window is not lost:
             count += 1
             if count > sends:
                 raise KeyboardInterrupt
-        return enqueue(link, *args)
+        return enqueue(window, *args)
 
-    lost = engine().link
+    lost = engine().link._window
     with monkeypatch.context() as patched:
-        patched.setattr(Link, "_enqueue", interrupted)
+        patched.setattr(Window, "enqueue", interrupted)
         kill()
         with pytest.raises(KeyboardInterrupt):
             x.cpu()
