@@ -260,10 +260,13 @@ class Batch:
     def fits(self, request: Any) -> bool:
         """Whether a request fits in too; counts it as if it were added. One fits always."""
         record = record_of(request)
-        self._items += record.size(request)
-        for piece in record.buffers(request):
-            self._segments += 1
-            self._bytes += memoryview(piece).nbytes
+        self._items += 1
+        for name, size in record.sizes:
+            self._items += size(getattr(request, name))
+        for name, buffers in record.buffers:
+            for piece in buffers(getattr(request, name)):
+                self._segments += 1
+                self._bytes += memoryview(piece).nbytes
         fits = self._items <= _ITEMS and self._segments <= _SEGMENTS and self._bytes <= _BYTES
         return fits or not self.requests
 

@@ -43,6 +43,7 @@ __all__ = [
     "Handle",
     "Kind",
     "Record",
+    "SegmentKind",
     "choice",
     "exact",
     "listed",
@@ -60,27 +61,34 @@ __all__ = [
 HANDLES = 1 << 53
 """Handles are below this."""
 _ITEMS = 1 << 12  # in a list that is an argument
-_DIGEST_ITEMS = 4  # items of a header that are as long as a digest
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How the values of a field travel.
+    """How the values of a field travel in a header.
 
-    ``read`` is given what has come and the segments of its message; ``write`` gives plain data, and adds segments
-    (None: a value travels as it is). ``size`` are the items of a header that a value takes beside the one of its
-    request, ``buffers`` what of it travels in segments. ``says`` describes it in the documentation.
+    ``read`` is given what has come; ``write`` gives plain data (None: a value travels as it is). ``size`` are the items
+    of a header that a value takes beside the one of its request. ``says`` describes it in the documentation.
     """
 
     says: str
-    read: Callable[[Any, Sequence[Buffer]], Any]
-    write: Callable[[Any, list[Buffer]], Any] | None = None
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any] | None = None
     size: Callable[[Any], int] | None = None
-    buffers: Callable[[Any], Sequence[Buffer]] | None = None
 
-    def plain(self, value: Any, segments: list[Buffer]) -> Any:
-        """A value as it travels."""
-        return value if self.write is None else self.write(value, segments)
+
+@dataclass(frozen=True)
+class SegmentKind:
+    """How the values of a field travel in segments of the message. ``buffers`` are their bytes."""
+
+    says: str
+    read: Callable[[Any, Sequence[Buffer]], Any]
+    write: Callable[[Any, list[Buffer]], Any]
+    buffers: Callable[[Any], Sequence[Buffer]]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 # --- single values ---------------------------------------------------------------------------------------------------
@@ -88,24 +96,24 @@ class Kind:
 
 def whole(low: int, high: int, what: str) -> Kind:
     """A whole number from ``low`` to ``high``."""
-    return Kind(what, lambda value, _: as_int(value, low, high, what))
+    return Kind(what, lambda value: as_int(value, low, high, what))
 
 
 def exact(size: int, what: str) -> Kind:
     """So many bytes."""
-    return Kind(f"{what} ({size} bytes)", lambda value, _: as_bytes(value, size, what))
+    return Kind(f"{what} ({size} bytes)", lambda value: as_bytes(value, size, what))
 
 
 def text(longest: int, what: str) -> Kind:
     """A text of so many characters at most."""
-    return Kind(what, lambda value, _: as_text(value, longest, what))
+    return Kind(what, lambda value: as_text(value, longest, what))
 
 
 def matching(pattern: str, longest: int, what: str) -> Kind:
     """A text of ASCII characters that has a form."""
     form = re.compile(pattern, re.ASCII)
 
-    def read(value: Any, _: Sequence[Buffer]) -> str:
+    def read(value: Any) -> str:
         if not form.fullmatch(as_text(value, longest, what)):
             raise WireError(f"{what} is none")
         return value
@@ -117,42 +125,43 @@ def choice(options: Sequence[Any], what: str) -> Kind:
     """One of some values; its position travels."""
     return Kind(
         f"{what}: position of {', '.join(map(str, options))}",
-        lambda value, _: options[as_int(value, 0, len(options) - 1, what)],
-        lambda value, _: options.index(value),
+        lambda value: options[as_int(value, 0, len(options) - 1, what)],
+        options.index,
     )
 
 
-def _read_flag(value: Any, _: Sequence[Buffer]) -> bool:
+def _read_flag(value: Any) -> bool:
     if type(value) is not bool:
         raise WireError("a flag is true or false")
     return value
 
 
 FLAG = Kind("true or false", _read_flag)
-DTYPE = Kind("dtype", lambda value, _: dtype_named(value), lambda value, _: dtype_name(value))
-NUMBER = Kind("number or random position", lambda value, _: number_from(value), lambda value, _: number_to(value))
-SPEC = Kind("spec", lambda value, _: spec_from(value), lambda value, _: spec_to(value))
+DTYPE = Kind("dtype", dtype_named, dtype_name)
+NUMBER = Kind("number or random position", number_from, number_to)
+SPEC = Kind("spec", spec_from, spec_to)
 
 
 def optional(kind: Kind) -> Kind:
     """The same, or None."""
+    write = kind.write or _as_it_is
     return Kind(
         f"{kind.says}, or None",
-        lambda value, segments: None if value is None else kind.read(value, segments),
-        lambda value, segments: None if value is None else kind.plain(value, segments),
+        lambda value: None if value is None else kind.read(value),
+        lambda value: None if value is None else write(value),
     )
 
 
 # --- lists -----------------------------------------------------------------------------------------------------------
 
 
-def listed(kind: Kind, longest: int, what: str) -> Kind:
-    """A tuple of so many values of one kind at most."""
-    weight = _DIGEST_ITEMS if kind.says.startswith("digest") else 1
+def listed(kind: Kind, longest: int, what: str, weight: int = 1) -> Kind:
+    """A tuple of so many values of one kind at most, each as long as ``weight`` items of a header."""
+    read, write = kind.read, kind.write or _as_it_is
     return Kind(
         f"list of at most {longest} {what}",
-        lambda value, segments: tuple([kind.read(one, segments) for one in as_list(value, longest, what)]),
-        lambda value, segments: [kind.plain(one, segments) for one in value],
+        lambda value: tuple([read(one) for one in as_list(value, longest, what)]),
+        lambda value: [write(one) for one in value],
         lambda value: weight * len(value),
     )
 
@@ -160,28 +169,28 @@ def listed(kind: Kind, longest: int, what: str) -> Kind:
 def wholes(low: int, high: int, longest: int, what: str) -> Kind:
     """A tuple of whole numbers, of which there may be thousands in each step of a loop."""
 
-    def read(value: Any, _: Sequence[Buffer]) -> tuple[int, ...]:
+    def read(value: Any) -> tuple[int, ...]:
         given = as_list(value, longest, what)
         if given and (set(map(type, given)) != {int} or min(given) < low or max(given) > high):
             raise WireError(f"{what} must be whole numbers from {low} to {high}")
         return tuple(given)
 
-    return Kind(f"list of at most {longest} {what}", read, lambda value, _: list(value), len)
+    return Kind(f"list of at most {longest} {what}", read, list, len)
 
 
 def pairs(first: Kind, second: Kind, longest: int, what: str) -> Kind:
     """A tuple of pairs; the first and the second of each travel one after the other."""
+    write_first, write_second = first.write or _as_it_is, second.write or _as_it_is
 
-    def read(value: Any, segments: Sequence[Buffer]) -> tuple[tuple[Any, Any], ...]:
+    def read(value: Any) -> tuple[tuple[Any, Any], ...]:
         flat = as_list(value, 2 * longest, what)
         if len(flat) % 2:
             raise WireError(f"{what} are pairs")
-        return tuple(
-            [(first.read(a, segments), second.read(b, segments)) for a, b in zip(flat[::2], flat[1::2], strict=True)]
-        )
+        ends = zip(map(first.read, flat[::2]), map(second.read, flat[1::2]), strict=True) if flat else ()
+        return tuple(ends)
 
-    def write(value: Any, segments: list[Buffer]) -> list[Any]:
-        return [part for a, b in value for part in (first.plain(a, segments), second.plain(b, segments))]
+    def write(value: Any) -> list[Any]:
+        return [part for a, b in value for part in (write_first(a), write_second(b))] if value else []
 
     return Kind(f"flat list of at most {longest} {what}: {first.says}, {second.says}", read, write, len)
 
@@ -196,11 +205,11 @@ class Handle:
     number: int
 
 
-def _write_argument(arg: Any, segments: list[Buffer]) -> Any:
+def _write_argument(arg: Any) -> Any:
     if isinstance(arg, Handle):
         return {"h": arg.number}
     if isinstance(arg, (list, tuple)):
-        return [_write_argument(item, segments) for item in arg]
+        return [_write_argument(item) for item in arg]
     if isinstance(arg, torch.dtype):
         return {"t": dtype_name(arg)}
     if isinstance(arg, torch.memory_format):
@@ -210,13 +219,13 @@ def _write_argument(arg: Any, segments: list[Buffer]) -> Any:
     return arg if arg is None or type(arg) in (bool, str) else number_to(arg)
 
 
-def _read_argument(data: Any, segments: Sequence[Buffer], depth: int = 0) -> Any:
+def _read_argument(data: Any, depth: int = 0) -> Any:
     if data is None or type(data) in (bool, str):
         return data
     if type(data) is list:
         if depth > 1 or len(data) > _ITEMS:
             raise WireError("a list of arguments is too long, or nested")
-        return [_read_argument(item, segments, depth + 1) for item in data]
+        return [_read_argument(item, depth + 1) for item in data]
     if type(data) is dict and len(data) == 1:
         ((tag, value),) = data.items()
         if tag == "h":
@@ -230,11 +239,11 @@ def _read_argument(data: Any, segments: Sequence[Buffer], depth: int = 0) -> Any
     return number_from(data)
 
 
-def _read_view(data: Any, _: Sequence[Buffer]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _read_view(data: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     parts = as_list(data, 3, "a view")
     if len(parts) != 3:
         raise WireError("a view has an offset, a shape and a stride")
-    shape, stride = (SIZES.read(part, ()) for part in parts[1:])
+    shape, stride = (SIZES.read(part) for part in parts[1:])
     check_sizes(shape, stride, torch.uint8)  # checked again when the dtype is known
     return as_int(parts[0], 0, HANDLES, "an offset"), shape, stride
 
@@ -255,22 +264,22 @@ def _segment_at(position: Any, segments: Sequence[Buffer], longest: int) -> Buff
     return found
 
 
-def segment(longest: int, what: str) -> Kind:
+def segment(longest: int, what: str) -> SegmentKind:
     """Bytes in a segment of the message, of which the header has the position."""
 
     def write(value: Buffer, segments: list[Buffer]) -> int:
         segments.append(value)
         return len(segments) - 1
 
-    return Kind(
+    return SegmentKind(
         f"segment with {what} (at most {longest} bytes)",
         lambda value, segments: _segment_at(value, segments, longest),
         write,
-        buffers=lambda value: (value,),
+        lambda value: (value,),
     )
 
 
-def segments(longest: int, what: str) -> Kind:
+def segments(longest: int, what: str) -> SegmentKind:
     """Bytes in segments that follow each other: the header has the first one's position and their number."""
 
     def read(value: Any, given: Sequence[Buffer]) -> tuple[Buffer, ...]:
@@ -286,7 +295,7 @@ def segments(longest: int, what: str) -> Kind:
         given += value
         return [first, len(value)] if value else []
 
-    return Kind(f"first segment and number of segments with {what}", read, write, buffers=lambda value: value)
+    return SegmentKind(f"first segment and number of segments with {what}", read, write, lambda value: value)
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -294,54 +303,62 @@ def segments(longest: int, what: str) -> Kind:
 
 class Record:
     """The codec of a class: a list of its fields, behind ``head``. Fields at the end that have their defaults are left
-    out. ``check``, a method of the class, raises ``WireError`` for fields that do not belong together."""
+    out. ``check``, a method of the class, raises ``WireError`` for fields that do not belong together.
+
+    ``sizes`` and ``buffers`` say by field how much of a message it takes: items of the header, and bytes in segments.
+    """
 
     def __init__(self, cls: type[Any], *head: str) -> None:
         hints = get_type_hints(cls, include_extras=True)
         parameters = inspect.signature(cls).parameters.values()
         self.cls = cls
-        self.fields: dict[str, Kind] = {
-            one.name: next(part for part in hints[one.name].__metadata__ if isinstance(part, Kind))
+        self.fields: dict[str, Kind | SegmentKind] = {
+            one.name: next(part for part in hints[one.name].__metadata__ if isinstance(part, (Kind, SegmentKind)))
             for one in parameters
         }
+        kinds = list(self.fields.items())
+        self.sizes = [(name, kind.size) for name, kind in kinds if isinstance(kind, Kind) and kind.size is not None]
+        self.buffers = [(name, kind.buffers) for name, kind in kinds if isinstance(kind, SegmentKind)]
         self._head = head
+        self._names = list(self.fields)
         self._kinds = list(self.fields.values())
-        self._writers = [(name, kind.write) for name, kind in self.fields.items()]
-        self._defaults = [(one.name, one.default) for one in parameters if one.default is not one.empty][::-1]
-        self._sizes = [(name, kind.size) for name, kind in self.fields.items() if kind.size is not None]
-        self._buffers = [(name, kind.buffers) for name, kind in self.fields.items() if kind.buffers is not None]
+        self._readers = [kind.read for kind in self.fields.values() if isinstance(kind, Kind)]
+        self._writers = [(i, kind.write) for i, (_, kind) in enumerate(kinds) if isinstance(kind, Kind) and kind.write]
+        self._segments = [(i, kind) for i, (_, kind) in enumerate(kinds) if isinstance(kind, SegmentKind)]
+        self._defaults = [one.default for one in parameters if one.default is not one.empty][::-1]
         self._check: Callable[[Any], None] | None = getattr(cls, "check", None)
 
     def write(self, record: Any, segments: list[Buffer]) -> list[Any]:
         """A record as plain data. Bytes of tensors and of programs are added to ``segments``."""
-        data: list[Any] = [*self._head]
-        for name, write in self._writers:
-            value = getattr(record, name)
-            data.append(value if write is None else write(value, segments))
-        for name, default in self._defaults:
-            if getattr(record, name) != default:
+        data = [getattr(record, name) for name in self._names]
+        for default in self._defaults:
+            if data[-1] != default:
                 break
             data.pop()
-        return data
+        count = len(data)
+        for index, write in self._writers:
+            if index < count:
+                data[index] = write(data[index])
+        for index, kind in self._segments:
+            if index < count:
+                data[index] = kind.write(data[index], segments)
+        return [*self._head, *data] if self._head else data
 
     def read(self, data: list[Any], segments: Sequence[Buffer]) -> Any:
         """The record of that data. Raises ``WireError``."""
         given = data[len(self._head) :]
-        most = len(self._kinds)
+        most = len(self._names)
         if not most - len(self._defaults) <= len(given) <= most:
             raise WireError(f"{self.cls.__name__} has {len(given)} fields")
-        record = self.cls(*[kind.read(value, segments) for kind, value in zip(self._kinds, given, strict=False)])
+        if self._segments:
+            pairs = zip(self._kinds, given, strict=False)
+            values = [kind.read(one) if isinstance(kind, Kind) else kind.read(one, segments) for kind, one in pairs]
+        else:
+            values = [read(one) for read, one in zip(self._readers, given, strict=False)]
+        record = self.cls(*values)
         if self._check is not None:
             self._check(record)
         return record
-
-    def size(self, record: Any) -> int:
-        """How many items of a header it takes."""
-        return 1 + sum([size(getattr(record, name)) for name, size in self._sizes])
-
-    def buffers(self, record: Any) -> list[Buffer]:
-        """What of it travels in segments."""
-        return [one for name, buffers in self._buffers for one in buffers(getattr(record, name))]
 
 
 def nested(cls: type[Any], what: str) -> Kind:
@@ -349,6 +366,6 @@ def nested(cls: type[Any], what: str) -> Kind:
     codec = Record(cls)
     return Kind(
         f"{what}: {', '.join(kind.says for kind in codec.fields.values())}",
-        lambda value, segments: codec.read(as_list(value, len(codec.fields), what), segments),
-        codec.write,
+        lambda value: codec.read(as_list(value, len(codec.fields), what), ()),
+        lambda value: codec.write(value, []),
     )

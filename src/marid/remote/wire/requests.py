@@ -100,7 +100,7 @@ _PLACE = whole(0, HANDLES, "place")
 HandleField = Annotated[int, HANDLE]
 HandlesField = Annotated[tuple[int, ...], wholes(0, HANDLES, _INPUTS, "handles")]
 DigestField = Annotated[bytes, _DIGEST]
-DigestsField = Annotated[tuple[bytes, ...], listed(_DIGEST, _CHUNKS, "digests")]
+DigestsField = Annotated[tuple[bytes, ...], listed(_DIGEST, _CHUNKS, "digests", weight=4)]
 DtypeField = Annotated[torch.dtype, DTYPE]
 SizesField = Annotated[tuple[int, ...], SIZES]
 BodyField = Annotated[Buffer, segment(BODY_BYTES, "the compressed body")]
