@@ -7,17 +7,12 @@ where anything that lies in it outlives the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from marid.graph.node import Node, Spec, Value, input_values, root_of
-from marid.graph.operators import shared_slots, slots_of
-from marid.graph.program import Program, Task
+from marid.graph.node import Node, Value, input_values, root_of
+from marid.graph.program import Task
 
-__all__ = ["Forecast", "forecast", "forecast_program"]
-
-_T = TypeVar("_T")
+__all__ = ["Forecast", "forecast"]
 
 
 @dataclass(frozen=True)
@@ -42,44 +37,19 @@ def forecast(task: Task) -> Forecast:
             dies[root_of(value)] = index
     for value in task.outputs:
         dies[root_of(value)] = len(task.nodes)
-    lives = [
-        (value.node, value.spec.nbytes, index, dies[value]) for value, index in born.items() if value.spec is not None
-    ]
-    nbytes, held = _fullest(lives, len(task.nodes))
-    return Forecast(nbytes, held)
-
-
-def forecast_program(program: Program, specs: Sequence[Spec | None]) -> tuple[int, list[tuple[int, int]]]:
-    """The same for a program without nodes, given the specs of its slots: bytes, and what is held with its slot."""
-    root: dict[int, int] = {slot: slot for slot in program.input_slots}
-    born: dict[int, int] = {}
-    dies: dict[int, int] = {}
-    for index, instruction in enumerate(program.instructions):
-        for slot in slots_of(instruction):
-            dies[root[slot]] = index
-        shared = shared_slots(instruction)
-        for slot in [result.slot for result in instruction.results]:
-            root[slot] = root[shared[slot]] if slot in shared else slot
-            dies[root[slot]] = index
-            if slot not in shared:
-                born[slot] = index
-    for slot in program.output_slots:
-        dies[root[slot]] = len(program.instructions)
-    lives = [(slot, spec.nbytes, at, dies[slot]) for slot, at in born.items() if (spec := specs[slot]) is not None]
-    return _fullest(lives, len(program.instructions))
-
-
-def _fullest(lives: list[tuple[_T, int, int, int]], count: int) -> tuple[int, list[tuple[int, _T]]]:
-    """The bytes at the fullest moment of ``count``, and what is held then, the largest first; given for each its
-    bytes, and when it is made and seen last."""
-    changes = [0] * (count + 2)
-    for _, nbytes, start, end in lives:
-        changes[start] += nbytes
-        changes[end + 1] -= nbytes
+    changes = [0] * (len(task.nodes) + 2)
+    for value, index in born.items():
+        nbytes = value.spec.nbytes if value.spec is not None else 0
+        changes[index] += nbytes
+        changes[dies[value] + 1] -= nbytes
     held = peak = fullest = 0
     for index, change in enumerate(changes):
         held += change
         if held > peak:
             peak, fullest = held, index
-    then = [(nbytes, what) for what, nbytes, start, end in lives if start <= fullest <= end]
-    return peak, sorted(then, key=lambda one: -one[0])
+    then = [
+        (value.spec.nbytes, value.node)
+        for value, index in born.items()
+        if value.spec is not None and index <= fullest <= dies[value]
+    ]
+    return Forecast(peak, sorted(then, key=lambda one: -one[0]))
