@@ -15,8 +15,9 @@ from marid.execute.captured import CapturedProgram
 from marid.execute.interrupted import Interrupted
 from marid.frontend.engines import engine_of
 from marid.graph.node import Operation
+from marid.remote.worker.device_operators import HostOperator, WrittenOut, operator_on
 from marid.remote.worker.executor import Executor
-from marid.remote.worker.operators import HostOperator, WrittenOut, operator_named, operator_on
+from marid.remote.worker.operators import operator_named
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded, connected
 from tests.simulated_graphs import Simulated

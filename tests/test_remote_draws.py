@@ -12,8 +12,9 @@ from marid.engine.inprocess import concretely
 from marid.graph.node import Operation
 from marid.remote.worker import executor as machines
 from marid.remote.worker import programs
+from marid.remote.worker.device_operators import HostOperator, operator_on
 from marid.remote.worker.executor import Executor
-from marid.remote.worker.operators import HostOperator, operator_named, operator_on
+from marid.remote.worker.operators import operator_named
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded
 

@@ -32,8 +32,8 @@ from marid.graph.twister import Twisters
 from marid.native import module
 from marid.remote.wire.programs import changed, digest_of, geometry_of
 from marid.remote.wire.tensors import matches
+from marid.remote.worker.device_operators import operator_on
 from marid.remote.worker.memory import Residency
-from marid.remote.worker.operators import operator_on
 from marid.remote.worker.programs import RemoteProgram, geometry_from
 from marid.report.units import bytes_text
 

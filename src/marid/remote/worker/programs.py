@@ -17,7 +17,8 @@ from marid.graph.node import Draw, Operation, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Result, Slot
 from marid.remote.wire.codec import MEMORY_FORMATS, as_int, as_list, as_text, dtype_named, unpack_plain
 from marid.remote.wire.tensors import spec_from
-from marid.remote.worker.operators import kind_of, operator_named, operator_on
+from marid.remote.worker.device_operators import operator_on
+from marid.remote.worker.operators import kind_of, operator_named
 
 __all__ = ["RemoteProgram", "geometry_from"]
 
