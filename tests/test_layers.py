@@ -110,6 +110,16 @@ def test_the_graph_layer_knows_nothing_of_recording() -> None:
     assert not outside
 
 
+def test_clients_and_workers_share_the_wire_only() -> None:
+    """Neither imports the other, nor what starts them; the wire imports none of these."""
+    sides = ["client", "worker"]
+    allowed = {"wire": ["wire"], "launch": ["wire", "launch", *sides]} | {side: ["wire", side] for side in sides}
+    edges = [(a.split("."), b.split(".")) for a, b in _edges(everywhere=True)]
+    inside = [(a, b) for a, b in edges if a[0] == b[0] == "remote" and len(a) > 2]
+    assert {a[1] for a, _ in inside} == set(allowed)
+    assert not [(a, b) for a, b in inside if b[1] not in allowed[a[1]]]
+
+
 def test_the_package_knows_no_benchmark() -> None:
     """Neither by an import nor by a name: what is measured is a user's program like any other."""
     assert not [path for path in ROOT.rglob("*.py") if re.search(r"benchmarks\b|contestant", path.read_text(), re.I)]
