@@ -69,7 +69,7 @@ class Delivery:
         self._poison = PoisonDetector()
         self._losses = 0  # of workers, since one has answered
         self._recovery: Recovery | None = None
-        """Of a worker that was lost, while it is told what is needed."""
+        """Of a worker that was lost, while another one is sent what is needed."""
 
     def flush(self, streaming: bool = False) -> None:
         """Send all that there is to do, what is to be freed first. With ``streaming``, leave uploads behind of which

@@ -39,8 +39,8 @@ _KINDS: Mapping[str, type[Exception]] = {
 
 def error_named(kind: Any, text: Any) -> Exception:
     """The error that an operation raised on a worker; of a type that is none of PyTorch's, a ``RuntimeError``."""
-    known = _KINDS.get(kind) if type(kind) is str else None
-    return RuntimeError(f"{kind}: {text}") if known is None else known(str(text))
+    found = _KINDS.get(kind) if type(kind) is str else None
+    return RuntimeError(f"{kind}: {text}") if found is None else found(str(text))
 
 
 def lost_error(reason: str, block: Block) -> WorkerLostError:

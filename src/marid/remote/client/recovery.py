@@ -161,7 +161,7 @@ class PoisonDetector:
         return bool(self._doubtful)
 
     def lost(self, waiting: Callable[[], list[Step]], unanswered: Iterable[Step]) -> Step | None:
-        """The worker was lost while these were to be done; the step that is to blame, if that is known now."""
+        """The worker was lost while these were to be done; the step that has ended it, if that is certain now."""
         steps = [step for step in unanswered if step.may_crash]
         if not steps:
             return None

@@ -27,9 +27,6 @@ from marid.settings import settings
 
 __all__ = ["EncodedProgram", "EncodedPrograms", "ReplayStep", "RunStep", "Specialization", "report_mispredictions"]
 
-# --- programs as they are sent ---------------------------------------------------------------------------------------
-
-
 _SIZES = 64  # geometries of a program that are remembered
 
 

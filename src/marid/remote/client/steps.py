@@ -77,7 +77,7 @@ class Peer(Protocol):
 
 @dataclass
 class Sent:
-    """What a session has been told of: programs, geometries and chunks by digest, the last geometry and run of each
+    """What a session was sent: programs, geometries and chunks by digest, the last geometry and run of each
     program, and the kernels' settings that hold (None where that is not known)."""
 
     programs: set[bytes] = field(default_factory=set)

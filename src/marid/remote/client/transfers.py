@@ -36,7 +36,7 @@ __all__ = ["Device", "PackStep", "ReduceStep", "TakeStep", "pack", "reduce", "ta
 
 _FIRST = 5  # seconds that two workers have to reach each other for the first time
 _PATIENCE = 30  # seconds, once they have
-_NOTIFY = 2.0  # seconds after which workers are told again where a tensor is
+_NOTIFY = 2.0  # seconds after which workers are notified again where a tensor is
 _ATTEMPTS = 3  # to collect one tensor
 
 
@@ -208,15 +208,15 @@ def take(target: Device, source: Device, buffer: RemoteBuffer) -> RemoteBuffer |
     if buffer.geometry.conj or buffer.geometry.neg or not buffer.nbytes:
         return None
     links = source.link, target.link
-    known = target.reached.get(source)
-    if known is not None and known[0] == links and not known[1]:
+    before = target.reached.get(source)
+    if before is not None and before[0] == links and not before[1]:
         traffic.add(relayed=1)
         return None
     packed = pack(source, buffer)
     with target.lock:
         target.delivery.settle()
         taken = _made(target, buffer.geometry._replace(offset=0))
-        is_first = known is None or known[0] != links
+        is_first = before is None or before[0] != links
         step = TakeStep(source, target, packed, taken, current_site(), is_first)
         target.queue.do(step)
         if not is_first:

@@ -34,7 +34,7 @@ _LINE = 4096
 
 
 class Keeper:
-    """Keeps a front alive at ``address``. ``announce`` is told where it listens, the first time."""
+    """Keeps a front alive at ``address``. ``announce`` is called with the address that it listens at, once."""
 
     def __init__(self, address: str, front: Front, owned: Owned, announce: Callable[[str], None]) -> None:
         self._address = address

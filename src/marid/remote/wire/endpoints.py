@@ -236,9 +236,6 @@ def _key(fields: dict[str, str], name: str, path: object) -> bytes:
     raise AuthenticationError(f"{path} has no {name} key in it")
 
 
-# --- sockets ---------------------------------------------------------------------------------------------------------
-
-
 _DENIED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _BEATS = 2000  # milliseconds between heartbeats; three that fail end a connection

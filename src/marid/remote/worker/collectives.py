@@ -62,7 +62,7 @@ class Job:
         """Do it; on the thread of the group."""
         try:
             self._do()
-        except Exception as error:  # whoever waits for it is told
+        except Exception as error:  # raised where it is waited for
             self.error = CollectiveFailed(str(error))
         self.is_over = True
 
@@ -189,11 +189,11 @@ class Groups:
             store = self._stores.get(request.group)
             begun = group.join(store, request.host, request.port, request.own), None
         else:
-            known = self._groups.get(request.group)
-            if known is None:
+            group = self._groups.get(request.group)
+            if group is None:
                 raise CollectiveFailed("there is no such group here (any more)")
             tensor = holder.reduced(request)
-            begun = known.reduce(tensor, request.operation), tensor
+            begun = group.reduce(tensor, request.operation), tensor
         self._jobs[request] = begun
         return begun
 

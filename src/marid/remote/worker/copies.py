@@ -193,7 +193,7 @@ class Arrival:
 
 
 class Collectors:
-    """The connections of a worker to others, one thread each. ``changed`` is told when an arrival has ended."""
+    """The connections of a worker to others, one thread each. ``changed`` is called when an arrival has ended."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         public, secret = zmq.curve_keypair()

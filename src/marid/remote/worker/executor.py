@@ -44,7 +44,7 @@ _PROGRAM_BYTES = 1 << 30  # of programs and geometries, as they are kept
 _INSTRUCTION_BYTES, _SLOT_BYTES = 1024, 32  # what an instruction takes, and a slot in a geometry, about
 _GEOMETRIES = 256  # of one program
 _CAPTURED = 256  # programs with graphs, each of which has memory of its own
-_HELD = 8  # of what a run holds at its fullest, how much is told when it is too much
+_HELD = 8  # of what a run holds at its fullest, how much is reported when it is too much
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Executor:
         at: Callable[[int], None] | None = None,
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """Run a program; its outputs, in the order of ``prepared.program.output_slots``. ``resident`` is asked for the
-        bytes that are held when there is a limit; ``at`` is told of each operator before it runs.
+        bytes that are held when there is a limit; ``at`` is called with each operator before it runs.
 
         Raises ``WireError``, ``TooLarge`` before anything has run, and ``Interrupted``.
         """

@@ -31,7 +31,7 @@ _IDLE = 500  # milliseconds between looks at keys
 _DRAINING = 10  # the same while a client does not take what it asked for
 _QUEUED = 64 << 20  # bytes for the clients of one owner that may wait here; more wait in the owner's process
 _EARLY = 64  # messages for a process that is not there yet
-_ROUTES = 1024  # connections of one owner that are told when its process is lost
+_ROUTES = 1024  # connections of one owner that are notified when its process is lost
 _COLLECTING = ("collect", "collected")  # what another worker may ask for
 _KEYS = 1.0  # seconds between looks at which keys are still there
 _MESSAGES = 4096  # for one process that may wait until it takes them
@@ -186,7 +186,7 @@ class Supervisor:
     def _look_at_keys(self) -> None:
         """Let go whose key was removed."""
         self._looked = time.monotonic()
-        self._socket.disconnect(self._removed)  # who were told the last time
+        self._socket.disconnect(self._removed)  # who were notified the last time
         self._removed.clear()
         admitted = self._keys.admitted()
         for owner, process in list(self._by_owner.items()):
