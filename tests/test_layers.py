@@ -14,7 +14,7 @@ ROOT = Path(marid.__file__).parent
 
 # From the bottom up; the longest matching prefix places a module.
 LAYERS = [
-    {"errors", "settings", "uninterrupted"},
+    {"errors", "policy", "settings", "uninterrupted"},
     {"built"},
     {"registration"},
     {"native"},

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.engine import operators
 from marid.engine.failed import explain, salvage
 from marid.engine.flight import Flight, Positioned
@@ -45,9 +46,6 @@ from marid.report.stats import counters
 __all__ = ["InProcessEngine", "concretely"]
 
 logger = logging.getLogger("marid")
-
-_IN_FLIGHT = 16  # tasks that may wait for the device's thread
-_SECONDS = 0.05
 
 
 # Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction. What
@@ -127,7 +125,7 @@ class InProcessEngine:
             waited = True
             if library.marid_queue_is_here():
                 raise RuntimeError("a value was read on the device's own thread, which has to make it first")
-            library.marid_queue_wait(number, _SECONDS)  # in which Ctrl-C goes unheard
+            library.marid_queue_wait(number, policy.UNHEARD_SECONDS)  # in which Ctrl-C goes unheard
 
     def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
         with self.lock:
@@ -236,7 +234,7 @@ class InProcessEngine:
         """Hand a task to the device's thread; False when it has to run here."""
         if self._depth or not form.in_cpp:
             return False
-        while len(self._flights) >= _IN_FLIGHT:
+        while len(self._flights) >= policy.IN_FLIGHT:
             self._wait_for(self._flights[0].number)
         run = form.start(task)
         if run is None:
@@ -274,7 +272,7 @@ class InProcessEngine:
     def _wait_for(self, number: int) -> None:
         """With the lock: wait for one flight."""
         while self._flights and self._flights[0].number <= number:
-            library.marid_queue_wait(number, _SECONDS)
+            library.marid_queue_wait(number, policy.UNHEARD_SECONDS)
             self._settle()
 
     def _drain(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.execute.accelerator import Accelerator
 from marid.execute.flat import FlatProgram
 from marid.execute.forms import Frame, Positioned
@@ -35,9 +36,6 @@ __all__ = ["CapturedProgram"]
 
 logger = logging.getLogger("marid")
 
-_LEAST = 4  # instructions that launch something, in a piece that is worth a graph
-_REFUSALS = 16  # instructions that turn out not to be capturable, of a program that is captured all the same
-_ATTEMPTS = 4  # times that a program is cut into pieces, and that a piece is given up, before it is left alone
 
 _WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -102,7 +100,7 @@ class CapturedProgram(FlatProgram):
             return
         self._cuts += renewed or not self._cuts
         self._stale = False
-        given_up = self._cuts > _ATTEMPTS or len(self._refused) > _REFUSALS
+        given_up = self._cuts > policy.CAPTURE_ATTEMPTS or len(self._refused) > policy.CAPTURE_REFUSALS
         self._pieces = [self._whole] if given_up else self._cut_up()
 
     def _cut_up(self) -> list[_Piece]:
@@ -113,7 +111,8 @@ class CapturedProgram(FlatProgram):
         start = 0
         while start < len(able):
             stop = next((i for i in range(start, len(able)) if able[i] is not able[start]), len(able))
-            captures = able[start] and sum(not one.op.view for one in instructions[start:stop]) >= _LEAST
+            launches = sum(not one.op.view for one in instructions[start:stop])
+            captures = able[start] and launches >= policy.CAPTURE_LAUNCHES
             if captures or not pieces or pieces[-1].captures:
                 pieces.append(_Piece(start, stop, captures))
             else:
@@ -235,7 +234,7 @@ class _Piece:
         """Its graph is of no use, or there is none: try again a few times."""
         self.graph = None
         self.drops += 1
-        self.captures = self.captures and self.drops < _ATTEMPTS
+        self.captures = self.captures and self.drops < policy.CAPTURE_ATTEMPTS
 
     def describe(self, instructions: tuple[Instruction, ...]) -> None:
         """Find out what it reads."""

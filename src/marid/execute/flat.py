@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from marid.execute.arena import MUCH, Placement
+from marid import policy
+from marid.execute.arena import Placement
 from marid.execute.forms import Form, Frame, Positioned
 from marid.execute.geometry import agrees, settle
 from marid.execute.interrupted import Interrupted
@@ -30,10 +31,6 @@ from marid.settings import settings
 
 __all__ = ["FlatProgram", "may_be_stopped"]
 
-_FORMS = 16  # specs for which a program keeps a plan
-_USES = 3  # runs with the same specs that make up for the plan
-_WASTED = 4  # times that they did not, after which a program (whose sizes keep changing) is planned no more
-_SEEN = 256  # specs that are remembered to have come once
 _ONCE: list[tuple[()]] = [()]
 
 
@@ -48,7 +45,7 @@ class FlatProgram:
         self.program = program
         self.dying = last_uses(program)
         self.transient_bytes = transient_bytes
-        self.takes_much = transient_bytes >= MUCH
+        self.takes_much = transient_bytes >= policy.MUCH_BYTES
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
@@ -73,14 +70,14 @@ class FlatProgram:
         found = self._forms.get(specs)
         if found is not None:
             self._forms.move_to_end(specs)
-        elif self._wasted >= _WASTED or (not self.takes_much and self._is_new(specs)):
+        elif self._wasted >= policy.PLAN_WASTES or (not self.takes_much and self._is_new(specs)):
             return self._plain
         else:
             found = Form(self, Placement(donors(self.program, self.dying, specs), self.transient_bytes))
             self._forms[specs] = found
-            if len(self._forms) > _FORMS:
+            if len(self._forms) > policy.PLANS:
                 _, oldest = self._forms.popitem(last=False)
-                self._wasted += oldest.uses < _USES
+                self._wasted += oldest.uses < policy.PLAN_USES
         found.uses += 1
         return found
 
@@ -89,7 +86,7 @@ class FlatProgram:
         known = hash(specs)
         if known in self._seen:
             return False
-        if len(self._seen) >= _SEEN:
+        if len(self._seen) >= policy.PLAN_SEEN:
             self._seen.clear()
         self._seen.add(known)
         return True

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.graph.node import Operation, Spec
 from marid.graph.operators import resized_slots, shared_slots, unsettled_slots
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot, Task
@@ -24,7 +25,6 @@ __all__ = ["AGAIN", "DONE", "DRAWS", "RAISED", "Table", "TableRun", "Untranslata
 
 _SLOT, _PARAM, _DRAW, _CONSTANT, _LIST, _DEFAULT = range(6)
 DONE, AGAIN, DRAWS, RAISED = range(4)
-_SECONDS = 0.05  # how long Ctrl-C may go unheard, beside one operation
 
 _MEMORY_FORMATS = [
     torch.contiguous_format,
@@ -70,9 +70,8 @@ class Table:
     ) -> list[torch.Tensor] | tuple[int, TableRun]:
         """The same, begun: the tensors in the slots ``outputs`` after a whole run, which ``task`` has been given by
         then; else how far it came (see ``TableRun.go``), and the run."""
-        found = module.run_once(
-            self.pointer, self._input_slots, _address(donors), inputs, params, specs, outputs, _SECONDS, task
-        )
+        begun = self.pointer, self._input_slots, _address(donors), inputs, params, specs
+        found = module.run_once(*begun, outputs, policy.UNHEARD_SECONDS, task)
         return found if type(found) is list else (found[0], TableRun(self, found[1], specs))
 
 
@@ -94,7 +93,8 @@ class TableRun:
         """Go on to the end (``DONE``), for a while (``AGAIN``), or up to an operation that wants a generator
         (``DRAWS``), raises, or has given something else than was recorded (``RAISED``). ``generator`` is for the first
         operation, after ``DRAWS``."""
-        return library.marid_run_go(self.pointer, None if generator is None else generator._cdata, _SECONDS)
+        positioned = None if generator is None else generator._cdata
+        return library.marid_run_go(self.pointer, positioned, policy.UNHEARD_SECONDS)
 
     @property
     def next(self) -> int:

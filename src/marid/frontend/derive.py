@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from marid import policy
 from marid.frontend import handles, infer
 from marid.frontend.rules import for_each, rules, same_as
 from marid.frontend.smaller import Smaller, sizes_of
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["deriver_of"]
 
-_PATTERNS = 4096
 # Operators that ask for more than there is without data: for the storage behind an argument, for the CPU's backends, or
 # for sizes that only the CPU's kernel looks at.
 _ASK_FOR_MORE = {
@@ -82,7 +82,7 @@ class Derivation:
             return None
         if trusted is None:
             trusted = self._confirmed(recorder, rule, args, kwargs, values)
-            if len(self._trusted) >= _PATTERNS:
+            if len(self._trusted) >= policy.PATTERNS_PER_OPERATOR:
                 self._trusted.clear()
             self._trusted[pattern] = trusted
         return recorder.learn(key, rule, args, kwargs, devices.pop()) if trusted else None

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch._meta_registrations  # Python meta kernels
 
+from marid import policy
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.smaller import Smaller, sizes_of
@@ -27,8 +28,6 @@ from marid.graph.node import Node, Output, Spec, Value, root_of
 
 __all__ = ["OutSpec", "Request", "Rule", "infer", "probe", "smaller", "try_large_calls"]
 
-_PROBE_ELEMENTS = 1 << 14
-_WHOLE_ELEMENTS = 1 << 24
 # Operators whose meta kernels are missing, or written for CUDA. The shapes of their results do not depend on data, so a
 # trial run tells them.
 _SHAPED_BY_SIZES = {
@@ -170,7 +169,7 @@ def _verify(request: Request, rule: Rule) -> None:
         agree = request.func not in _TRIED_AS_THEY_ARE and (request.view or _agree_when_small(request))
         if agree:
             return
-        if _elements(request, rule) > _WHOLE_ELEMENTS:
+        if _elements(request, rule) > policy.PROBE_WHOLE_ELEMENTS:
             if agree is False:
                 rule.eager = "its meta kernel and its CPU kernel disagree"
             return
@@ -200,7 +199,7 @@ def smaller(request: Request) -> Request:
 
 
 def _is_cheap(request: Request, rule: Rule) -> bool:
-    return request.func in _LIMITED_IN_SIZE or _elements(request, rule) <= _PROBE_ELEMENTS
+    return request.func in _LIMITED_IN_SIZE or _elements(request, rule) <= policy.PROBE_ELEMENTS
 
 
 def _elements(request: Request, rule: Rule) -> int:
@@ -211,7 +210,7 @@ def _elements(request: Request, rule: Rule) -> int:
 def probe(request: Request, rule: Rule, whole: bool = False) -> tuple[bool, Rule | None]:
     """Whether a trial run on the CPU does not fail, and the rule that it gives; None where it cannot tell, as for calls
     that are too large to be tried. Calls of up to 2**14 elements are tried, and ``whole`` ones of up to 2**24."""
-    small_enough = _elements(request, rule) <= _WHOLE_ELEMENTS if whole else _is_cheap(request, rule)
+    small_enough = _elements(request, rule) <= policy.PROBE_WHOLE_ELEMENTS if whole else _is_cheap(request, rule)
     return _tried(request) if small_enough else (True, None)
 
 

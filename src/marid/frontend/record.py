@@ -20,6 +20,7 @@ import torch
 from torch._C import _current_graph_task_id as current_graph_task
 from torch.utils._pytree import tree_map_only
 
+from marid import policy
 from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
@@ -39,7 +40,6 @@ __all__ = ["Recorder", "dispatch", "follow_switches", "order", "recorder_of", "s
 
 logger = logging.getLogger("marid")
 
-_RULES_PER_OPERATOR = 8192
 
 # Operators tagged as random that draw nothing on the CPU.
 _NEVER_RANDOM = {"aten::_scaled_dot_product_flash_attention_for_cpu"}
@@ -207,7 +207,7 @@ class Recorder:
 
     def learn(self, key: Any, rule: infer.Rule, args: Any, kwargs: Any, device: int) -> Known:
         """Keep the rule of calls with this key."""
-        if len(self.known) >= _RULES_PER_OPERATOR:
+        if len(self.known) >= policy.RULES_PER_OPERATOR:
             self.known.clear()
         known = self.known[key] = Known(rule, writes_of(self, args, kwargs), handles.tape(device))
         return known

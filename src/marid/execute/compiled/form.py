@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from marid import policy
 from marid.execute.compiled.asked import Asked
 from marid.execute.compiled.describe import describe, solve
 from marid.execute.compiled.operators import DTYPES
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from marid.execute.compiled.disk import Entry
 
 __all__ = ["CompiledPart", "Form", "assemble"]
-
-_INSTANCES = 512  # sets of sizes that a form remembers: a cache that grows by one comes with as many as it has steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class Form:
             found = self._instances[key]
         else:
             found = self._instances[key] = self._fit(specs, params)
-            if len(self._instances) > _INSTANCES:
+            if len(self._instances) > policy.COMPILE_SIZES:
                 self._instances.popitem(last=False)
         if found is None:
             return None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.execute.compiled.operators import (
     FUSED_BY_PASSES,
     FUSIBLE,
@@ -29,7 +30,6 @@ from marid.settings import settings
 
 __all__ = ["Number", "Part", "arguments_of", "choose"]
 
-_FEWEST = 3  # operations that Inductor can fuse; a part with fewer is not worth a kernel
 _CONSTANTS = (bool, str, torch.dtype, torch.memory_format)
 _INT64 = 1 << 63
 _FLOAT32 = torch.finfo(torch.float32).max
@@ -236,7 +236,7 @@ class _Chooser:
             if reached >= stop:
                 break
             stop = reached
-        if sum(self._weight(index) for index in range(start, stop)) < _FEWEST:
+        if sum(self._weight(index) for index in range(start, stop)) < policy.COMPILE_FUSIBLE:
             return None
         inside = {r.slot for i in self.program.instructions[start:stop] for r in i.results}
         inputs = list(dict.fromkeys(s for index in range(start, stop) for s in self.reads[index] if s not in inside))

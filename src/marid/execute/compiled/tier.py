@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.execute.compiled.asked import Asked, asked
 from marid.execute.compiled.disk import DiskCache, Entry, identity
 from marid.execute.compiled.form import CompiledPart, Form
@@ -32,12 +33,6 @@ __all__ = ["Tier", "best", "folder"]
 
 logger = logging.getLogger("marid")
 
-_FORMS = 3  # shapes rules that a program is compiled for at most
-_EXAMPLES = 4  # sets of sizes that are remembered, to see what changes
-_SAMPLES = 9  # runs of either tier before they are compared
-_WARM = 4  # runs of a new form that do not count: its memory is planned in them
-_PATIENCE = 0.005  # seconds that compiling may add to any run
-_CACHED = 8  # a program is looked up on disk after this fraction of the time it takes to be compiled
 
 _said: set[str] = set()
 
@@ -94,7 +89,7 @@ class Tier:
         if (
             not self._forms
             and self._request is None
-            and (self.over or self._spent < settings.compile_ms / 1000 / _CACHED)
+            and (self.over or self._spent < settings.compile_ms / 1000 / policy.COMPILE_LOOKUP)
         ):
             self.flat.ran = None if self.over else self._spend
             return self.flat.form(task)
@@ -114,7 +109,7 @@ class Tier:
         if not self.over:
             self._seen[specs] = params
             self._seen.move_to_end(specs)
-            if len(self._seen) > _EXAMPLES:
+            if len(self._seen) > policy.COMPILE_EXAMPLES:
                 self._seen.popitem(last=False)
             self._first = self._first or params
             if self._request is None and specs not in self._asked:
@@ -137,16 +132,16 @@ class Tier:
         self._spent += seconds
 
     def _ran(self, form: Form | None, specs: Specs, seconds: float) -> None:
-        times = self._times.setdefault((form, specs), deque(maxlen=_SAMPLES + _WARM))
+        times = self._times.setdefault((form, specs), deque(maxlen=policy.COMPILE_SAMPLES + policy.COMPILE_WARM))
         times.append(seconds)
-        if len(self._times) > 16 * _EXAMPLES:
+        if len(self._times) > 16 * policy.COMPILE_EXAMPLES:
             del self._times[next(iter(self._times))]
         if form is None:
             self._spent += seconds
-        elif len(times) == _SAMPLES + _WARM:
+        elif len(times) == policy.COMPILE_SAMPLES + policy.COMPILE_WARM:
             before = self._times.get((None, specs))
-            if before is not None and len(before) >= _SAMPLES:
-                self._compare(form, list(times)[_WARM:], list(before)[-_SAMPLES:])
+            if before is not None and len(before) >= policy.COMPILE_SAMPLES:
+                self._compare(form, list(times)[policy.COMPILE_WARM :], list(before)[-policy.COMPILE_SAMPLES :])
 
     def _compare(self, form: Form, now: list[float], before: list[float]) -> None:
         """Give a form up that does not pay."""
@@ -161,7 +156,7 @@ class Tier:
         """Ask for the program to be compiled if its runs took long enough, for the sizes seen so far."""
         wanted = settings.compile_ms / 1000
         if self._asking is None:
-            if self._spent < wanted and (self._looked or self._spent < wanted / _CACHED):
+            if self._spent < wanted and (self._looked or self._spent < wanted / policy.COMPILE_LOOKUP):
                 return
             self._asking = self._ask(_shared(task), only_cached=self._spent < wanted)
             self._looked = True
@@ -175,7 +170,7 @@ class Tier:
     def _patience(self, specs: Specs) -> float:
         """Seconds that may be added to a run, which a user waits for: a small part of what it takes."""
         times = self._times.get((None, specs))
-        return max(_PATIENCE, statistics.median(times) / 3) if times else _PATIENCE
+        return max(policy.COMPILE_PATIENCE, statistics.median(times) / 3) if times else policy.COMPILE_PATIENCE
 
     def _ask(self, shared: dict[int, int], only_cached: bool) -> Iterator[None]:
         """Look for the parts on disk, or ask for them, one after the other."""
@@ -216,7 +211,7 @@ class Tier:
         self._requested += 1
         any_size = all(asks.for_any_size for asks, _ in request.parts)
         self._asked.update(specs for specs, _ in (examples if any_size else examples[-1:]))
-        self.over = not request.parts or self._requested >= _FORMS
+        self.over = not request.parts or self._requested >= policy.COMPILE_RULES
         self._request = request if request.parts else None
 
     def _look_after(self) -> None:
