@@ -18,9 +18,9 @@ from torch import nn
 import marid
 from marid.engine.inprocess import InProcessEngine
 from marid.execute.arena import Placement
+from marid.execute.memory_plan import MemoryPlan, Trace, plan
 from marid.frontend.engines import local_engine as engine
 from marid.native import library
-from marid.optimize.memory import MemoryPlan, Trace, plan
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 pytestmark = [

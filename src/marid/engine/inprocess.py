@@ -104,10 +104,11 @@ class InProcessEngine:
             if room is not None:
                 self._drain()
             task = bind(nodes)
+            program = self.programs.find(task)
             if room is not None:
-                refuse_beyond(room, task)
+                refuse_beyond(room, task, program.program)
             with concretely():
-                form = best(self.programs.find(task), task, room)
+                form = best(program, task, room)
             if ahead and room is None and self._launch(task, form, give_back):
                 return form.transient_bytes
             self._drain()

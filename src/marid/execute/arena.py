@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from marid import policy
+from marid.execute.memory_plan import MemoryPlan, Trace, plan
 from marid.native import int64s, library
-from marid.optimize.memory import MemoryPlan, Trace, plan
 from marid.report.stats import counters
 from marid.settings import settings
 

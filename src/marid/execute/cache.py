@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from marid.execute.flat import FlatProgram
+from marid.graph.analysis import forecast
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task
-from marid.optimize.forecast import forecast
 from marid.report.builds import builds
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
@@ -36,7 +36,8 @@ class ProgramCache:
         if isinstance(task, Prepared):
             built = FlatProgram(task.program, task.transient_bytes)
         else:
-            built = FlatProgram(task.build(), forecast(task).nbytes)
+            program = task.build()
+            built = FlatProgram(program, forecast(program, task.specs).nbytes)
         counters.programs_built += 1
         builds.note(task, built.program, current_site())
         self._programs[task.key] = built

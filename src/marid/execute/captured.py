@@ -26,18 +26,14 @@ from marid.execute.flat import FlatProgram
 from marid.execute.forms import Frame, Positioned
 from marid.execute.geometry import settle
 from marid.execute.interrupted import Interrupted
-from marid.graph.node import Operation
-from marid.graph.operators import written_slots
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import Instruction, ListOf, Param, Slot, differ
+from marid.graph.program import Instruction, Param, Slot, differ
+from marid.ops.facts import facts_of
 from marid.settings import settings
 
 __all__ = ["CapturedProgram"]
 
 logger = logging.getLogger("marid")
-
-
-_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class CapturedProgram(FlatProgram):
@@ -50,7 +46,7 @@ class CapturedProgram(FlatProgram):
         self._given = prepared
         self._accelerator = accelerator
         able = captures and accelerator.captures and settings.capture_after > 0
-        self._captures = able and not any(_moves_memory(one.op) for one in self.program.instructions)
+        self._captures = able and not any(facts_of(one.op.func).moves_memory for one in self.program.instructions)
         self._whole = _Piece(0, len(self.program.instructions))
         self._pieces = [self._whole]
         self._cuts = 0
@@ -188,9 +184,9 @@ class CapturedProgram(FlatProgram):
 
     def settle(self, index: int, frame: Frame) -> None:
         instruction, node = self.program.instructions[index], self._given.nodes[index]
-        settle(instruction, node, frame.tensors, self._given.specs, frame.params, self.unsettled)
+        settle(self.program, index, node, frame.tensors, self._given.specs, frame.params)
         if self._written is not None and instruction.op.mutates:
-            self._written.update(_memory(frame.tensors[slot]) for slot in written_slots(instruction))
+            self._written.update(_memory(frame.tensors[slot]) for slot in self.analysis.writes[index])
 
     def _owned(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
@@ -241,7 +237,7 @@ class _Piece:
         made: set[int] = set()
         reads: dict[int, None] = {}
         for instruction in instructions[self.start : self.stop]:
-            for arg in _arguments(instruction):
+            for arg in instruction.operands():
                 if isinstance(arg, Slot) and arg.index not in made:
                     reads[arg.index] = None
                 elif isinstance(arg, Param):
@@ -323,19 +319,9 @@ def _seen_in(
 # --- instructions ----------------------------------------------------------------------------------------------------
 
 
-def _arguments(instruction: Instruction) -> list[Any]:
-    given = [*instruction.args, *[arg for _, arg in instruction.kwargs]]
-    return [item for arg in given for item in (arg.items if isinstance(arg, ListOf) else (arg,))]
-
-
-def _moves_memory(op: Operation) -> bool:
-    """Whether it may give its arguments other sizes and other memory, also those that a graph has made or reads."""
-    return torch.Tag.inplace_view in op.func.tags or any(formal.is_out for formal in op.func._schema.arguments)
-
-
 def _is_capturable(instruction: Instruction, varying: set[int]) -> bool:
     """Whether each run launches the same for it, without waiting for the device."""
     op = instruction.op
-    if op.waits or any(tag in op.func.tags for tag in _WAITS):
+    if op.waits or facts_of(op.func).dynamic:
         return False
-    return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in _arguments(instruction))
+    return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in instruction.operands())

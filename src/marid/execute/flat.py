@@ -24,7 +24,7 @@ from marid.execute.geometry import agrees, settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.source import source_of
 from marid.execute.table import Table, Untranslatable, donors, translate
-from marid.graph.operators import last_uses, unsettled_slots
+from marid.graph.analysis import analysis_of
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.settings import settings
@@ -43,7 +43,8 @@ class FlatProgram:
 
     def __init__(self, program: Program, transient_bytes: int) -> None:
         self.program = program
-        self.dying = last_uses(program)
+        self.analysis = analysis_of(program)
+        self.dying = self.analysis.dying
         self.transient_bytes = transient_bytes
         self.takes_much = transient_bytes >= policy.MUCH_BYTES
         self.runs = 0
@@ -55,7 +56,6 @@ class FlatProgram:
         self._wasted = 0
         self._prepared: Table | None = None
         self._untranslatable = False
-        self.unsettled = unsettled_slots(program)
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""
         self.ran: Callable[[float], None] | None = None
@@ -73,7 +73,7 @@ class FlatProgram:
         elif self._wasted >= policy.PLAN_WASTES or (not self.takes_much and self._is_new(specs)):
             return self._plain
         else:
-            found = Form(self, Placement(donors(self.program, self.dying, specs), self.transient_bytes))
+            found = Form(self, Placement(donors(self.program, specs), self.transient_bytes))
             self._forms[specs] = found
             if len(self._forms) > policy.PLANS:
                 _, oldest = self._forms.popitem(last=False)
@@ -105,7 +105,7 @@ class FlatProgram:
         in a table, so programs that take much have one at once."""
         if (self.runs or self.takes_much) and self._prepared is None and not self._untranslatable:
             try:
-                self._prepared = translate(self.program, self.dying)
+                self._prepared = translate(self.program)
             except Untranslatable:
                 self._untranslatable = True
         return self._prepared
@@ -164,8 +164,7 @@ class FlatProgram:
 
     def settle(self, index: int, frame: Frame) -> None:
         """Have the results of an instruction laid out as recorded. Raises ``LazyTensorError``."""
-        specs, node = frame.task.specs, frame.task.nodes[index]
-        settle(self.program.instructions[index], node, frame.tensors, specs, frame.params, self.unsettled)
+        settle(self.program, index, frame.task.nodes[index], frame.tensors, frame.task.specs, frame.params)
 
     def drop(self, index: int, frame: Frame, kept: frozenset[int] = frozenset()) -> None:
         """Let go of what nobody needs behind an instruction."""

@@ -174,8 +174,7 @@ class Form:
 
     def draw(self, index: int, params: list[Any]) -> Draw:
         """What instruction ``index`` of a run draws."""
-        instruction = self._owner.program.instructions[index]
-        given = (*instruction.args, *[value for _, value in instruction.kwargs])
+        given = self._owner.program.instructions[index].operands()
         return next(params[arg.index] for arg in given if isinstance(arg, Param) and arg.draw)
 
     def _donors(self) -> Any:

@@ -2,7 +2,7 @@
 // put every result where a plan says.
 //
 // A program makes the same allocations in the same order whenever it runs. A run that is *watched* notes them and when
-// each was freed; from that, optimize/memory.py plans offsets in one slab. A run that *follows* a plan checks every
+// each was freed; from that, execute/memory_plan.py plans offsets in one slab. A run that *follows* a plan checks every
 // allocation and every free against what was noted, and takes the planned place as long as they agree. What happens out
 // of order (an exception, a finalizer, another thread) ends the plan for the rest of that run, never its correctness.
 //

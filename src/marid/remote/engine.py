@@ -114,9 +114,9 @@ class RemoteEngine:
         """The same for as many nodes as fit into one request; the list must be the only one that holds them."""
         task = bind(nodes)
         self._refuse_spoiled(task)
-        if room is not None:
-            refuse_beyond(room, task)
         sized = self._programs.find(task)
+        if room is not None:
+            refuse_beyond(room, task, sized.known.program)
         base = self.remote.take(sized.known.program.slot_count)
         step = RunWork(sized, task.inputs, task.params, base, current_site())
         with Uninterrupted():

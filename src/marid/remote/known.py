@@ -6,11 +6,10 @@ from collections import OrderedDict
 from typing import Any
 
 from marid.engine.protocol import Geometry
+from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Spec
-from marid.graph.operators import shared_slots, written_slots
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task
-from marid.optimize.forecast import forecast
 from marid.remote.buffers import extent_of, geometry_of_spec
 from marid.remote.programs import body_of, digest_of, geometry_of
 from marid.report.builds import builds
@@ -31,13 +30,9 @@ class Known:
         self.program = program
         self.body = body_of(program)
         self.digest = digest_of(self.body)
-        self.roots = list(range(program.slot_count))
-        written: set[int] = set()
-        for instruction in program.instructions:
-            for slot, of in shared_slots(instruction).items():
-                self.roots[slot] = self.roots[of]
-            if instruction.op.mutates:
-                written |= {self.roots[slot] for slot in written_slots(instruction)}
+        analysis = analysis_of(program)
+        self.roots = [analysis.roots.get(slot, slot) for slot in range(program.slot_count)]
+        written = analysis.written
         places = {slot: place for place, slot in enumerate(program.input_slots)}
         self.written_inputs = tuple(sorted(places[slot] for slot in written if slot in places))
         self.places = places
@@ -92,7 +87,7 @@ class Programs:
             counters.programs_reused += 1
         sized = known.sizes.get(task.specs)
         if sized is None:
-            nbytes = task.transient_bytes if isinstance(task, Prepared) else forecast(task).nbytes
+            nbytes = forecast(known.program, task.specs).nbytes
             sized = known.sizes[task.specs] = Sized(known, task.specs, nbytes)
             if len(known.sizes) > _SIZES:
                 known.sizes.popitem(last=False)

@@ -24,10 +24,9 @@ from marid.execute.compiled.tier import best
 from marid.execute.flat import FlatProgram
 from marid.execute.forms import Frame
 from marid.execute.interrupted import Interrupted
+from marid.graph.analysis import forecast
 from marid.graph.node import Node, Operation, Spec
-from marid.graph.operators import shared_slots
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import ListOf, Slot
 from marid.graph.twister import Twisters
 from marid.native import module
 from marid.remote.device_operators import operator_on
@@ -134,9 +133,9 @@ class Machine:
         self._enter(kept, digest, specs)
 
     def _enter(self, kept: _Kept, digest: bytes, specs: tuple[Spec | None, ...]) -> None:
-        held = _fullest(_changes(kept.remote, specs))
-        prepared = Prepared(kept.remote.program, specs, kept.nodes, sum(nbytes for _, nbytes in held))
-        kept.geometries[digest] = prepared, held[:_HELD]
+        expected = forecast(kept.remote.program, specs)
+        prepared = Prepared(kept.remote.program, specs, kept.nodes, expected.nbytes)
+        kept.geometries[digest] = prepared, [(slot, nbytes) for nbytes, _, slot in expected.held[:_HELD]]
         added = _SLOT_BYTES * len(specs)
         if len(kept.geometries) > _GEOMETRIES:
             kept.geometries.popitem(last=False)
@@ -363,52 +362,3 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
         storage = tensor.untyped_storage()
         blocks[storage.data_ptr()] = storage.nbytes()
     return sum(blocks.values())
-
-
-# --- what a run will hold, from instructions and specs, as optimize/forecast.py has it from nodes --------------------
-
-
-def _changes(remote: RemoteProgram, specs: tuple[Spec | None, ...]) -> list[tuple[int, int, int, int]]:
-    """For each result that has memory of its own: slot, bytes, the instruction that makes it and the last that sees it,
-    itself or through a view."""
-    program = remote.program
-    root: dict[int, int] = {slot: slot for slot in program.input_slots}
-    dies: dict[int, int] = {}
-    born: dict[int, int] = {}
-    for index, instruction in enumerate(program.instructions):
-        used = _slots((*instruction.args, *(arg for _, arg in instruction.kwargs)))
-        for slot in used:
-            dies[root[slot]] = index
-        shared = shared_slots(instruction)
-        for result in instruction.results:
-            root[result.slot] = root[shared[result.slot]] if result.slot in shared else result.slot
-            dies[root[result.slot]] = index
-            if root[result.slot] == result.slot:
-                born[result.slot] = index
-    for slot in program.output_slots:
-        dies[root[slot]] = len(program.instructions)
-    return [(slot, spec.nbytes, start, dies[slot]) for slot, start in born.items() if (spec := specs[slot]) is not None]
-
-
-def _slots(args: Iterable[Any]) -> list[int]:
-    found: list[int] = []
-    for arg in args:
-        if isinstance(arg, Slot):
-            found.append(arg.index)
-        elif isinstance(arg, ListOf):
-            found += [item.index for item in arg.items if isinstance(item, Slot)]
-    return found
-
-
-def _fullest(lives: list[tuple[int, int, int, int]]) -> list[tuple[int, int]]:
-    """What is held at the fullest moment: slots and bytes, the largest first."""
-    changes: dict[int, int] = {}
-    for _, nbytes, start, end in lives:
-        changes[start] = changes.get(start, 0) + nbytes
-        changes[end + 1] = changes.get(end + 1, 0) - nbytes
-    held = peak = moment = 0
-    for index in sorted(changes):
-        held += changes[index]
-        if held > peak:
-            peak, moment = held, index
-    return sorted(((slot, n) for slot, n, start, end in lives if start <= moment <= end and n), key=lambda x: -x[1])

@@ -16,8 +16,8 @@ import torch
 from marid.execute.compiled.operators import is_row_product
 from marid.execute.compiled.parts import Part, Specs, arguments_of
 from marid.graph.node import Spec
-from marid.graph.operators import marked_name
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+from marid.ops.facts import facts_of
 
 __all__ = ["Description", "describe", "generalize", "geometry_of", "plain", "plain_constant", "solve"]
 
@@ -47,7 +47,7 @@ def describe(part: Part, program: Program, specs: Specs, params: list[Any]) -> D
     for instruction in program.instructions[part.start : part.stop]:
         operation = instruction.op.func
         described = {
-            "op": marked_name(operation).partition("::")[2],
+            "op": facts_of(operation).marked_name.partition("::")[2],
             "overload": operation._overloadname,
             "args": {name: value_of(value) for name, value in arguments_of(instruction)},
             "row": is_row_product(instruction.op, _tensors(instruction, specs)),

@@ -164,7 +164,8 @@ class Form:
 def assemble(program: Program, parts: list[Part], operation: Operation) -> tuple[Program, list[int]]:
     """The program with a call in the place of each part, and for each of its instructions which one of ``program``
     comes next when it has not run. Its parameters are those of ``program``, and two for each part."""
-    own = 1 + max((arg.index for arg in _params(program)), default=-1)
+    given = [arg for instruction in program.instructions for arg in instruction.operands()]
+    own = 1 + max((arg.index for arg in given if isinstance(arg, Param)), default=-1)
     instructions: list[Instruction] = []
     origins: list[int] = []
     index = 0
@@ -183,15 +184,6 @@ def assemble(program: Program, parts: list[Part], operation: Operation) -> tuple
     origins += range(index, len(program.instructions))
     made = Program((), tuple(instructions), program.input_slots, program.output_slots, program.slot_count)
     return made, origins
-
-
-def _params(program: Program) -> list[Param]:
-    return [
-        arg
-        for instruction in program.instructions
-        for arg in (*instruction.args, *(value for _, value in instruction.kwargs))
-        if isinstance(arg, Param)
-    ]
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -15,17 +15,11 @@ from typing import Any
 import torch
 
 from marid import policy
-from marid.execute.compiled.operators import (
-    FUSED_BY_PASSES,
-    FUSIBLE,
-    admissible,
-    base_name,
-    is_row_product,
-    lifted_arguments,
-)
+from marid.execute.compiled.operators import admissible, is_row_product, lifted_arguments
+from marid.graph.analysis import analysis_of
 from marid.graph.node import Spec
-from marid.graph.operators import shared_slots, slots_of, written_slots
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+from marid.ops.facts import facts_of
 from marid.settings import settings
 
 __all__ = ["Number", "Part", "arguments_of", "choose"]
@@ -127,20 +121,14 @@ class _Chooser:
         barred: set[int],
     ) -> None:
         self.program, self.specs, self.params, self.changing = program, specs, params, changing
-        self.reads: list[list[int]] = []
-        self.writes: list[list[int]] = []
-        self.root = {slot: shared.get(slot, slot) for slot in program.input_slots}
-        self.maker: dict[int, int] = {}
-        for index, instruction in enumerate(program.instructions):
-            self._trace(index, instruction)
+        analysis = analysis_of(program)
+        self.reads, self.writes, self.maker = analysis.reads, analysis.writes, analysis.made_by
+        self.root = {slot: shared.get(root, root) for slot, root in analysis.roots.items()}
         self.allowed = [
             index not in barred and self._is_allowed(index, instruction)
             for index, instruction in enumerate(program.instructions)
         ]
-        self.last_use = {slot: len(program.instructions) for slot in program.output_slots}
-        for index, slots in enumerate(self.reads):
-            for slot in slots:
-                self.last_use[slot] = max(index, self.last_use.get(slot, -1))
+        self.last_use = analysis.last_reads()
 
     def parts(self) -> list[Part]:
         found, start = [], 0
@@ -152,15 +140,6 @@ class _Chooser:
                 stop = part.stop
             start = max(stop, start + 1)
         return found
-
-    def _trace(self, index: int, instruction: Instruction) -> None:
-        """Note what an instruction reads and writes, and in whose memory its results lie."""
-        self.reads.append(slots_of(instruction))
-        self.writes.append(written_slots(instruction))
-        shared = shared_slots(instruction)
-        for result in instruction.results:
-            self.maker[result.slot] = index
-            self.root[result.slot] = self.root[shared[result.slot]] if result.slot in shared else result.slot
 
     def _is_allowed(self, index: int, instruction: Instruction) -> bool:
         specs = [self.specs[slot] for slot in (*self.reads[index], *(r.slot for r in instruction.results))]
@@ -274,9 +253,10 @@ class _Chooser:
 
     def _is_fusible(self, index: int) -> bool:
         op = self.program.instructions[index].op
-        if settings.fast_math and base_name(op) in FUSED_BY_PASSES:
+        facts = facts_of(op.func)
+        if settings.fast_math and facts.fused_by_passes:
             return True
-        return base_name(op) in FUSIBLE or is_row_product(op, [self._spec(slot) for slot in self.reads[index]])
+        return facts.fusible or is_row_product(op, [self._spec(slot) for slot in self.reads[index]])
 
     def _again(self, start: int, stop: int, needed: set[int]) -> list[Instruction]:
         """The views to make behind a part; adds to ``needed`` what they are views of."""

@@ -22,7 +22,6 @@ from marid.execute.geometry import settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.table import TableRun
 from marid.graph.node import Draw, Operation
-from marid.graph.operators import slots_of
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library
@@ -79,7 +78,7 @@ class CompiledProgram(FlatProgram):
 
     def settle(self, index: int, frame: Frame) -> None:
         node = frame.task.nodes[min(self._origins[index], len(frame.task.nodes) - 1)]
-        settle(self.program.instructions[index], node, frame.tensors, frame.task.specs, frame.params, self.unsettled)
+        settle(self.program, index, node, frame.tensors, frame.task.specs, frame.params)
 
     def _origin(self, index: int, frame: Frame) -> int:
         """The instruction of ``flat`` to go on with. Behind a part, its views come first."""
@@ -235,7 +234,7 @@ class Checked(_Here):
             if any(result.slot in wrong for result in instruction.results):
                 index = at
                 break
-            if instruction.op.mutates and set(slots_of(instruction)) & set(wrong):
+            if instruction.op.mutates and set(self._flat.analysis.reads[at]) & set(wrong):
                 index = at
         node = task.nodes[index]
         name = instructions[index].op.name
