@@ -24,10 +24,10 @@ from marid import policy
 from marid.execute.accelerator import Accelerator
 from marid.execute.flat import FlatProgram
 from marid.execute.forms import Frame, Positioned
-from marid.execute.geometry import settle
 from marid.execute.interrupted import Interrupted
+from marid.graph.analysis import analysis_of
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import Instruction, Param, Slot, differ
+from marid.graph.program import Instruction, Param, Program, differ
 from marid.ops.facts import facts_of
 from marid.settings import settings
 
@@ -54,7 +54,6 @@ class CapturedProgram(FlatProgram):
         self._refused: set[int] = set()
         self._stale = False
         self._params: list[Any] = []
-        self._written: set[int] | None = None
 
     def execute(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
         """Run on tensors of the device; the results that escape, in order. Raises ``Interrupted``."""
@@ -116,7 +115,7 @@ class CapturedProgram(FlatProgram):
             start = stop
         for piece in pieces:
             if piece.captures:
-                piece.describe(instructions)
+                piece.describe(self.program)
         return pieces
 
     def _replayed(self, piece: _Piece, frame: Frame) -> bool:
@@ -150,7 +149,6 @@ class CapturedProgram(FlatProgram):
         buffers = {slot: tensors[slot].clone() for slot in piece.reads if slot in piece.moving}
         inside = {**tensors, **buffers}
         captured = replace(frame, tensors=inside)
-        self._written = set()
         try:
             replay = self._accelerator.capture(lambda: self.steps(captured, piece.start, piece.stop))
         except (Interrupted, RuntimeError) as error:
@@ -162,12 +160,6 @@ class CapturedProgram(FlatProgram):
             if isinstance(error, Interrupted):  # the rest may be, without this one
                 self._refused.add(error.index)
                 self._stale = True
-            return False
-        finally:
-            written, self._written = self._written, None
-        piece.written |= {slot for slot, buffer in buffers.items() if _memory(buffer) in written}
-        if piece.written & buffers.keys():
-            piece.moving -= piece.written
             return False
         at = {_memory(tensors[slot]): slot for slot in piece.reads}
         at |= {_memory(buffer): slot for slot, buffer in buffers.items()}
@@ -181,12 +173,6 @@ class CapturedProgram(FlatProgram):
         return True
 
     # --- results ---
-
-    def settle(self, index: int, frame: Frame) -> None:
-        instruction, node = self.program.instructions[index], self._given.nodes[index]
-        settle(self.program, index, node, frame.tensors, self._given.specs, frame.params)
-        if self._written is not None and instruction.op.mutates:
-            self._written.update(_memory(frame.tensors[slot]) for slot in self.analysis.writes[index])
 
     def _owned(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
@@ -212,7 +198,7 @@ class _Piece:
     """Instructions ``start`` to before ``stop``.
 
     ``reads`` are the slots that it takes from before, ``params`` the numbers it takes, ``places`` where the reads were
-    the last time; ``moving`` are those that were somewhere else before, ``written`` those of them that it writes.
+    the last time; ``written`` are those of the reads that it writes, ``moving`` those that were somewhere else before.
     """
 
     start: int
@@ -232,18 +218,15 @@ class _Piece:
         self.drops += 1
         self.captures = self.captures and self.drops < policy.CAPTURE_ATTEMPTS
 
-    def describe(self, instructions: tuple[Instruction, ...]) -> None:
-        """Find out what it reads."""
-        made: set[int] = set()
-        reads: dict[int, None] = {}
-        for instruction in instructions[self.start : self.stop]:
-            for arg in instruction.operands():
-                if isinstance(arg, Slot) and arg.index not in made:
-                    reads[arg.index] = None
-                elif isinstance(arg, Param):
-                    self.params.add(arg.index)
-            made.update(result.slot for result in instruction.results)
-        self.reads = list(reads)
+    def describe(self, program: Program) -> None:
+        """Find out what it reads, and which of that it writes, itself or through a view."""
+        analysis, inside = analysis_of(program), range(self.start, self.stop)
+        read = [slot for index in inside for slot in analysis.reads[index]]
+        self.reads = [slot for slot in dict.fromkeys(read) if analysis.made_by.get(slot, -1) < self.start]
+        written = {analysis.roots[slot] for index in inside for slot in analysis.writes[index]}
+        self.written = {slot for slot in self.reads if analysis.roots[slot] in written}
+        given = [arg for one in program.instructions[self.start : self.stop] for arg in one.operands()]
+        self.params = {arg.index for arg in given if isinstance(arg, Param)}
 
 
 class _Made:
