@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from marid.execute.cache import ProgramCache
 from marid.execute.compiled import tier
 from marid.execute.compiled.asked import Asked, asked
 from marid.execute.compiled.parts import Part, choose
 from marid.execute.compiled.passes.rewriter import Rewriter
 from marid.execute.flat import FlatProgram
 from marid.execute.forms import Frame
+from marid.execute.store import ProgramStore
 from marid.graph.program import Program, Task
 
 __all__ = ["Bound", "bound", "change", "compute", "names_of", "operators", "parts_of"]
@@ -45,9 +45,9 @@ class Bound(NamedTuple):
 def bound(function: Callable[[], Any]) -> list[Bound]:
     """What ``function`` runs."""
     found: list[Bound] = []
-    original = ProgramCache.find
+    original = ProgramStore.find
 
-    def find(self: ProgramCache, task: Task) -> Any:
+    def find(self: ProgramStore, task: Task) -> Any:
         program = original(self, task)
         params = list(task.params)
         frame = Frame.of(task, params, lambda _: torch.Generator())
@@ -55,11 +55,11 @@ def bound(function: Callable[[], Any]) -> list[Bound]:
         found.append(Bound(program.program, task.specs, params, tier._shared(task), frame))
         return program
 
-    ProgramCache.find = find
+    ProgramStore.find = find
     try:
         function()
     finally:
-        ProgramCache.find = original
+        ProgramStore.find = original
     return found
 
 

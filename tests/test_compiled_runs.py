@@ -209,7 +209,7 @@ def test_no_run_takes_long_because_of_compiling(
         for _ in range(24):
             torch.testing.assert_close(step(lazy).cpu(), step(a))
             programs: Any = engine.programs  # pyright: ignore[reportAttributeAccessIssue]
-            forms = next((p.tier._forms for p in programs._programs.values() if p.tier is not None), [])
+            forms = next((p.tier._forms for p in programs.values() if p.tier is not None), [])
             seen.append((asked, forms[0][0].checked if forms else 0))
     assert {count for count, _ in seen} >= {0, 1, 2, 3}
     checked = [count for _, count in seen]

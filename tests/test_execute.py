@@ -38,7 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def _programs() -> list[flat.FlatProgram]:
-    return list(engine.programs._programs.values())  # pyright: ignore[reportAttributeAccessIssue]
+    return list(engine.programs.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _numbers(device: str) -> Any:

@@ -21,12 +21,13 @@ from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
 from marid.errors import MaterializationError
 from marid.execute.arena import Arena
-from marid.execute.cache import ProgramCache
 from marid.execute.compiled.tier import best
 from marid.execute.compiled.workers import compiler
+from marid.execute.flat import FlatProgram
 from marid.execute.forms import Way
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
+from marid.execute.store import ProgramStore
 from marid.graph.node import (
     Draw,
     Node,
@@ -82,7 +83,7 @@ class InProcessEngine:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.programs = ProgramCache()
+        self.programs = ProgramStore(FlatProgram.of)
         self.arena = Arena()
         self._twisters = Twisters()
         self._flights: deque[Flight] = deque()

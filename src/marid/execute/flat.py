@@ -24,7 +24,8 @@ from marid.execute.geometry import agrees, settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.source import source_of
 from marid.execute.table import Table, Untranslatable, donors, translate
-from marid.graph.analysis import analysis_of
+from marid.graph.analysis import analysis_of, forecast
+from marid.graph.node import Spec
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.settings import settings
@@ -60,6 +61,11 @@ class FlatProgram:
         """What decides whether it is compiled (``compiled/tier.py``)."""
         self.ran: Callable[[float], None] | None = None
         """Told the seconds of each run that came to its end."""
+
+    @classmethod
+    def of(cls, program: Program, specs: tuple[Spec | None, ...]) -> FlatProgram:
+        """A program that comes with tensors of these specs, by slot."""
+        return cls(program, forecast(program, specs).nbytes)
 
     def form(self, task: Task | Replay) -> Form:
         """How a run of ``task`` is done: with planned memory once its specs have come twice, at once where much memory

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 from marid.engine.protocol import Geometry
+from marid.execute.store import ProgramStore
 from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Spec
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task
 from marid.remote.buffers import extent_of, geometry_of_spec
 from marid.remote.programs import body_of, digest_of, geometry_of
-from marid.report.builds import builds
-from marid.report.stats import counters
-from marid.semantics.scopes import current_site
-from marid.settings import settings
 
 __all__ = ["Known", "Programs", "Sized"]
 
@@ -71,20 +67,14 @@ class Sized:
 
 
 class Programs:
-    """Least-recently-used map from a program's key to the program; equality of keys is full, as in this process."""
+    """The programs of one client, and the specs that they came with."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
-        self._instructions = 0
+        self._store = ProgramStore(lambda program, _: Known(program))
 
     def find(self, task: Task | Prepared) -> Sized:
         """The program of ``task`` with its specs, made ready to be sent if it is new."""
-        known = self._programs.get(task.key)
-        if known is None:
-            known = self._add(task)
-        else:
-            self._programs.move_to_end(task.key)
-            counters.programs_reused += 1
+        known = self._store.find(task)
         sized = known.sizes.get(task.specs)
         if sized is None:
             nbytes = forecast(known.program, task.specs).nbytes
@@ -94,16 +84,3 @@ class Programs:
         else:
             known.sizes.move_to_end(task.specs)
         return sized
-
-    def _add(self, task: Task | Prepared) -> Known:
-        program = task.program if isinstance(task, Prepared) else task.build()
-        known = self._programs[task.key] = Known(program)
-        counters.programs_built += 1
-        builds.note(task, program, current_site())
-        self._instructions += len(program.instructions)
-        while len(self._programs) > 1 and (
-            len(self._programs) > settings.cache_programs or self._instructions > settings.cache_instructions
-        ):
-            _, oldest = self._programs.popitem(last=False)
-            self._instructions -= len(oldest.program.instructions)
-        return known

@@ -18,12 +18,12 @@ from marid.engine.protocol import Called
 from marid.errors import WireError
 from marid.execute.accelerator import Host, accelerator_of
 from marid.execute.arena import Arena
-from marid.execute.cache import ProgramCache
 from marid.execute.captured import CapturedProgram
 from marid.execute.compiled.tier import best
 from marid.execute.flat import FlatProgram
 from marid.execute.forms import Frame
 from marid.execute.interrupted import Interrupted
+from marid.execute.store import ProgramStore
 from marid.graph.analysis import forecast
 from marid.graph.node import Node, Operation, Spec
 from marid.graph.prepared import Prepared, Replay
@@ -86,7 +86,7 @@ class Machine:
         """How many captured pieces of programs were run."""
         self.refused = 0
         """How many requests were malformed, or made no sense."""
-        self._cache = ProgramCache()
+        self._cache = ProgramStore(FlatProgram.of)
         self._arena = Arena()
         self._captured: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
         self._programs: OrderedDict[bytes, _Kept] = OrderedDict()
