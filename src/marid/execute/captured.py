@@ -36,12 +36,14 @@ __all__ = ["CapturedProgram"]
 logger = logging.getLogger("marid")
 
 
-class CapturedProgram(FlatProgram):
-    """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured."""
+class CapturedProgram:
+    """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured. Where that cannot be,
+    its executable does the same, an instruction at a time."""
 
     def __init__(self, prepared: Prepared, accelerator: Accelerator, captures: bool) -> None:
-        super().__init__(prepared.program, prepared.transient_bytes)
-        self.replays = 0
+        self.program = prepared.program
+        self.executable = FlatProgram(prepared.program, prepared.transient_bytes)
+        self.runs = self.replays = 0
         """How many times a captured piece was run."""
         self._given = prepared
         self._accelerator = accelerator
@@ -62,7 +64,7 @@ class CapturedProgram(FlatProgram):
         try:
             for piece in self._pieces:
                 if not piece.captures or not self._replayed(piece, frame):
-                    self.steps(frame, piece.start, piece.stop)
+                    self.executable.steps(frame, piece.start, piece.stop)
         except Interrupted as stop:
             stop.tensors = dict(zip(stop.tensors, self._owned(stop.tensors.values()), strict=True))
             raise
@@ -150,7 +152,7 @@ class CapturedProgram(FlatProgram):
         inside = {**tensors, **buffers}
         captured = replace(frame, tensors=inside)
         try:
-            replay = self._accelerator.capture(lambda: self.steps(captured, piece.start, piece.stop))
+            replay = self._accelerator.capture(lambda: self.executable.steps(captured, piece.start, piece.stop))
         except (Interrupted, RuntimeError) as error:
             cause = error.error if isinstance(error, Interrupted) else error
             if not isinstance(cause, Exception):

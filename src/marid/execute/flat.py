@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,20 +30,37 @@ from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.settings import settings
 
-__all__ = ["FlatProgram", "may_be_stopped"]
+__all__ = ["Fallback", "FlatProgram", "may_be_stopped"]
 
 _ONCE: list[tuple[()]] = [()]
+
+
+class Fallback(Protocol):
+    """What a program was made from, to go on in where it cannot: the same, in other instructions."""
+
+    origins: list[int]
+    """For each instruction of the program, which one of what was recorded comes next when it has not run."""
+
+    def resume(self, frame: Frame, start: int, /) -> list[torch.Tensor]:
+        """Go on where the program has stopped before instruction ``start``. Raises ``Interrupted``."""
+        ...
+
+    def recorded(self, frame: Frame, index: int, /) -> int:
+        """The instruction to go on with where the program has stopped before ``index``, having done what it takes."""
+        ...
 
 
 class FlatProgram:
     """A program ready to run on concrete tensors. ``source`` is it as Python text.
 
     ``in_cpp`` says that all its operators are PyTorch's own. ``transient_bytes`` is the forecast of what its results
-    take at once, with the sizes of the run it was built for.
+    take at once, with the sizes of the run it was built for. Where there is a ``fallback``, that is what was recorded:
+    runs that stop go on there, and errors are told in its instructions.
     """
 
-    def __init__(self, program: Program, transient_bytes: int) -> None:
+    def __init__(self, program: Program, transient_bytes: int, fallback: Fallback | None = None) -> None:
         self.program = program
+        self._fallback = fallback
         self.analysis = analysis_of(program)
         self.dying = self.analysis.dying
         self.transient_bytes = transient_bytes
@@ -118,6 +135,8 @@ class FlatProgram:
 
     def interpret(self, frame: Frame, start: int) -> list[torch.Tensor]:
         """Run in a loop, from instruction ``start`` on. Raises ``Interrupted``."""
+        if self._fallback is not None:
+            return self._fallback.resume(frame, start)
         self.steps(frame, start, len(self.program.instructions))
         return [frame.tensors[slot] for slot in self.program.output_slots]
 
@@ -170,7 +189,9 @@ class FlatProgram:
 
     def settle(self, index: int, frame: Frame) -> None:
         """Have the results of an instruction laid out as recorded. Raises ``LazyTensorError``."""
-        settle(self.program, index, frame.task.nodes[index], frame.tensors, frame.task.specs, frame.params)
+        nodes = frame.task.nodes
+        node = nodes[index if self._fallback is None else min(self._fallback.origins[index], len(nodes) - 1)]
+        settle(self.program, index, node, frame.tensors, frame.task.specs, frame.params)
 
     def drop(self, index: int, frame: Frame, kept: frozenset[int] = frozenset()) -> None:
         """Let go of what nobody needs behind an instruction."""
@@ -180,7 +201,8 @@ class FlatProgram:
 
     def stopped(self, index: int, frame: Frame, error: BaseException) -> Interrupted:
         """What is known when a run stops before an instruction."""
-        return Interrupted(index, False, frame.tensors, error)
+        recorded = index if self._fallback is None else self._fallback.recorded(frame, index)
+        return Interrupted(recorded, False, frame.tensors, error)
 
 
 class _Place:

@@ -190,7 +190,7 @@ class Machine:
         self.runs += 1
         return prepared, results
 
-    def _ready(self, prepared: Prepared) -> FlatProgram:
+    def _ready(self, prepared: Prepared) -> FlatProgram | CapturedProgram:
         if prepared.ready is None and isinstance(self.accelerator, Host):
             prepared.ready = self._cache.find(prepared)
         elif prepared.ready is None:  # what plans and compiles programs knows the host only
@@ -199,7 +199,7 @@ class Machine:
         return prepared.ready
 
     def _execute(
-        self, ready: FlatProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
+        self, ready: FlatProgram | CapturedProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
     ) -> list[torch.Tensor]:
         if not isinstance(ready, CapturedProgram):
             replay = Replay(prepared, inputs, params)
@@ -218,7 +218,7 @@ class Machine:
 
     def _one_by_one(
         self,
-        ready: FlatProgram,
+        ready: FlatProgram | CapturedProgram,
         prepared: Prepared,
         inputs: list[torch.Tensor],
         params: list[Any],
@@ -230,7 +230,7 @@ class Machine:
         )
         for index in range(len(prepared.program.instructions)):
             at(index)
-            ready.steps(frame, index, index + 1, frozenset(outputs))
+            _executable(ready).steps(frame, index, index + 1, frozenset(outputs))
         return [frame.tensors[slot] for slot in outputs]
 
     def run_until(
@@ -252,7 +252,7 @@ class Machine:
             raise WireError("a run is to go on behind its end")
         frame = Frame.of(Replay(prepared, inputs, given), given, self.twisters.at)
         with concretely():
-            ready.steps(frame, 0, until, frozenset(keep))
+            _executable(ready).steps(frame, 0, until, frozenset(keep))
         if any(slot not in frame.tensors for slot in keep):
             raise WireError("a slot that is to be kept does not exist then")
         return [frame.tensors[slot] for slot in keep]
@@ -314,6 +314,10 @@ class Machine:
     def programs(self) -> int:
         """How many programs are known."""
         return len(self._programs)
+
+
+def _executable(ready: FlatProgram | CapturedProgram) -> FlatProgram:
+    return ready.executable if isinstance(ready, CapturedProgram) else ready
 
 
 class Warned:

@@ -104,8 +104,10 @@ class Tier:
             if not form.is_checked:
                 return self._check(form, extended, task, room)
             counters.compiled_runs += 1
-            program.ran = functools.partial(self._ran, form, specs)
-            return Bound(program, program.form(task), extended, functools.partial(form.reject, specs, params))
+            program.executable.ran = functools.partial(self._ran, form, specs)
+            return Bound(
+                program, program.executable.form(task), extended, functools.partial(form.reject, specs, params)
+            )
         if not self.over:
             self._seen[specs] = params
             self._seen.move_to_end(specs)
