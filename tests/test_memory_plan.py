@@ -128,7 +128,7 @@ def _repeatedly(function: Callable[[str], Any], times: int = 6) -> None:
 def _placements() -> list[Placement]:
     """Every placement of every cached program."""
     programs = engine.programs.values()  # pyright: ignore[reportAttributeAccessIssue]
-    return [form.planned for program in programs for form in program.forms if form.planned is not None]
+    return [form.planned for program in programs for form in program.specialisations if form.planned is not None]
 
 
 def _plans() -> list[MemoryPlan]:

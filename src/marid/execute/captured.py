@@ -22,9 +22,9 @@ import torch
 
 from marid import policy
 from marid.execute.accelerator import Accelerator
-from marid.execute.flat import FlatProgram
-from marid.execute.forms import Frame, Positioned
+from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
+from marid.execute.specialisation import Frame, Positioned
 from marid.graph.analysis import analysis_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Instruction, Param, Program, differ
@@ -37,12 +37,12 @@ logger = logging.getLogger("marid")
 
 
 class CapturedProgram:
-    """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured. Where that cannot be,
-    its executable does the same, an instruction at a time."""
+    """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured. The fallback is its
+    executable, an instruction at a time."""
 
     def __init__(self, prepared: Prepared, accelerator: Accelerator, captures: bool) -> None:
         self.program = prepared.program
-        self.executable = FlatProgram(prepared.program, prepared.transient_bytes)
+        self.executable = Executable(prepared.program, prepared.transient_bytes)
         self.runs = self.replays = 0
         """How many times a captured piece was run."""
         self._given = prepared

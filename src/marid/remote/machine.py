@@ -20,9 +20,9 @@ from marid.execute.accelerator import Host, accelerator_of
 from marid.execute.arena import Arena
 from marid.execute.captured import CapturedProgram
 from marid.execute.compiled.tier import best
-from marid.execute.flat import FlatProgram
-from marid.execute.forms import Frame
+from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
+from marid.execute.specialisation import Frame
 from marid.execute.store import ProgramStore
 from marid.graph.analysis import forecast
 from marid.graph.node import Node, Operation, Spec
@@ -86,7 +86,7 @@ class Machine:
         """How many captured pieces of programs were run."""
         self.refused = 0
         """How many requests were malformed, or made no sense."""
-        self._cache = ProgramStore(FlatProgram.of)
+        self._cache = ProgramStore(Executable.of)
         self._arena = Arena()
         self._captured: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
         self._programs: OrderedDict[bytes, _Kept] = OrderedDict()
@@ -190,7 +190,7 @@ class Machine:
         self.runs += 1
         return prepared, results
 
-    def _ready(self, prepared: Prepared) -> FlatProgram | CapturedProgram:
+    def _ready(self, prepared: Prepared) -> Executable | CapturedProgram:
         if prepared.ready is None and isinstance(self.accelerator, Host):
             prepared.ready = self._cache.find(prepared)
         elif prepared.ready is None:  # what plans and compiles programs knows the host only
@@ -199,13 +199,13 @@ class Machine:
         return prepared.ready
 
     def _execute(
-        self, ready: FlatProgram | CapturedProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
+        self, ready: Executable | CapturedProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
     ) -> list[torch.Tensor]:
         if not isinstance(ready, CapturedProgram):
             replay = Replay(prepared, inputs, params)
-            form = best(ready, replay, None)
-            with self._arena.run(form.placement):
-                return form.run(replay, self.twisters.at)
+            runnable = best(ready, replay, None)
+            with self._arena.run(runnable.placement):
+                return runnable.run(replay, self.twisters.at)
         replays = ready.replays
         results = ready.execute(inputs, params, self.twisters.at)
         self.replays += ready.replays - replays
@@ -218,7 +218,7 @@ class Machine:
 
     def _one_by_one(
         self,
-        ready: FlatProgram | CapturedProgram,
+        ready: Executable | CapturedProgram,
         prepared: Prepared,
         inputs: list[torch.Tensor],
         params: list[Any],
@@ -316,7 +316,7 @@ class Machine:
         return len(self._programs)
 
 
-def _executable(ready: FlatProgram | CapturedProgram) -> FlatProgram:
+def _executable(ready: Executable | CapturedProgram) -> Executable:
     return ready.executable if isinstance(ready, CapturedProgram) else ready
 
 

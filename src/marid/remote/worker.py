@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from marid.errors import WireError
-from marid.execute.flat import may_be_stopped
+from marid.execute.executable import may_be_stopped
 from marid.remote.chunks import ChunkStore
 from marid.remote.copies import Collectors, Copies, Tickets
 from marid.remote.groups import Groups

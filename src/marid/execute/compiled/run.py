@@ -13,12 +13,11 @@ import torch
 
 from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
-from marid.execute.compiled.form import Form, assemble
-from marid.execute.compiled.parts import Part
-from marid.execute.flat import FlatProgram
-from marid.execute.forms import Form as Recorded
-from marid.execute.forms import Frame, Positioned
+from marid.execute.compiled.partition import Partition
+from marid.execute.compiled.variant import Variant, assemble
+from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
+from marid.execute.specialisation import Frame, Positioned, Specialisation
 from marid.execute.table import TableRun
 from marid.graph.node import Draw, Operation
 from marid.graph.prepared import Replay
@@ -48,17 +47,17 @@ def _operation() -> Operation:
 
 
 class CompiledProgram:
-    """A program in which calls of compiled parts stand for stretches of ``flat``: its ``executable`` falls back on that.
+    """A program in which calls of compiled parts stand for stretches of ``flat``, the fallback of its ``executable``.
 
     Slots are those of ``flat``, and what is said of a failure is said in instructions of ``flat``.
     """
 
-    def __init__(self, flat: FlatProgram, form: Form) -> None:
-        program, self.origins = assemble(flat.program, [part.part for part in form.parts], _operation())
-        self.executable = FlatProgram(program, flat.transient_bytes, self)
+    def __init__(self, flat: Executable, variant: Variant) -> None:
+        program, self.origins = assemble(flat.program, [part.part for part in variant.parts], _operation())
+        self.executable = Executable(program, flat.transient_bytes, self)
         self.executable.runs = 1  # not to be interpreted first
         self.flat = flat
-        self.compiled = form
+        self.compiled = variant
         self.left = False
         """Whether the latest run went on without the parts."""
 
@@ -117,11 +116,11 @@ class Bound(_Here):
     __slots__ = ("_form", "_params", "_program", "_refused", "output_slots", "transient_bytes")
 
     def __init__(
-        self, program: CompiledProgram, form: Recorded, params: list[Any], refused: Callable[[], None]
+        self, program: CompiledProgram, variant: Specialisation, params: list[Any], refused: Callable[[], None]
     ) -> None:
-        self._program, self._form, self._params, self._refused = program, form, params, refused
+        self._program, self._form, self._params, self._refused = program, variant, params, refused
         self.transient_bytes = program.flat.transient_bytes
-        self.output_slots = form.output_slots
+        self.output_slots = variant.output_slots
 
     @property
     def placement(self) -> Placement | None:
@@ -157,13 +156,13 @@ class Checked(_Here):
 
     def __init__(
         self,
-        flat: FlatProgram,
-        form: Form,
+        flat: Executable,
+        variant: Variant,
         extended: list[Any],
         seconds: float,
         done: Callable[[set[int], int], None],
     ) -> None:
-        self._flat, self._form, self._extended, self._done = flat, form, extended, done
+        self._flat, self._form, self._extended, self._done = flat, variant, extended, done
         self._seconds = seconds
         self.transient_bytes = flat.transient_bytes
         self.placement: Placement | None = None
@@ -239,7 +238,7 @@ class Checked(_Here):
         )
 
 
-def _copies(part: Part, real: list[torch.Tensor]) -> list[torch.Tensor]:
+def _copies(part: Partition, real: list[torch.Tensor]) -> list[torch.Tensor]:
     """Inputs for a part, with copies of what it writes."""
     given = [_copied(t) if w else t for t, w in zip(real, part.written, strict=True)]
     for index, base in enumerate(part.bases):

@@ -19,10 +19,10 @@ import torch
 
 from marid import policy
 from marid.execute.arena import Placement
-from marid.execute.forms import Form, Frame, Positioned
 from marid.execute.geometry import agrees, settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.source import source_of
+from marid.execute.specialisation import Frame, Positioned, Specialisation
 from marid.execute.table import Table, Untranslatable, donors, translate
 from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Spec
@@ -30,7 +30,7 @@ from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.settings import settings
 
-__all__ = ["Fallback", "FlatProgram", "may_be_stopped"]
+__all__ = ["Executable", "Fallback", "may_be_stopped"]
 
 _ONCE: list[tuple[()]] = [()]
 
@@ -50,7 +50,7 @@ class Fallback(Protocol):
         ...
 
 
-class FlatProgram:
+class Executable:
     """A program ready to run on concrete tensors. ``source`` is it as Python text.
 
     ``in_cpp`` says that all its operators are PyTorch's own. ``transient_bytes`` is the forecast of what its results
@@ -68,8 +68,8 @@ class FlatProgram:
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
-        self._plain = Form(self, None)
-        self._forms: OrderedDict[tuple[Any, ...], Form] = OrderedDict()
+        self._plain = Specialisation(self, None)
+        self._specialised: OrderedDict[tuple[Any, ...], Specialisation] = OrderedDict()
         self._seen: set[int] = set()
         self._wasted = 0
         self._prepared: Table | None = None
@@ -80,26 +80,26 @@ class FlatProgram:
         """Told the seconds of each run that came to its end."""
 
     @classmethod
-    def of(cls, program: Program, specs: tuple[Spec | None, ...]) -> FlatProgram:
+    def of(cls, program: Program, specs: tuple[Spec | None, ...]) -> Executable:
         """A program that comes with tensors of these specs, by slot."""
         return cls(program, forecast(program, specs).nbytes)
 
-    def form(self, task: Task | Replay) -> Form:
+    def specialised(self, task: Task | Replay) -> Specialisation:
         """How a run of ``task`` is done: with planned memory once its specs have come twice, at once where much memory
         is taken, and never where little is."""
         if self.transient_bytes < settings.plan_bytes:
             return self._plain
         specs = task.specs
-        found = self._forms.get(specs)
+        found = self._specialised.get(specs)
         if found is not None:
-            self._forms.move_to_end(specs)
+            self._specialised.move_to_end(specs)
         elif self._wasted >= policy.PLAN_WASTES or (not self.takes_much and self._is_new(specs)):
             return self._plain
         else:
-            found = Form(self, Placement(donors(self.program, specs), self.transient_bytes))
-            self._forms[specs] = found
-            if len(self._forms) > policy.PLANS:
-                _, oldest = self._forms.popitem(last=False)
+            found = Specialisation(self, Placement(donors(self.program, specs), self.transient_bytes))
+            self._specialised[specs] = found
+            if len(self._specialised) > policy.PLANS:
+                _, oldest = self._specialised.popitem(last=False)
                 self._wasted += oldest.uses < policy.PLAN_USES
         found.uses += 1
         return found
@@ -115,9 +115,9 @@ class FlatProgram:
         return True
 
     @property
-    def forms(self) -> list[Form]:
+    def specialisations(self) -> list[Specialisation]:
         """How this program runs for the specs for which its memory is planned."""
-        return list(self._forms.values())
+        return list(self._specialised.values())
 
     @property
     def source(self) -> str:
@@ -223,8 +223,8 @@ def may_be_stopped(frame: FrameType | None) -> bool:
     return False
 
 
-_STOPPABLE = {FlatProgram._go.__code__, Form._go.__code__}
-_ENDS = {Form.run.__code__}
+_STOPPABLE = {Executable._go.__code__, Specialisation._go.__code__}
+_ENDS = {Specialisation.run.__code__}
 
 
 def _arguments(

@@ -1,8 +1,8 @@
 """Choosing what to compile: stretches of a program that Inductor takes, and what goes in and out of each.
 
-A part is a stretch of consecutive instructions, so program order and with it every hazard stays as it was recorded.
-Views that somebody needs after a part are made again behind it, of a base that comes out of it: no result of a part
-shares memory with another one or with an input.
+A partition (*part*, for short) is a stretch of consecutive instructions, so program order and with it every hazard
+stays as it was recorded. Views that somebody needs after a part are made again behind it, of a base that comes out of
+it: no result of a part shares memory with another one or with an input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from marid.graph.program import Constant, Instruction, ListOf, Param, Program, S
 from marid.ops.facts import facts_of
 from marid.settings import settings
 
-__all__ = ["Number", "Part", "arguments_of", "choose"]
+__all__ = ["Number", "Partition", "arguments_of", "choose"]
 
 _CONSTANTS = (bool, str, torch.dtype, torch.memory_format)
 _INT64 = 1 << 63
@@ -58,7 +58,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Part:
+class Partition:
     """Instructions ``start`` to ``stop`` as one call.
 
     ``inputs`` are the slots it is given, ``written`` says which of them it writes, ``bases`` of which other input an
@@ -77,14 +77,16 @@ class Part:
     baked: tuple[int, ...]
     again: tuple[Instruction, ...]
 
-    def baking(self, positions: frozenset[int]) -> Part:
+    def baking(self, positions: frozenset[int]) -> Partition:
         """The same part with these of its numbers compiled in."""
         baked = dict.fromkeys(self.numbers[position].param for position in sorted(positions))
         numbers = tuple([number for number in self.numbers if number.param not in baked])
         return replace(self, numbers=numbers, baked=(*self.baked, *baked))
 
 
-def choose(program: Program, specs: Specs, params: list[Any], changing: set[int], shared: dict[int, int]) -> list[Part]:
+def choose(
+    program: Program, specs: Specs, params: list[Any], changing: set[int], shared: dict[int, int]
+) -> list[Partition]:
     """The parts of ``program``. ``changing`` are parameters that came with other values before; ``shared`` says of
     inputs of the program in whose memory they lie, where that is another one's."""
     barred: set[int] = set()
@@ -130,7 +132,7 @@ class _Chooser:
         ]
         self.last_use = analysis.last_reads()
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Partition]:
         found, start = [], 0
         while start < len(self.allowed):
             stop = self._stretch(start)
@@ -204,7 +206,7 @@ class _Chooser:
         assert spec is not None
         return spec
 
-    def _part(self, start: int, stop: int) -> Part | None:
+    def _part(self, start: int, stop: int) -> Partition | None:
         while True:  # without what need not be in it at either end
             fusible = [self._is_fusible(index) for index in range(start, stop)]
             if not any(fusible):
@@ -239,7 +241,7 @@ class _Chooser:
             )
             bases.append(-1 if base is None or base == slot else inputs.index(base))
         flags = tuple(self.root[slot] in written and base < 0 for slot, base in zip(inputs, bases, strict=True))
-        return Part(
+        return Partition(
             *(start, stop, tuple(inputs), flags, tuple(bases)),
             *(tuple(outputs), tuple(numbers), tuple(baked), tuple(again)),
         )
