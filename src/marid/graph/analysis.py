@@ -60,7 +60,8 @@ class Analysis:
 
     def _add(self, index: int, instruction: Instruction) -> None:
         facts = facts_of(instruction.op.func)
-        self.reads.append(_slots((*instruction.args, *[value for _, value in instruction.kwargs])))
+        args, kwargs = instruction.args, instruction.kwargs
+        self.reads.append(_slots((*args, *[value for _, value in kwargs]) if kwargs else args))
         given: list[Any] | None = None
         if facts.mutates:
             given = _given(instruction)
@@ -74,9 +75,9 @@ class Analysis:
             shared = _shared(instruction, given or _given(instruction), facts.shared)
         self.shared.append(shared)
         for result in instruction.results:
-            self.made_by[result.slot] = index
-            of = shared.get(result.slot)
-            self.roots[result.slot] = result.slot if of is None else self.roots[of]
+            slot = result.slot
+            self.made_by[slot] = index
+            self.roots[slot] = self.roots[shared[slot]] if slot in shared else slot
 
     def _dying(self, program: Program) -> list[list[int]]:
         last = dict(self.made_by)
@@ -163,9 +164,10 @@ def forecast(program: Program, specs: tuple[Spec | None, ...]) -> Forecast:
 def _slots(args: Sequence[Any]) -> list[int]:
     found: list[int] = []
     for arg in args:
-        if isinstance(arg, Slot):
+        kind = type(arg)
+        if kind is Slot:
             found.append(arg.index)
-        elif isinstance(arg, ListOf):
+        elif kind is ListOf:
             found += [item.index for item in arg.items if isinstance(item, Slot)]
     return found
 

@@ -100,6 +100,13 @@ class Facts:
     kernel: str = ""
     """The operator of ``native/gemm`` that runs in its place, with the same arguments and the same result."""
 
+    # --- collectives ---
+    collective: Literal["", "reads", "writes", "refused"] = ""
+    """A backend on the host is given values: it only reads them, or writes those that its first argument holds.
+    ``refused``: a message is received from whoever sends one."""
+    waited_once: bool = False
+    """The backend would wait for another message the second time."""
+
     # --- compiling ---
     fusion: Literal["", "pointwise", "reduction", "foreach", "between"] = ""
     """How Inductor fuses it, to what ATen's kernel computes; ``between`` is let in, and not a reason to compile. Empty
@@ -169,9 +176,11 @@ def named(field: str) -> list[str]:
 
 
 def overload_named(name: str) -> Any:
-    """The overload of ATen of this name (``t``, ``t.default``, ``aten::t``); None where PyTorch has none."""
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    packet = getattr(torch.ops.aten, base, None)
+    """The overload of this name, of ATen unless it says otherwise (``t``, ``t.default``, ``c10d::send``); None where
+    PyTorch has none."""
+    namespace, _, rest = name.rpartition("::")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace or "aten"), base, None)
     return None if packet is None else getattr(packet, overload or "default", None)
 
 

@@ -106,6 +106,19 @@ row("mm.default bmm.default", kernel="marid::product", factors=(0, 1))
 row("addmm.default", kernel="marid::product_add", factors=(1, 2))
 row("linear.default", kernel="marid::linear")
 
+# --- collectives -----------------------------------------------------------------------------------------------------
+
+row("c10d::send c10d::barrier c10d::monitored_barrier_ c10d::check_for_nan", collective="reads")
+row(
+    "c10d::_allgather_base_ c10d::_reduce_scatter_base_ c10d::allgather_ c10d::allgather_coalesced_ "
+    "c10d::allgather_into_tensor_coalesced_ c10d::allreduce_ c10d::allreduce_coalesced_ c10d::alltoall_ "
+    "c10d::alltoall_base_ c10d::broadcast_ c10d::gather_ c10d::recv_ c10d::reduce_ c10d::reduce_scatter_ "
+    "c10d::reduce_scatter_tensor_coalesced_ c10d::scatter_",
+    collective="writes",
+)
+row("c10d::recv_any_source_", collective="refused")
+row("c10d::send c10d::recv_", waited_once=True)
+
 # --- compiling: what Inductor computes as ATen does ------------------------------------------------------------------
 # Named is what is let in, never what is kept out. Not in it, because a compiled kernel would do something else than
 # raise the error that ATen's raises: whatever looks at values to find memory (indexing, embeddings, gathers, losses
