@@ -23,12 +23,12 @@ import marid
 from marid.execute.compiled import lower, tier, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
 from marid.execute.compiled.disk import DiskCache
-from marid.execute.compiled.form import _evaluate
-from marid.execute.compiled.parts import choose
+from marid.execute.compiled.partition import choose
+from marid.execute.compiled.variant import _evaluate
 from marid.native import gemm
 
-from .compiled_parts import bound, names_of, parts_of
 from .helpers import DEVICE
+from .partitions import bound, names_of, parts_of
 
 pytestmark = pytest.mark.in_process("reads what the in-process engine has compiled")
 

@@ -209,15 +209,15 @@ def test_no_run_takes_long_because_of_compiling(
         for _ in range(24):
             torch.testing.assert_close(step(lazy).cpu(), step(a))
             programs: Any = engine.programs  # pyright: ignore[reportAttributeAccessIssue]
-            forms = next((p.tier._forms for p in programs._programs.values() if p.tier is not None), [])
-            seen.append((asked, forms[0][0].checked if forms else 0))
+            variants = next((p.tier._variants for p in programs.values() if p.tier is not None), [])
+            seen.append((asked, variants[0][0].checked if variants else 0))
     assert {count for count, _ in seen} >= {0, 1, 2, 3}
     checked = [count for _, count in seen]
     assert [count for count in dict.fromkeys(checked) if count in (1, 2)] == [1, 2]
     assert marid.stats().compile_mismatches == (wrong is not None)
     assert marid.stats().compiled_runs > 5
-    assert len(forms[0][0].parts) == (3 if wrong is None else 2)
-    assert forms[0][0].is_checked
+    assert len(variants[0][0].parts) == (3 if wrong is None else 2)
+    assert variants[0][0].is_checked
 
 
 @pytest.mark.parametrize("call", [1, 4])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import marid
-from marid.execute import flat
+from marid.execute import executable
 from marid.execute.table import Table
 from marid.frontend.engines import local_engine as engine
 from tests.helpers import DEVICE, assert_same, interrupted, on_both, seeded, train_step
@@ -32,13 +32,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(marid.settings, "plan_bytes", 0)
     monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     if request.param == "loop":
-        monkeypatch.setattr(flat.FlatProgram, "prepared", lambda _: None)
+        monkeypatch.setattr(executable.Executable, "prepared", lambda _: None)
     yield request.param
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _programs() -> list[flat.FlatProgram]:
-    return list(engine.programs._programs.values())  # pyright: ignore[reportAttributeAccessIssue]
+def _programs() -> list[executable.Executable]:
+    return list(engine.programs.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _numbers(device: str) -> Any:
@@ -175,7 +175,7 @@ def test_a_boolean_in_the_place_of_a_tensor_is_a_tensor(way: str, monkeypatch: p
         assert_same((lazy.bool() ^ True).to(torch.int8) + False, (x.bool() ^ True).to(torch.int8) + False)
 
     run()
-    monkeypatch.setattr(flat.FlatProgram, "interpret", None)
+    monkeypatch.setattr(executable.Executable, "interpret", None)
     run()
 
 
@@ -238,7 +238,7 @@ def test_an_interrupt_while_a_program_is_prepared(way: str, monkeypatch: pytest.
 
     results = [run()]
     with monkeypatch.context() as patched:
-        patched.setattr(flat, "translate", interrupt)
+        patched.setattr(executable, "translate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run()
     results += [run() for _ in range(2)]

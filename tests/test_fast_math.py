@@ -13,8 +13,8 @@ import torch
 import marid
 from marid.execute.compiled.asked import asked
 from marid.execute.compiled.describe import describe, solve
-from tests.compiled_parts import bound, change, compute, operators
 from tests.helpers import DEVICE
+from tests.partitions import bound, change, compute, operators
 
 pytestmark = pytest.mark.in_process("reads what the in-process engine would compile")
 

@@ -10,7 +10,7 @@ import torch
 
 import marid
 from marid.errors import MaterializationError
-from marid.execute import flat
+from marid.execute import executable
 from marid.frontend import handles, infer
 from marid.frontend.engines import local_engine as engine
 from marid.frontend.record import recorder_of
@@ -104,7 +104,7 @@ def test_whenever_it_differs(runs: int, plans: bool, monkeypatch: pytest.MonkeyP
 
 def test_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where programs run in Python, and are compared there."""
-    monkeypatch.setattr(flat.FlatProgram, "prepared", lambda _: None)
+    monkeypatch.setattr(executable.Executable, "prepared", lambda _: None)
     for runs in (0, 2):
         marid.reset_stats()
         test_whenever_it_differs(runs, False, monkeypatch)

@@ -12,8 +12,8 @@ import marid
 from marid.errors import MemoryLimitError
 from marid.frontend import handles
 from marid.frontend.materialize import bytes_of, pending_nodes
+from marid.graph.analysis import forecast
 from marid.graph.program import bind
-from marid.optimize.forecast import forecast
 from tests.helpers import DEVICE, assert_same
 
 MIB = 1 << 20
@@ -109,4 +109,5 @@ def test_the_forecast_counts_memory_not_tensors(name: str) -> None:
     x = _mebibytes(1)
     marid.materialize(x)
     result = function(x)
-    assert forecast(bind(handles.tape(0).cut(pending_nodes(result)))).nbytes == expected
+    task = bind(handles.tape(0).cut(pending_nodes(result)))
+    assert forecast(task.build(), task.specs).nbytes == expected

@@ -18,9 +18,9 @@ from torch import nn
 import marid
 from marid.engine.inprocess import InProcessEngine
 from marid.execute.arena import Placement
+from marid.execute.memory_plan import MemoryPlan, Trace, plan
 from marid.frontend.engines import local_engine as engine
 from marid.native import library
-from marid.optimize.memory import MemoryPlan, Trace, plan
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 pytestmark = [
@@ -127,8 +127,8 @@ def _repeatedly(function: Callable[[str], Any], times: int = 6) -> None:
 
 def _placements() -> list[Placement]:
     """Every placement of every cached program."""
-    programs = engine.programs._programs.values()  # pyright: ignore[reportAttributeAccessIssue]
-    return [form.planned for program in programs for form in program.forms if form.planned is not None]
+    programs = engine.programs.values()  # pyright: ignore[reportAttributeAccessIssue]
+    return [form.planned for program in programs for form in program.specialisations if form.planned is not None]
 
 
 def _plans() -> list[MemoryPlan]:

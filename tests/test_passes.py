@@ -15,8 +15,8 @@ import marid
 from marid.execute.compiled.describe import describe
 from marid.execute.compiled.passes.rewriter import Rewriter
 from marid.execute.compiled.passes.storages import Storages
-from tests.compiled_parts import Bound, bound, change, compute
 from tests.helpers import DEVICE, assert_same
+from tests.partitions import Bound, bound, change, compute
 from tests.random_work import Writer
 
 pytestmark = pytest.mark.in_process("reads what the in-process engine would compile")

@@ -17,8 +17,8 @@ from marid.execute.compiled.asked import Asked, asked
 from marid.execute.compiled.passes import registry
 from marid.execute.compiled.passes.registry import _registered
 from marid.execute.compiled.workers import Job
-from tests.compiled_parts import bound, change, compute, operators
 from tests.helpers import DEVICE, assert_same
+from tests.partitions import bound, change, compute, operators
 
 pytestmark = pytest.mark.in_process("passes of the user run in this process")
 

@@ -1,4 +1,4 @@
-"""What ``graph/operators.py`` says operators do to memory, compared with what their kernels do."""
+"""What ``ops/`` says operators do to memory, compared with what their kernels do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from marid.graph import operators
-from marid.graph.operators import operation_of, shared_arguments, written_arguments
+from marid.graph.program import operation_of
+from marid.ops import facts
+from marid.ops.facts import facts_of
 
 from . import opinfo
 
@@ -41,12 +42,12 @@ class _Watch(TorchDispatchMode):
 
     def _check_writes(self, func: Any, given: list[Any], before: list[list[Any]]) -> None:
         for formal, arg, content, writes in zip(
-            func._schema.arguments, given, before, written_arguments(func), strict=True
+            func._schema.arguments, given, before, facts_of(func).written, strict=True
         ):
             changed = any(_content(t) != old for t, old in zip(_tensors(arg), content, strict=True))
             shares_written = any(
                 _memory(a) == _memory(b)
-                for other, written in zip(given, written_arguments(func), strict=True)
+                for other, written in zip(given, facts_of(func).written, strict=True)
                 if written
                 for a in _tensors(other)
                 for b in _tensors(arg)
@@ -55,7 +56,7 @@ class _Watch(TorchDispatchMode):
                 self.wrong.add(f"{func} writes {formal.name}")
 
     def _check_results(self, func: Any, memory: list[list[Any]], returned: Any) -> None:
-        shared = shared_arguments(func)
+        shared = facts_of(func).shared
         results = [returned] if len(shared) == 1 else list(returned or ())
         for which, (position, result) in enumerate(zip(shared, results, strict=True)):
             for tensor in _tensors(result):
@@ -67,7 +68,7 @@ class _Watch(TorchDispatchMode):
                     self.wrong.add(f"{func}: result {which} lies in the memory of argument {min(found)}")
                 elif position is not None and position not in found:
                     self.wrong.add(f"{func}: result {which} does not lie in the memory of argument {position}")
-        if operation_of(func).view and any(written_arguments(func)):
+        if operation_of(func).view and any(facts_of(func).written):
             self.wrong.add(f"{func} is a view and a write")
 
 
@@ -127,10 +128,10 @@ def test_the_record_agrees_with_the_kernels(op: opinfo.OpInfo) -> None:
 
 
 def test_the_comparison_finds_what_is_not_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_UNMARKED_VIEWS", {})
-    monkeypatch.setattr(operators, "_UNMARKED_WRITES", {})
-    monkeypatch.setattr(operators, "shared_arguments", operators.shared_arguments.__wrapped__)
-    monkeypatch.setitem(globals(), "shared_arguments", operators.shared_arguments)
+    said = ("writes", "views_as")
+    schemas_alone = {name: {k: v for k, v in row.items() if k not in said} for name, row in facts.ROWS.items()}
+    monkeypatch.setattr(facts, "ROWS", schemas_alone)
+    monkeypatch.setitem(globals(), "facts_of", facts_of.__wrapped__)
     by_name = {opinfo.name_of(op): op for op in OPERATORS}
     found = {name: _run(by_name[name], torch.float32, None) for name in ("matmul", "unsafe_chunk", "native_batch_norm")}
     assert all(found.values()), found

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from marid.execute.forms import Way
 from marid.execute.kernel_warnings import warn_of
+from marid.execute.specialisation import Runnable
 from marid.execute.table import TableRun
 from marid.graph.node import Node, Value, finish, input_values, root_of
 from marid.graph.program import Task
@@ -36,25 +36,25 @@ class Flight:
         "_kept",
         "_placement",
         "_sources",
-        "form",
         "give_back",
         "job",
         "number",
         "roots",
         "run",
+        "runnable",
         "task",
     )
 
     def __init__(
         self,
         task: Task,
-        form: Way,
+        runnable: Runnable,
         run: TableRun,
         give_back: Callable[[list[Node]], None],
     ) -> None:
         self.task = task
-        self.form = form
-        self._placement = placement = form.placement
+        self.runnable = runnable
+        self._placement = placement = runnable.placement
         self.run = run
         self.give_back = give_back
         self.number = 0
@@ -92,9 +92,9 @@ class Flight:
 
     def land(self) -> None:
         """It is done: give its values their tensors."""
-        self.run.tensors(self.form.output_slots, self.task)
+        self.run.tensors(self.runnable.output_slots, self.task)
         self._note_memory(True)
-        self.form.ran(library.marid_job_seconds(self.job))
+        self.runnable.ran(library.marid_job_seconds(self.job))
 
     def take_back(self) -> None:
         """It will not run, or did not come to its end: let its nodes be pending again."""

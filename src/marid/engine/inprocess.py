@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.engine import operators
 from marid.engine.failed import explain, salvage
 from marid.engine.flight import Flight, Positioned
@@ -20,12 +21,13 @@ from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
 from marid.errors import MaterializationError
 from marid.execute.arena import Arena
-from marid.execute.cache import ProgramCache
 from marid.execute.compiled.tier import best
 from marid.execute.compiled.workers import compiler
-from marid.execute.forms import Way
+from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
+from marid.execute.specialisation import Runnable
+from marid.execute.store import ProgramStore
 from marid.graph.node import (
     Draw,
     Node,
@@ -45,9 +47,6 @@ from marid.report.stats import counters
 __all__ = ["InProcessEngine", "concretely"]
 
 logger = logging.getLogger("marid")
-
-_IN_FLIGHT = 16  # tasks that may wait for the device's thread
-_SECONDS = 0.05
 
 
 # Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction. What
@@ -84,7 +83,7 @@ class InProcessEngine:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.programs = ProgramCache()
+        self.programs = ProgramStore(Executable.of)
         self.arena = Arena()
         self._twisters = Twisters()
         self._flights: deque[Flight] = deque()
@@ -106,15 +105,16 @@ class InProcessEngine:
             if room is not None:
                 self._drain()
             task = bind(nodes)
+            program = self.programs.find(task)
             if room is not None:
-                refuse_beyond(room, task)
+                refuse_beyond(room, task, program.program)
             with concretely():
-                form = best(self.programs.find(task), task, room)
-            if ahead and room is None and self._launch(task, form, give_back):
-                return form.transient_bytes
+                runnable = best(program, task, room)
+            if ahead and room is None and self._launch(task, runnable, give_back):
+                return runnable.transient_bytes
             self._drain()
-            self._perform(task, form)
-            return form.transient_bytes
+            self._perform(task, runnable)
+            return runnable.transient_bytes
 
     def wait(self, values: Sequence[Value] | None = None, need: Need = "run") -> bool:  # noqa: ARG002
         waited = False
@@ -127,7 +127,7 @@ class InProcessEngine:
             waited = True
             if library.marid_queue_is_here():
                 raise RuntimeError("a value was read on the device's own thread, which has to make it first")
-            library.marid_queue_wait(number, _SECONDS)  # in which Ctrl-C goes unheard
+            library.marid_queue_wait(number, policy.UNHEARD_SECONDS)  # in which Ctrl-C goes unheard
 
     def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
         with self.lock:
@@ -136,11 +136,11 @@ class InProcessEngine:
                 prepared.ready = self.programs.find(prepared)
             replay = Replay(prepared, inputs, params)
             with concretely():
-                form = best(prepared.ready, replay, None)
+                runnable = best(prepared.ready, replay, None)
             self._depth += 1
             try:
-                with KernelWarnings(), concretely(), self.arena.run(form.placement):
-                    results = form.run(replay, self._twisters.at)
+                with KernelWarnings(), concretely(), self.arena.run(runnable.placement):
+                    results = runnable.run(replay, self._twisters.at)
             except Interrupted as stop:
                 self._twisters.forget()
                 if stop.index == len(prepared.nodes) or not isinstance(stop.error, Exception):
@@ -154,7 +154,7 @@ class InProcessEngine:
             finally:
                 self._depth -= 1
         inputs.clear()
-        del replay, form
+        del replay, runnable
         try:
             raise failure
         finally:
@@ -222,26 +222,26 @@ class InProcessEngine:
             self._drain()
             self.arena.trim()
 
-    def _perform(self, task: Task, form: Way) -> None:
+    def _perform(self, task: Task, runnable: Runnable) -> None:
         """Run a task on this thread, now that nothing is in flight."""
         task.resolve()
         self._depth += 1
         try:
-            with KernelWarnings(), concretely(), self.arena.run(form.placement):
-                self._conclude(task, lambda: form.run(task, self._twisters.at))
+            with KernelWarnings(), concretely(), self.arena.run(runnable.placement):
+                self._conclude(task, lambda: runnable.run(task, self._twisters.at))
         finally:
             self._depth -= 1
 
-    def _launch(self, task: Task, form: Way, give_back: GiveBack) -> bool:
+    def _launch(self, task: Task, runnable: Runnable, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
-        if self._depth or not form.in_cpp:
+        if self._depth or not runnable.in_cpp:
             return False
-        while len(self._flights) >= _IN_FLIGHT:
+        while len(self._flights) >= policy.IN_FLIGHT:
             self._wait_for(self._flights[0].number)
-        run = form.start(task)
+        run = runnable.start(task)
         if run is None:
             return False
-        flight = Flight(task, form, run, give_back)
+        flight = Flight(task, runnable, run, give_back)
         self._by_job[flight.job] = flight
         if not flight.start(self._positioned):
             del self._by_job[flight.job]
@@ -255,7 +255,7 @@ class InProcessEngine:
         """For the device's thread: the generator of the next operation of a flight."""
         try:
             flight = self._by_job[job]
-            draw = flight.form.draw(flight.run.next, flight.task.params)
+            draw = flight.runnable.draw(flight.run.next, flight.task.params)
             return self._twisters.at(draw)._cdata
         except Exception:
             logger.exception("a generator could not be positioned")
@@ -274,7 +274,7 @@ class InProcessEngine:
     def _wait_for(self, number: int) -> None:
         """With the lock: wait for one flight."""
         while self._flights and self._flights[0].number <= number:
-            library.marid_queue_wait(number, _SECONDS)
+            library.marid_queue_wait(number, policy.UNHEARD_SECONDS)
             self._settle()
 
     def _drain(self) -> None:
@@ -307,12 +307,12 @@ class InProcessEngine:
             flight.take_back()
         failed.take_back()
         failed.warn()
-        run, task, form = failed.run, failed.task, failed.form
-        behind = deque((flight.task, flight.form) for flight in following)
+        run, task, runnable = failed.run, failed.task, failed.runnable
+        behind = deque((flight.task, flight.runnable) for flight in following)
         del failed, following
         try:
             with KernelWarnings(), concretely():
-                self._conclude(task, lambda: form.resume(run, task, self._twisters.at))
+                self._conclude(task, lambda: runnable.resume(run, task, self._twisters.at))
             while behind:
                 self._perform(*behind.popleft())
         finally:

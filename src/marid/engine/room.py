@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from marid.errors import MemoryLimitError
-from marid.graph.program import Task
-from marid.optimize.forecast import forecast
+from marid.graph.analysis import forecast
+from marid.graph.program import Program, Task
 from marid.report.units import bytes_text
 from marid.semantics.scopes import current_site
 
@@ -13,14 +13,15 @@ __all__ = ["refuse_beyond"]
 _LARGEST = 5  # results named when memory does not suffice
 
 
-def refuse_beyond(room: int, task: Task) -> None:
-    """Raise ``MemoryLimitError`` if the results of ``task`` would take more than ``room`` bytes at once."""
-    expected = forecast(task)
+def refuse_beyond(room: int, task: Task, program: Program) -> None:
+    """Raise ``MemoryLimitError`` if the results of ``task``, a run of ``program``, would take more than ``room`` bytes
+    at once."""
+    expected = forecast(program, task.specs)
     if expected.nbytes <= room:
         return
     largest = [
-        f"    {bytes_text(nbytes)}  {node.op.name if node.op else 'an operation'} written at {node.site}"
-        for nbytes, node in expected.held[:_LARGEST]
+        f"    {bytes_text(nbytes)}  {program.instructions[index].op.name} written at {task.nodes[index].site}"
+        for nbytes, index, _ in expected.held[:_LARGEST]
     ]
     raise MemoryLimitError(
         f"running {len(task.nodes)} recorded operation(s) would take {bytes_text(expected.nbytes)} at once, and "

@@ -12,16 +12,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from marid import policy
+from marid.execute.memory_plan import MemoryPlan, Trace, plan
 from marid.native import int64s, library
-from marid.optimize.memory import MemoryPlan, Trace, plan
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["MUCH", "Arena", "Placement", "install"]
-
-_ATTEMPTS = 3
-MUCH = 32 << 20
-"""Programs that take so many bytes are watched from their first run on, so that memory is never taken as eager does."""
+__all__ = ["Arena", "Placement", "install"]
 
 
 class Placement:
@@ -43,7 +40,7 @@ class Placement:
     @property
     def hopeless(self) -> bool:
         """It was watched again and again, and never did the same in the next run."""
-        return self.plan is None and self.attempts >= _ATTEMPTS
+        return self.plan is None and self.attempts >= policy.PLAN_ATTEMPTS
 
     def begin(self) -> bool:
         """Begin a run on this thread, watched or by the plan; False where there is no memory for it."""
@@ -76,7 +73,7 @@ class Placement:
             len(trace.sizes), int64s(trace.sizes), int64s(offsets), len(events), int64s(events)
         )
         weakref.finalize(self, library.marid_memory_forget, self.native).atexit = False
-        if self.plan.peak >= MUCH:
+        if self.plan.peak >= policy.MUCH_BYTES:
             library.marid_memory_trim()  # what runs took before there was a plan
         counters.note_plan(self.plan.peak, self.plan.lower_bound, self.plan.unplanned)
 

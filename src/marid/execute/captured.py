@@ -20,39 +20,35 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.execute.accelerator import Accelerator
-from marid.execute.flat import FlatProgram
-from marid.execute.forms import Frame, Positioned
-from marid.execute.geometry import settle
+from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
-from marid.graph.node import Operation
-from marid.graph.operators import written_slots
+from marid.execute.specialisation import Frame, Positioned
+from marid.graph.analysis import analysis_of
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import Instruction, ListOf, Param, Slot, differ
+from marid.graph.program import Instruction, Param, Program, differ
+from marid.ops.facts import facts_of
 from marid.settings import settings
 
 __all__ = ["CapturedProgram"]
 
 logger = logging.getLogger("marid")
 
-_LEAST = 4  # instructions that launch something, in a piece that is worth a graph
-_REFUSALS = 16  # instructions that turn out not to be capturable, of a program that is captured all the same
-_ATTEMPTS = 4  # times that a program is cut into pieces, and that a piece is given up, before it is left alone
 
-_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-
-class CapturedProgram(FlatProgram):
-    """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured."""
+class CapturedProgram:
+    """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured. The fallback is its
+    executable, an instruction at a time."""
 
     def __init__(self, prepared: Prepared, accelerator: Accelerator, captures: bool) -> None:
-        super().__init__(prepared.program, prepared.transient_bytes)
-        self.replays = 0
+        self.program = prepared.program
+        self.executable = Executable(prepared.program, prepared.transient_bytes)
+        self.runs = self.replays = 0
         """How many times a captured piece was run."""
         self._given = prepared
         self._accelerator = accelerator
         able = captures and accelerator.captures and settings.capture_after > 0
-        self._captures = able and not any(_moves_memory(one.op) for one in self.program.instructions)
+        self._captures = able and not any(facts_of(one.op.func).moves_memory for one in self.program.instructions)
         self._whole = _Piece(0, len(self.program.instructions))
         self._pieces = [self._whole]
         self._cuts = 0
@@ -60,7 +56,6 @@ class CapturedProgram(FlatProgram):
         self._refused: set[int] = set()
         self._stale = False
         self._params: list[Any] = []
-        self._written: set[int] | None = None
 
     def execute(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
         """Run on tensors of the device; the results that escape, in order. Raises ``Interrupted``."""
@@ -69,7 +64,7 @@ class CapturedProgram(FlatProgram):
         try:
             for piece in self._pieces:
                 if not piece.captures or not self._replayed(piece, frame):
-                    self.steps(frame, piece.start, piece.stop)
+                    self.executable.steps(frame, piece.start, piece.stop)
         except Interrupted as stop:
             stop.tensors = dict(zip(stop.tensors, self._owned(stop.tensors.values()), strict=True))
             raise
@@ -102,7 +97,7 @@ class CapturedProgram(FlatProgram):
             return
         self._cuts += renewed or not self._cuts
         self._stale = False
-        given_up = self._cuts > _ATTEMPTS or len(self._refused) > _REFUSALS
+        given_up = self._cuts > policy.CAPTURE_ATTEMPTS or len(self._refused) > policy.CAPTURE_REFUSALS
         self._pieces = [self._whole] if given_up else self._cut_up()
 
     def _cut_up(self) -> list[_Piece]:
@@ -113,7 +108,8 @@ class CapturedProgram(FlatProgram):
         start = 0
         while start < len(able):
             stop = next((i for i in range(start, len(able)) if able[i] is not able[start]), len(able))
-            captures = able[start] and sum(not one.op.view for one in instructions[start:stop]) >= _LEAST
+            launches = sum(not one.op.view for one in instructions[start:stop])
+            captures = able[start] and launches >= policy.CAPTURE_LAUNCHES
             if captures or not pieces or pieces[-1].captures:
                 pieces.append(_Piece(start, stop, captures))
             else:
@@ -121,7 +117,7 @@ class CapturedProgram(FlatProgram):
             start = stop
         for piece in pieces:
             if piece.captures:
-                piece.describe(instructions)
+                piece.describe(self.program)
         return pieces
 
     def _replayed(self, piece: _Piece, frame: Frame) -> bool:
@@ -155,9 +151,8 @@ class CapturedProgram(FlatProgram):
         buffers = {slot: tensors[slot].clone() for slot in piece.reads if slot in piece.moving}
         inside = {**tensors, **buffers}
         captured = replace(frame, tensors=inside)
-        self._written = set()
         try:
-            replay = self._accelerator.capture(lambda: self.steps(captured, piece.start, piece.stop))
+            replay = self._accelerator.capture(lambda: self.executable.steps(captured, piece.start, piece.stop))
         except (Interrupted, RuntimeError) as error:
             cause = error.error if isinstance(error, Interrupted) else error
             if not isinstance(cause, Exception):
@@ -167,12 +162,6 @@ class CapturedProgram(FlatProgram):
             if isinstance(error, Interrupted):  # the rest may be, without this one
                 self._refused.add(error.index)
                 self._stale = True
-            return False
-        finally:
-            written, self._written = self._written, None
-        piece.written |= {slot for slot, buffer in buffers.items() if _memory(buffer) in written}
-        if piece.written & buffers.keys():
-            piece.moving -= piece.written
             return False
         at = {_memory(tensors[slot]): slot for slot in piece.reads}
         at |= {_memory(buffer): slot for slot, buffer in buffers.items()}
@@ -186,12 +175,6 @@ class CapturedProgram(FlatProgram):
         return True
 
     # --- results ---
-
-    def settle(self, index: int, frame: Frame) -> None:
-        instruction, node = self.program.instructions[index], self._given.nodes[index]
-        settle(instruction, node, frame.tensors, self._given.specs, frame.params, self.unsettled)
-        if self._written is not None and instruction.op.mutates:
-            self._written.update(_memory(frame.tensors[slot]) for slot in written_slots(instruction))
 
     def _owned(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
@@ -217,7 +200,7 @@ class _Piece:
     """Instructions ``start`` to before ``stop``.
 
     ``reads`` are the slots that it takes from before, ``params`` the numbers it takes, ``places`` where the reads were
-    the last time; ``moving`` are those that were somewhere else before, ``written`` those of them that it writes.
+    the last time; ``written`` are those of the reads that it writes, ``moving`` those that were somewhere else before.
     """
 
     start: int
@@ -235,20 +218,17 @@ class _Piece:
         """Its graph is of no use, or there is none: try again a few times."""
         self.graph = None
         self.drops += 1
-        self.captures = self.captures and self.drops < _ATTEMPTS
+        self.captures = self.captures and self.drops < policy.CAPTURE_ATTEMPTS
 
-    def describe(self, instructions: tuple[Instruction, ...]) -> None:
-        """Find out what it reads."""
-        made: set[int] = set()
-        reads: dict[int, None] = {}
-        for instruction in instructions[self.start : self.stop]:
-            for arg in _arguments(instruction):
-                if isinstance(arg, Slot) and arg.index not in made:
-                    reads[arg.index] = None
-                elif isinstance(arg, Param):
-                    self.params.add(arg.index)
-            made.update(result.slot for result in instruction.results)
-        self.reads = list(reads)
+    def describe(self, program: Program) -> None:
+        """Find out what it reads, and which of that it writes, itself or through a view."""
+        analysis, inside = analysis_of(program), range(self.start, self.stop)
+        read = [slot for index in inside for slot in analysis.reads[index]]
+        self.reads = [slot for slot in dict.fromkeys(read) if analysis.made_by.get(slot, -1) < self.start]
+        written = {analysis.roots[slot] for index in inside for slot in analysis.writes[index]}
+        self.written = {slot for slot in self.reads if analysis.roots[slot] in written}
+        given = [arg for one in program.instructions[self.start : self.stop] for arg in one.operands()]
+        self.params = {arg.index for arg in given if isinstance(arg, Param)}
 
 
 class _Made:
@@ -324,19 +304,9 @@ def _seen_in(
 # --- instructions ----------------------------------------------------------------------------------------------------
 
 
-def _arguments(instruction: Instruction) -> list[Any]:
-    given = [*instruction.args, *[arg for _, arg in instruction.kwargs]]
-    return [item for arg in given for item in (arg.items if isinstance(arg, ListOf) else (arg,))]
-
-
-def _moves_memory(op: Operation) -> bool:
-    """Whether it may give its arguments other sizes and other memory, also those that a graph has made or reads."""
-    return torch.Tag.inplace_view in op.func.tags or any(formal.is_out for formal in op.func._schema.arguments)
-
-
 def _is_capturable(instruction: Instruction, varying: set[int]) -> bool:
     """Whether each run launches the same for it, without waiting for the device."""
     op = instruction.op
-    if op.waits or any(tag in op.func.tags for tag in _WAITS):
+    if op.waits or facts_of(op.func).dynamic:
         return False
-    return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in _arguments(instruction))
+    return not any(isinstance(a, Param) and (a.draw or a.index in varying) for a in instruction.operands())

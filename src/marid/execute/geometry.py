@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from marid.errors import LazyTensorError
+from marid.graph.analysis import analysis_of
 from marid.graph.node import Node, Spec
-from marid.graph.operators import resized_slots, shared_slots, slots_of
-from marid.graph.program import Instruction, Result
+from marid.graph.program import Instruction, Program, Result
 from marid.native import module
 from marid.report.stats import counters
 
@@ -76,21 +76,22 @@ def report(misprediction: Misprediction) -> None:
 
 
 def settle(
-    instruction: Instruction,
+    program: Program,
+    index: int,
     node: Node,
     tensors: dict[int, Any],
     specs: tuple[Spec | None, ...],
     params: list[Any],
-    unsettled: set[int],
 ) -> None:
-    """Lay the results of an instruction out as recorded where they are not, among ``tensors`` by slot. What is
-    ``unsettled`` is left alone. Raises ``LazyTensorError`` where that cannot be."""
-    shared = shared_slots(instruction)
-    given = [tensors[slot] for slot in slots_of(instruction)]
+    """Lay the results of instruction ``index`` out as recorded where they are not, among ``tensors`` by slot. What does
+    not keep its geometry is left alone. Raises ``LazyTensorError`` where that cannot be."""
+    instruction, analysis = program.instructions[index], analysis_of(program)
+    shared = analysis.shared[index]
+    given = [tensors[slot] for slot in analysis.reads[index]]
     for result in instruction.results:
         spec, tensor = specs[result.slot], tensors[result.slot]
         base = tensors[shared[result.slot]] if result.slot in shared else None
-        if spec is None or result.slot in unsettled or agrees(tensor, spec, base, given):
+        if spec is None or result.slot in analysis.unsettled or agrees(tensor, spec, base, given):
             continue
         owned = (base is not None or not _is_among(tensor, given)) and _has_its_memory(tensor, base)
         if tensor.device.type == "cpu":  # kernels of other devices may lay out otherwise than the CPU's
@@ -101,7 +102,7 @@ def settle(
             for one in instruction.results:  # what is not what was recorded is nobody's value
                 del tensors[one.slot]
             raise
-    for slot in resized_slots(instruction):
+    for slot in analysis.resized[index]:
         spec, tensor = specs[slot], tensors[slot]
         if spec is not None and not agrees(tensor, spec, tensor, given):
             tensors[slot] = _laid_out(tensor, spec, tensor, True)

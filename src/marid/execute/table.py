@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 
+import marid.native.gemm  # noqa: F401 (has the kernels that it names switched as the settings say)
+from marid import policy
+from marid.graph.analysis import Analysis, analysis_of
 from marid.graph.node import Operation, Spec
-from marid.graph.operators import resized_slots, shared_slots, unsettled_slots
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot, Task
 from marid.native import int64s, library, module
-from marid.native.gemm import replacement
+from marid.ops.facts import facts_of
 
 __all__ = ["AGAIN", "DONE", "DRAWS", "RAISED", "Table", "TableRun", "Untranslatable", "donors", "translate"]
 
 _SLOT, _PARAM, _DRAW, _CONSTANT, _LIST, _DEFAULT = range(6)
 DONE, AGAIN, DRAWS, RAISED = range(4)
-_SECONDS = 0.05  # how long Ctrl-C may go unheard, beside one operation
 
 _MEMORY_FORMATS = [
     torch.contiguous_format,
@@ -70,9 +71,8 @@ class Table:
     ) -> list[torch.Tensor] | tuple[int, TableRun]:
         """The same, begun: the tensors in the slots ``outputs`` after a whole run, which ``task`` has been given by
         then; else how far it came (see ``TableRun.go``), and the run."""
-        found = module.run_once(
-            self.pointer, self._input_slots, _address(donors), inputs, params, specs, outputs, _SECONDS, task
-        )
+        begun = self.pointer, self._input_slots, _address(donors), inputs, params, specs
+        found = module.run_once(*begun, outputs, policy.UNHEARD_SECONDS, task)
         return found if type(found) is list else (found[0], TableRun(self, found[1], specs))
 
 
@@ -94,7 +94,8 @@ class TableRun:
         """Go on to the end (``DONE``), for a while (``AGAIN``), or up to an operation that wants a generator
         (``DRAWS``), raises, or has given something else than was recorded (``RAISED``). ``generator`` is for the first
         operation, after ``DRAWS``."""
-        return library.marid_run_go(self.pointer, None if generator is None else generator._cdata, _SECONDS)
+        positioned = None if generator is None else generator._cdata
+        return library.marid_run_go(self.pointer, positioned, policy.UNHEARD_SECONDS)
 
     @property
     def next(self) -> int:
@@ -124,22 +125,21 @@ def _address(donors: Any) -> int | None:
 # --- translating ---------------------------------------------------------------------------------------------------
 
 
-def translate(program: Program, dying: list[list[int]]) -> Table:
+def translate(program: Program) -> Table:
     """The table of ``program``. Raises ``Untranslatable``."""
-    table = Table(program)
-    unsettled = unsettled_slots(program)
-    for instruction, dead in zip(program.instructions, dying, strict=True):
-        _add(table.pointer, instruction, dead, unsettled)
+    table, analysis = Table(program), analysis_of(program)
+    for index, instruction in enumerate(program.instructions):
+        _add(table.pointer, instruction, index, analysis)
     return table
 
 
-def _add(pointer: int, instruction: Instruction, dead: list[int], unsettled: set[int]) -> None:
+def _add(pointer: int, instruction: Instruction, place: int, analysis: Analysis) -> None:
     func = instruction.op.func
     target = instruction.op.target
     if instruction.op.call is not target._op:
         raise Untranslatable(f"{func} is called in a way of its own")
     schema = func._schema
-    name = replacement(target) or target._schema.name.encode()
+    name = (facts_of(target).kernel or target._schema.name).encode()
     if library.marid_program_operation(pointer, name, schema.overload_name.encode()) < 0:
         raise Untranslatable(f"{func} is not known to the dispatcher")
     named = dict(instruction.kwargs)
@@ -155,18 +155,18 @@ def _add(pointer: int, instruction: Instruction, dead: list[int], unsettled: set
     out = _out_overload(instruction.op)
     if out is not None:
         library.marid_program_out(pointer, schema.name.encode(), out.encode())
-    shared = shared_slots(instruction)
+    shared = analysis.shared[place]
     for result in instruction.results:
         if len(result.path) > 2:
             raise Untranslatable(f"results of {func}")
         first, second = (*result.path, 0, 0)[:2]
-        settled = result.slot not in unsettled
+        settled = result.slot not in analysis.unsettled
         library.marid_program_result(
             pointer, result.slot, len(result.path), first, second, shared.get(result.slot, -1), settled
         )
-    for slot in resized_slots(instruction):
+    for slot in analysis.resized[place]:
         library.marid_program_resized(pointer, slot)
-    for slot in dead:
+    for slot in analysis.dying[place]:
         library.marid_program_dying(pointer, slot)
 
 
@@ -217,38 +217,19 @@ def _sample(dtype: torch.dtype) -> torch.Tensor:
 # --- results in the place of arguments -----------------------------------------------------------------------------
 
 
-@functools.cache
 def _out_overload(op: Operation) -> str | None:
     """The overload of a pointwise operator that takes the same arguments and the place of its result."""
-    func = op.func
-    if (
-        op.target is not func
-        or torch.Tag.pointwise not in func.tags
-        or torch.Tag.nondeterministic_seeded in func.tags
-        or op.mutates
-        or op.view
-    ):
-        return None
-    schema = func._schema
-    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
-        return None
-    wanted = [(a.name, str(a.type)) for a in schema.arguments]
-    packet = func.overloadpacket
-    for name in packet.overloads():
-        formal = getattr(packet, name)._schema.arguments
-        if [(a.name, str(a.type)) for a in formal[:-1]] == wanted and formal[-1].is_out:
-            return "" if name == "default" else name
-    return None
+    return facts_of(op.func).out_overload if op.target is op.func else None
 
 
-def donors(program: Program, dying: list[list[int]], specs: tuple[Spec | None, ...]) -> Any:
+def donors(program: Program, specs: tuple[Spec | None, ...]) -> Any:
     """For each instruction the argument whose memory its result may take over, or -1, as an array for ``start``.
 
     An argument qualifies when it dies there, was made in the program and has the very spec of the result. Whether
     anybody else sees its memory is checked when it happens.
     """
     found, inputs = [], set(program.input_slots)
-    for instruction, dead in zip(program.instructions, dying, strict=True):
+    for instruction, dead in zip(program.instructions, analysis_of(program).dying, strict=True):
         donor = -1
         if dead and len(instruction.results) == 1 and _out_overload(instruction.op) is not None:
             spec = specs[instruction.results[0].slot]

@@ -24,20 +24,12 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.graph.tape import Tape
 from marid.semantics.scopes import OPTIMIZER
 from marid.settings import settings
 
 __all__ = ["Rhythm", "has_stepped", "may_go_ahead", "takes_steps_unread"]
-
-_PIECES = 6  # of one time around a loop
-_FEWEST = 64  # operations in a loop that is worth it
-_NEEDED = 0.95  # of what it recorded
-_TURNS = 2
-_UNREAD = 4  # steps of an optimizer that may wait for a read
-_SITES = 256
-_LONGEST = 1_000  # operations in a turn that may run at once
-_RELAPSES = 5  # doublings of the turns that it takes to run operations at once, for each time that it did not last
 
 
 def may_go_ahead() -> bool:
@@ -51,7 +43,7 @@ def has_stepped(tape: Tape) -> bool:
     steps, tape.steps = tape.steps, 0
     if not steps:
         return False
-    tape.skips = steps > _UNREAD
+    tape.skips = steps > policy.UNREAD_STEPS
     return any(node.scope is not None and node.scope.phase == OPTIMIZER for node in tape.pending())
 
 
@@ -60,7 +52,7 @@ def takes_steps_unread(tape: Tape) -> bool:
     if tape.charged != tape.stepped_at:  # and something of that is on this tape
         tape.stepped_at = tape.charged
         tape.steps += 1
-    return tape.skips or tape.steps > _UNREAD
+    return tape.skips or tape.steps > policy.UNREAD_STEPS
 
 
 @functools.cache
@@ -81,7 +73,7 @@ class _Line:
 
     def relapse(self) -> None:
         """Operations do not run at once, or do not any more: it takes twice as many turns until they may."""
-        self.relapses = min(self.relapses + 1, _RELAPSES)
+        self.relapses = min(self.relapses + 1, policy.IMMEDIATE_RELAPSES)
         self.little = 0
 
     def wants_immediate(self, tape: Tape) -> bool:
@@ -89,7 +81,7 @@ class _Line:
         count, charged = tape.recorded - self.read, tape.charged - self.charged_at_read
         if count > 0:
             made = charged - count * (settings.max_pending_bytes // settings.max_pending_nodes)
-            is_little = count <= _LONGEST and made <= count * settings.immediate_bytes
+            is_little = count <= policy.IMMEDIATE_OPERATIONS and made <= count * settings.immediate_bytes
             self.little = self.little + 1 if is_little else 0
         self.charged_at_read = tape.charged
         return self.little >= settings.immediate_after << self.relapses
@@ -123,20 +115,20 @@ class Rhythm:
         self._latest = line = self._lines.get(site)
         self.wants_immediate = settings.immediate_after == 0
         if line is None:
-            if len(self._lines) >= _SITES:
+            if len(self._lines) >= policy.AHEAD_LINES:
                 self._lines.clear()
             self._latest = self._lines[site] = _Line(tape)
             return 0
         self.wants_immediate = line.wants_immediate(tape)
         since, line.read = tape.recorded - line.read, tape.recorded
-        if since < _FEWEST:  # the same turn, or a loop too short to be worth it
+        if since < policy.AHEAD_OPERATIONS:  # the same turn, or a loop too short to be worth it
             return tape.piece
         recorded, run, charged = tape.recorded - line.recorded, tape.run - line.run, tape.charged - line.charged
         line.recorded, line.run, line.charged = tape.recorded, tape.run, tape.charged
-        line.turns = line.turns + 1 if run >= _NEEDED * recorded else 0
-        if line.turns < _TURNS:
+        line.turns = line.turns + 1 if run >= policy.AHEAD_SHARE * recorded else 0
+        if line.turns < policy.AHEAD_TURNS:
             return 0
-        piece = max(charged // _PIECES, 1)
+        piece = max(charged // policy.AHEAD_PIECES, 1)
         if abs(piece - line.piece) > line.piece // 4:  # else the places would move with every small change
             line.piece = piece
         return line.piece

@@ -25,17 +25,6 @@ __all__ = ["NOT_RECORDED", "OTHER_TYPES", "Call", "bucket", "read", "take", "tak
 OTHER_TYPES = frozenset({torch.dtype, torch.memory_format, torch.layout})
 # Keywords that are no part of the call that is recorded.
 NOT_RECORDED = frozenset({"device", "generator", "layout", "pin_memory"})
-# Arguments that PyTorch takes from the CPU, whatever the device of the others: positions by operator.
-_ON_CPU = {
-    "aten::index": (1,),
-    "aten::index_put": (1,),
-    "aten::index_put_": (1,),
-    "aten::_unsafe_index": (1,),
-    "aten::_foreach_addcdiv": (3,),
-    "aten::_foreach_addcdiv_": (3,),
-    "aten::_foreach_addcmul": (3,),
-    "aten::_foreach_addcmul_": (3,),
-}
 
 Pairs = tuple[tuple[str, Any], ...]
 Taken = tuple[tuple[Any, ...], tuple[Any, ...], Pairs | None, list[Any]]
@@ -191,7 +180,7 @@ def _lifted(recorder: Recorder, tensor: torch.Tensor, position: int, device: int
 
     written = position >= 0 and recorder.written[position]
     on_cpu = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    from_cpu = tensor.dim() == 0 or position in _ON_CPU.get(recorder.op.name, ())
+    from_cpu = tensor.dim() == 0 or position in recorder.facts.cpu_arguments
     if on_cpu and not written and (from_cpu or lifts_everything()):
         return lift(tensor, device)
     hint = f"move it with .to('{handles.DEVICE_TYPE}') or marid.LazyTensor.lift"

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from marid import policy
 from marid.frontend import handles, infer
 from marid.frontend.rules import for_each, rules, same_as
 from marid.frontend.smaller import Smaller, sizes_of
@@ -26,16 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["deriver_of"]
 
-_PATTERNS = 4096
-# Operators that ask for more than there is without data: for the storage behind an argument, for the CPU's backends, or
-# for sizes that only the CPU's kernel looks at.
-_ASK_FOR_MORE = {
-    *(torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default),
-    *(torch.ops.aten._convolution.default, torch.ops.aten.convolution_overrideable.default),
-    *(torch.ops.aten.fractional_max_pool2d.default, torch.ops.aten.fractional_max_pool3d.default),
-    *(torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default),
-}
-
 
 def deriver_of(recorder: Recorder) -> Derivation | None:
     """What derives the calls of an operator: given the recorder, key, arguments as recorded, and the values among them,
@@ -43,7 +32,7 @@ def deriver_of(recorder: Recorder) -> Derivation | None:
     rule = rules.get(recorder.func) or for_each(recorder.func)
     if rule is not None:
         return Derivation(recorder, lambda args, kwargs: rule(*args, **dict(kwargs or ())))
-    if recorder.func in _ASK_FOR_MORE:
+    if recorder.facts.asks_for_more:
         return None
     func, translated = same_as.get(recorder.func, (recorder.func, None))
     number = module.derives(func._schema.name, func._schema.overload_name)
@@ -82,7 +71,7 @@ class Derivation:
             return None
         if trusted is None:
             trusted = self._confirmed(recorder, rule, args, kwargs, values)
-            if len(self._trusted) >= _PATTERNS:
+            if len(self._trusted) >= policy.PATTERNS_PER_OPERATOR:
                 self._trusted.clear()
             self._trusted[pattern] = trusted
         return recorder.learn(key, rule, args, kwargs, devices.pop()) if trusted else None

@@ -8,7 +8,7 @@ process reduce among themselves through ``marid.process_group``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,21 +18,14 @@ from marid.frontend import handles
 from marid.frontend.eager import unsupported
 from marid.frontend.materialize import download
 from marid.frontend.record import Recorder, special
+from marid.ops.facts import facts_of, named, overload_named
 
 __all__ = ["telling_gradients_apart"]
 
-_READING = "send barrier monitored_barrier_ check_for_nan".split()
-_WAITED_ONCE = {"c10d::send", "c10d::recv_"}  # gloo would wait for another message the second time
-_WRITING = """
-    _allgather_base_ _reduce_scatter_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ allreduce_
-    allreduce_coalesced_ alltoall_ alltoall_base_ broadcast_ gather_ recv_ reduce_ reduce_scatter_
-    reduce_scatter_tensor_coalesced_ scatter_
-""".split()
-"""What these write is in their first argument."""
 
-
-def _operators(names: Sequence[str]) -> list[Any]:
-    return [getattr(torch.ops.c10d, name).default for name in names if hasattr(torch.ops.c10d, name)]
+def _collectives(kind: str) -> list[Any]:
+    found = [overload_named(name) for name in named("collective")]
+    return [func for func in found if func is not None and facts_of(func).collective == kind]
 
 
 def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[int, Any]]:
@@ -52,22 +45,22 @@ def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
     if isinstance(work, torch.ScriptObject):
         distributed = torch._C._distributed_c10d
         distributed.Work.unbox(work).wait()
-        if recorder.op.name in _WAITED_ONCE:
+        if recorder.facts.waited_once:
             returned = distributed.Work.boxed(distributed.FakeWork())  # one that is done
     return returned, given
 
 
-@special(*_operators(_READING))
+@special(*_collectives("reads"))
 def _read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _on_the_host(recorder, args, kwargs)[0]
 
 
-@special(*_operators(["recv_any_source_"]))
+@special(*_collectives("refused"))
 def _refuse(recorder: Recorder, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     raise unsupported(recorder.op.name, "a message is received from whoever sends one")
 
 
-@special(*_operators(_WRITING))
+@special(*_collectives("writes"))
 def _written(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     returned, given = _on_the_host(recorder, args, kwargs)
 

@@ -13,38 +13,24 @@ import torch
 from marid.frontend import handles
 from marid.frontend.eager import unsupported
 from marid.frontend.record import Recorder, recorder_of
+from marid.ops.facts import facts_of, named, overload_named
 from marid.semantics.tracebacks import fold
 
 __all__ = ["register"]
-
-_FACTORIES = """
-    empty.memory_format empty_strided
-    zeros ones full scalar_tensor eye eye.m
-    arange arange.start arange.start_step range range.step
-    linspace linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor
-    logspace logspace.Tensor_Tensor logspace.Tensor_Scalar logspace.Scalar_Tensor
-    rand rand.generator randn randn.generator
-    randint randint.generator randint.low randint.low_generator randperm randperm.generator
-    tril_indices triu_indices _efficientzerotensor
-    hann_window hann_window.periodic hamming_window hamming_window.periodic hamming_window.periodic_alpha
-    hamming_window.periodic_alpha_beta blackman_window blackman_window.periodic bartlett_window
-    bartlett_window.periodic kaiser_window kaiser_window.periodic kaiser_window.beta
-""".split()
 
 
 def register() -> Callable[[], None]:
     """Give every factory its device kernel. Returns what takes it away."""
     library = torch.library.Library("aten", "IMPL")
-    for name in _FACTORIES:
-        base, _, overload = name.partition(".")
-        packet = getattr(torch.ops.aten, base, None)
-        if packet is not None and (overload or "default") in packet.overloads():
-            library.impl(name, _kernel(_operator(name)), "PrivateUse1")
+    for name in named("factory"):
+        func = overload_named(name)
+        if func is not None:
+            library.impl(func, _kernel(func), "PrivateUse1")
     for name in ("empty.memory_format", "zeros", "empty_strided"):
         for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
-            library.impl(name, _kernel(_operator(name)), key)
+            library.impl(name, _kernel(overload_named(name)), key)
     for name in _partly_composite():
-        library.impl(name, _recording(_operator(name)), "PrivateUse1")
+        library.impl(name, _recording(overload_named(name)), "PrivateUse1")
     # torch.tensor(data, device=...) calls these with tensor subclasses switched off.
     for name in ("copy_", "_copy_from", "_to_copy", "_local_scalar_dense"):
         library.impl(name, _recording(getattr(torch.ops.aten, name).default), "PrivateUse1")
@@ -62,7 +48,7 @@ def _kernel(func: Any) -> Any:
                 raise unsupported(func._schema.name, f"layout {layout} was asked for")
             if kwargs.get("pin_memory"):
                 raise RuntimeError("Only dense CPU tensors can be pinned")
-            if "dtype" not in kwargs and func in _TYPED:
+            if "dtype" not in kwargs and facts_of(func).default_dtype:
                 kwargs["dtype"] = torch.get_default_dtype()
             handles.check_index(kwargs.get("device"))
             with handles.below_autograd():
@@ -73,20 +59,6 @@ def _kernel(func: Any) -> Any:
             raise
 
     return kernel
-
-
-_TYPED = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.zeros.default,
-    torch.ops.aten.ones.default,
-    torch.ops.aten.rand.default,
-    torch.ops.aten.rand.generator,
-    torch.ops.aten.randn.default,
-    torch.ops.aten.randn.generator,
-    torch.ops.aten.eye.default,
-    torch.ops.aten.eye.m,
-}
 
 
 def _recording(func: Any) -> Any:
@@ -107,8 +79,3 @@ def _partly_composite() -> list[str]:
     with_kernel = torch._C._dispatch_get_registrations_for_dispatch_key
     names = set(with_kernel("CompositeImplicitAutograd")) & set(with_kernel("CPU"))
     return sorted(name for name in names if name.startswith("aten::"))
-
-
-def _operator(name: str) -> Any:
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")

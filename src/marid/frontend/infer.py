@@ -20,33 +20,17 @@ from typing import Any
 import torch
 import torch._meta_registrations  # Python meta kernels
 
+from marid import policy
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.smaller import Smaller, sizes_of
 from marid.graph.node import Node, Output, Spec, Value, root_of
+from marid.ops.facts import facts_of
 
 __all__ = ["OutSpec", "Request", "Rule", "infer", "probe", "smaller", "try_large_calls"]
 
-_PROBE_ELEMENTS = 1 << 14
-_WHOLE_ELEMENTS = 1 << 24
-# Operators whose meta kernels are missing, or written for CUDA. The shapes of their results do not depend on data, so a
-# trial run tells them.
-_SHAPED_BY_SIZES = {
-    *(torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor),
-    *(torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default),
-    *(torch.ops.aten._grouped_mm.default, torch.ops.aten.geqrf.default),
-    *(torch.ops.aten.fractional_max_pool3d_backward.default, torch.ops.aten.multi_margin_loss_backward.default),
-    *(torch.ops.aten.histogram.bin_ct, torch.ops.aten.histogram.bins_tensor),
-    torch.ops.aten._native_multi_head_attention.default,  # which gives weights or not, by the kernel that it takes
-    *(torch.ops.aten._histogramdd_bin_edges.default, torch.ops.aten._histogramdd_from_bin_cts.default),
-    *(torch.ops.aten._histogramdd_from_bin_tensors.default, torch.ops.aten.multilabel_margin_loss_backward.default),
-}
-# Operators that return less where they do not train than their meta kernels say.
-_SAVE_NOTHING = {torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default}
 # Operators whose small calls were laid out otherwise than large ones.
 _TRIED_AS_THEY_ARE: set[Any] = set()
-# Operators whose kernels refuse large sizes that their meta kernels accept.
-_LIMITED_IN_SIZE = {torch.ops.aten.multinomial.default, torch.ops.aten.multinomial.out}
 
 
 def _arange(*bounds: Any, dtype: torch.dtype | None = None, device: torch.device, **options: Any) -> torch.Tensor:
@@ -125,7 +109,8 @@ def infer(request: Request) -> Rule:
     try:
         predicted, meta_args = _predicted(request)
     except NotImplementedError as error:
-        return _disputed(request, error) if request.func in _SHAPED_BY_SIZES else Rule(eager="it has no meta kernel")
+        by_sizes = facts_of(request.func).shaped_by_sizes
+        return _disputed(request, error) if by_sizes else Rule(eager="it has no meta kernel")
     except Exception as error:  # Whatever it is, eager PyTorch decides: the probe raises its own error or disproves it.
         return _disputed(request, error)
     rule = _corrected(_rule_of(request, predicted, meta_args), request)
@@ -150,14 +135,14 @@ def _disputed(request: Request, error: Exception) -> Rule:
             probed, cpu_args = _run(request, "cpu", 1)
     except Exception as eager_error:
         raise eager_error.with_traceback(None) from None
-    if request.func in _SHAPED_BY_SIZES:
+    if facts_of(request.func).shaped_by_sizes:
         return _rule_of(request, probed, cpu_args)
     return Rule(eager="its meta kernel refuses what the CPU kernel accepts")
 
 
 def _corrected(rule: Rule, request: Request) -> Rule:
     """Shapes that the meta kernel gets wrong for the CPU."""
-    if request.func in _SAVE_NOTHING and not request.args[5]:
+    if facts_of(request.func).saves_nothing and not request.args[5]:
         for out in rule.outs[1:]:  # nothing is saved outside of training
             assert out.spec is not None
             out.spec = handles.spec((0,), (1,), 0, out.spec.dtype, request.device)
@@ -170,7 +155,7 @@ def _verify(request: Request, rule: Rule) -> None:
         agree = request.func not in _TRIED_AS_THEY_ARE and (request.view or _agree_when_small(request))
         if agree:
             return
-        if _elements(request, rule) > _WHOLE_ELEMENTS:
+        if _elements(request, rule) > policy.PROBE_WHOLE_ELEMENTS:
             if agree is False:
                 rule.eager = "its meta kernel and its CPU kernel disagree"
             return
@@ -178,7 +163,7 @@ def _verify(request: Request, rule: Rule) -> None:
     if not ran:
         rule.eager = "a trial run of it failed"
     elif seen is not None:
-        _adopt(rule, seen, request.func in _SHAPED_BY_SIZES)
+        _adopt(rule, seen, facts_of(request.func).shaped_by_sizes)
 
 
 def _agree_when_small(request: Request) -> bool | None:
@@ -200,7 +185,7 @@ def smaller(request: Request) -> Request:
 
 
 def _is_cheap(request: Request, rule: Rule) -> bool:
-    return request.func in _LIMITED_IN_SIZE or _elements(request, rule) <= _PROBE_ELEMENTS
+    return facts_of(request.func).limited_in_size or _elements(request, rule) <= policy.PROBE_ELEMENTS
 
 
 def _elements(request: Request, rule: Rule) -> int:
@@ -211,7 +196,7 @@ def _elements(request: Request, rule: Rule) -> int:
 def probe(request: Request, rule: Rule, whole: bool = False) -> tuple[bool, Rule | None]:
     """Whether a trial run on the CPU does not fail, and the rule that it gives; None where it cannot tell, as for calls
     that are too large to be tried. Calls of up to 2**14 elements are tried, and ``whole`` ones of up to 2**24."""
-    small_enough = _elements(request, rule) <= _WHOLE_ELEMENTS if whole else _is_cheap(request, rule)
+    small_enough = _elements(request, rule) <= policy.PROBE_WHOLE_ELEMENTS if whole else _is_cheap(request, rule)
     return _tried(request) if small_enough else (True, None)
 
 

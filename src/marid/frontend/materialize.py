@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.engine.protocol import Need
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
@@ -55,9 +56,6 @@ def _settings_changed() -> None:
 
 
 settings.when_changed(_settings_changed)
-
-
-_STEPS = 8, 64  # parts of the limits on what is pending: anyway, and in a loop that takes many steps without a read
 
 
 class _Restraint(threading.local):
@@ -378,7 +376,7 @@ def overflow(tape: Tape) -> None:
         used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
         # Charges add up bytes and nodes, so half of what is left is safe for both.
         tape.give_room(int((1 - used) / 2 * settings.max_pending_bytes))
-        if used < 0.5:
+        if used < policy.CUT_AT:
             return
         tape.grace = tape.room if tape.cut_at is not None else 0
     else:
@@ -395,7 +393,7 @@ def optimizer_stepped(*_: Any) -> None:
     waits = observer() is not None or bool(_restraint.holding)
     for index in range(handles.device_count):
         tape = handles.tape(index)
-        parts = _STEPS[takes_steps_unread(tape)]
+        parts = policy.CUT_SHARE_UNREAD if takes_steps_unread(tape) else policy.CUT_SHARE_AFTER_STEP
         # Measuring takes as long as recording a few operations, so only when so much was added since the last time.
         if waits or tape.piece or (tape.charged - tape.measured_at) * parts < settings.max_pending_bytes:
             continue
@@ -411,15 +409,12 @@ def _cut_unasked(tape: Tape, site: Site | None) -> None:
     tape.give_room(settings.max_pending_bytes // 2)
 
 
-_HOST_NODES = 16
-
-
 def _is_host_arithmetic(nodes: list[Node]) -> bool:
     """Whether a cut is a few operations on single numbers that came from the host (a step counter, say).
 
     Such a value is known without waiting for the device, so reading it is no sync.
     """
-    return len(nodes) <= _HOST_NODES and all(_is_scalar_work(node) for node in nodes)
+    return len(nodes) <= policy.HOST_OPERATIONS and all(_is_scalar_work(node) for node in nodes)
 
 
 def _is_scalar_work(node: Node) -> bool:

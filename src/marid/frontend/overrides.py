@@ -20,6 +20,7 @@ from marid.frontend import autocast, handles
 from marid.frontend.cells import dropout
 from marid.frontend.record import Recorder, special
 from marid.frontend.rules import attends, has_plain_rows
+from marid.ops.facts import facts_of
 from marid.semantics.tracebacks import folded
 
 aten = torch.ops.aten
@@ -27,14 +28,6 @@ aten = torch.ops.aten
 # Not ``.decompose``, which prefers PyTorch's decomposition in Python.
 _whole_matmul = functools.partial(aten.matmul.default._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 _replacements: dict[Any, Callable[..., Any]] = {}
-_IN_CPP = {
-    aten.matmul.default,
-    aten.gru_cell.default,
-    aten.lstm_cell.default,
-    aten.rnn_tanh_cell.default,
-    aten.rnn_relu_cell.default,
-}
-"""Replaced above autograd by ``native/kernels.cpp`` and ``native/cells.cpp``, where these can be built."""
 
 
 def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -51,7 +44,7 @@ def register() -> Callable[[], None]:
     """Install the replacements above autograd. Returns what takes them away."""
     library = torch.library.Library("aten", "IMPL")
     for func, replacement in _replacements.items():
-        if func not in _IN_CPP:
+        if not facts_of(func).replaced_in_cpp:  # by native/kernels.cpp and native/cells.cpp
             library.impl(func, folded(replacement), "AutogradPrivateUse1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden

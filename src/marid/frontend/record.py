@@ -20,6 +20,7 @@ import torch
 from torch._C import _current_graph_task_id as current_graph_task
 from torch.utils._pytree import tree_map_only
 
+from marid import policy
 from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
@@ -27,9 +28,10 @@ from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, download, overflow, run_everything
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
-from marid.graph.operators import operation_of, written_arguments
+from marid.graph.program import operation_of
 from marid.graph.tape import Tape
 from marid.native import module
+from marid.ops.facts import facts_of
 from marid.semantics import scopes
 from marid.semantics.scopes import capture_site, current_scope, current_site
 from marid.semantics.tracebacks import fold
@@ -39,17 +41,6 @@ __all__ = ["Recorder", "dispatch", "follow_switches", "order", "recorder_of", "s
 
 logger = logging.getLogger("marid")
 
-_RULES_PER_OPERATOR = 8192
-
-# Operators tagged as random that draw nothing on the CPU.
-_NEVER_RANDOM = {"aten::_scaled_dot_product_flash_attention_for_cpu"}
-# Operators whose output shape depends on data only where they index by a mask.
-_MASK_INDEXED = {"aten::index", "aten::_unsafe_index"}
-# Operators that raise, depending on data, where the values do not fit what a mask chooses.
-_MASK_WRITTEN = {"aten::index_put", "aten::index_put_", "aten::_unsafe_index_put", "aten::_index_put_impl_"}
-
-# Operators that do nothing, but return another tensor.
-_SAME_VALUE = {torch.ops.aten.detach.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
 
 Handler = Callable[["Recorder", tuple[Any, ...], dict[str, Any]], Any]
 _handlers: dict[Any, Handler] = {}
@@ -89,6 +80,7 @@ class Recorder:
         "dynamic",
         "exact_floats",
         "exact_lists",
+        "facts",
         "func",
         "handler",
         "known",
@@ -104,37 +96,31 @@ class Recorder:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func
-        name = schema.name
-        self.written = written_arguments(func)
+        self.facts = facts = facts_of(func)
+        self.written = facts.written
         self.position = {a.name: index for index, a in enumerate(schema.arguments)}
         self.op = operation_of(func)
-        mutates = self.op.mutates
         self.handler = _handlers.get(func)
         if self.handler is None and any(result.type.kind() == "ClassType" for result in schema.returns):
             self.handler = _on_the_host
         self.asks_autocast = self.handler is None and autocast.may_call_listed(func)
         self.adopt()
-        self.takes_generator = "generator" in self.position
-        draws = torch.Tag.nondeterministic_seeded in func.tags and name not in _NEVER_RANDOM
-        self.random = draws or self.takes_generator
-        # An operator that returns nothing and writes nothing is there to check values, and must run.
-        checks = not schema.returns and not mutates
-        self.dynamic = (
-            checks or torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-        )
+        self.takes_generator = facts.takes_generator
+        self.random = facts.draws or facts.takes_generator
+        self.dynamic = facts.dynamic
         # Operators on lists leave it to their kernels to note that tensors changed.
-        self.bumps = mutates and name.startswith("aten::_foreach_")
+        self.bumps = facts.mutates and facts.is_foreach
         self.known: dict[Any, Known] = {}
-        self.same_value = func in _SAME_VALUE
+        self.same_value = facts.same_value
         if self.handler is None and _is_composite(func):
             self.handler = _decompose
         from_numbers = not any("Tensor" in str(a.type) and not a.is_out for a in schema.arguments)
         self.exact_floats = self.random or from_numbers  # which then may decide the shape
         # Numbers in lists may be factors of sizes, but not where there is one for each tensor.
-        self.exact_lists = self.exact_floats or not name.startswith("aten::_foreach_")
+        self.exact_lists = self.exact_floats or not facts.is_foreach
         self.deriver = None if self.random and not self.takes_generator else deriver_of(self)
         by_key = self.handler is None or func in _handled_by_key
-        self.plain = not self.random and not self.dynamic and name not in _MASK_WRITTEN and by_key
+        self.plain = not self.random and not self.dynamic and facts.mask != "written" and by_key
 
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""
@@ -153,9 +139,9 @@ class Recorder:
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, whatever its form; the return value for the user."""
-        if self.dynamic and not (self.op.name in _MASK_INDEXED and _indexes_by_number(args[1])):
+        if self.dynamic and not (self.facts.mask == "read" and _indexes_by_number(args[1])):
             return _eagerly(self, args, kwargs, None)
-        if self.op.name in _MASK_WRITTEN and not _fits_any_count(args[0], args[1], args[2]):
+        if self.facts.mask == "written" and not _fits_any_count(args[0], args[1], args[2]):
             return _eagerly(self, args, kwargs, None)
         call = self.read(args, kwargs)
         known = self._known(call)
@@ -207,7 +193,7 @@ class Recorder:
 
     def learn(self, key: Any, rule: infer.Rule, args: Any, kwargs: Any, device: int) -> Known:
         """Keep the rule of calls with this key."""
-        if len(self.known) >= _RULES_PER_OPERATOR:
+        if len(self.known) >= policy.RULES_PER_OPERATOR:
             self.known.clear()
         known = self.known[key] = Known(rule, writes_of(self, args, kwargs), handles.tape(device))
         return known

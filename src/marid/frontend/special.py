@@ -16,6 +16,7 @@ from marid.frontend.materialize import download, read, taken
 from marid.frontend.memory import storage_behind
 from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, recorder_of, retarget, special
+from marid.ops.facts import facts_of, named, overload_named
 
 aten = torch.ops.aten
 
@@ -124,7 +125,7 @@ def _fills_fresh_memory(target: Any, source: torch.Tensor) -> bool:
         target._storage is None
         and node.args is not None
         and node.op is not None
-        and node.op.name in ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
+        and facts_of(node.op.func).uninitialized
         and target.shape == source.shape
         and not target._value.spec.conj
         and not target._value.spec.neg
@@ -196,18 +197,9 @@ def _in_place_view(functional: Any) -> Any:
     return handler
 
 
-for _written, _functional in (
-    (aten.t_.default, aten.t.default),
-    (aten.transpose_.default, aten.transpose.int),
-    (aten.swapaxes_.default, aten.transpose.int),
-    (aten.swapdims_.default, aten.transpose.int),
-    (aten.squeeze_.default, aten.squeeze.default),
-    (aten.squeeze_.dim, aten.squeeze.dim),
-    (aten.squeeze_.dims, aten.squeeze.dims),
-    (aten.unsqueeze_.default, aten.unsqueeze.default),
-    (aten.as_strided_.default, aten.as_strided.default),
-):
-    special(_written)(_in_place_view(_functional))
+for _name in named("in_place_of"):
+    _written = overload_named(_name)
+    special(_written)(_in_place_view(overload_named(facts_of(_written).in_place_of)))
 
 
 @special(aten.detach_.default)
@@ -309,24 +301,16 @@ def _like_elsewhere(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str,
         if index != args[0]._value.spec.device:
             spec = args[0]._value.spec
             args = (_empty_at(spec, index), *args[1:])
-    general = _GENERAL.get(recorder.func)
+    general = _with_generator(recorder.func)
     if general is not None:
         return recorder_of(general).record(args, {**kwargs, "generator": None})
     return recorder.record(args, kwargs)
 
 
-# Random factories are recorded as the overload that takes a generator. PyTorch before 2.13 has none for some.
-_GENERAL = {
-    getattr(getattr(aten, name), plain): getattr(getattr(aten, name), general)
-    for name, plain, general in (
-        ("rand_like", "default", "generator"),
-        ("randn_like", "default", "generator"),
-        ("randint_like", "default", "generator"),
-        ("randint_like", "low_dtype", "low_generator_dtype"),
-        ("randint_like", "Tensor", "Tensor_generator"),
-    )
-    if general in getattr(aten, name).overloads()
-}
+def _with_generator(func: Any) -> Any:
+    """The overload that random factories are recorded as: the one that takes a generator; None for others."""
+    name = facts_of(func).with_generator
+    return overload_named(f"{func._schema.name}.{name}") if name else None
 
 
 def _empty_at(spec: Any, index: int) -> Any:
@@ -335,32 +319,26 @@ def _empty_at(spec: Any, index: int) -> Any:
     )
 
 
-for _name in (
-    "empty_like zeros_like ones_like full_like new_empty new_empty_strided new_full new_zeros new_ones "
-    "rand_like randn_like randint_like"
-).split():
-    for _overload in getattr(aten, _name).overloads():
+for _name in named("like"):
+    _packet = getattr(aten, _name.removeprefix("aten::"))
+    for _overload in _packet.overloads():
         if "out" not in _overload:
-            special(getattr(getattr(aten, _name), _overload), by_key=True)(_like_elsewhere)
+            special(getattr(_packet, _overload), by_key=True)(_like_elsewhere)
 
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 
-def _with_generator(general: Any) -> Any:
+def _drawn_from(general: Any) -> Any:
     def handler(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return recorder_of(general).record(args, {**kwargs, "generator": None})
 
     return handler
 
 
-for _name, _plain, _general in (
-    ("rand", "default", "generator"),
-    ("randn", "default", "generator"),
-    ("randint", "default", "generator"),
-    ("randint", "low", "low_generator"),
-    ("randperm", "default", "generator"),
-):
-    special(getattr(getattr(aten, _name), _plain))(_with_generator(getattr(getattr(aten, _name), _general)))
+for _name in named("with_generator"):
+    _plain = overload_named(_name)
+    if facts_of(_plain).factory:
+        special(_plain)(_drawn_from(_with_generator(_plain)))
 
 
 @special(aten.native_dropout.default)

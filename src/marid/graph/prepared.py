@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from marid.graph.analysis import forecast
 from marid.graph.node import Node, Spec
 from marid.graph.program import Program, Task
 
@@ -31,10 +32,11 @@ class Prepared:
         self.specs = specs
 
     @classmethod
-    def of(cls, task: Task, transient_bytes: int) -> Prepared:
+    def of(cls, task: Task) -> Prepared:
         """The program of a recorded task."""
+        program = task.build()
         nodes = [Node(node.seq, node.op, None, None, None, None, node.site, node.scope) for node in task.nodes]
-        return cls(task.build(), task.specs, nodes, transient_bytes)
+        return cls(program, task.specs, nodes, forecast(program, task.specs).nbytes)
 
 
 class Replay:

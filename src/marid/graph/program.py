@@ -19,14 +19,18 @@ The key is the whole structure, not a digest of it: two programs are the same on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from marid.graph.node import Draw, Node, Operation, Output, Spec, Value, failures, finish, raise_failure
 from marid.graph.tape import Tape
 from marid.native import module
+from marid.ops.facts import facts_of
+
+if TYPE_CHECKING:
+    from marid.graph.analysis import Analysis
 
 __all__ = [
     "Constant",
@@ -40,6 +44,7 @@ __all__ = [
     "bind",
     "deliver",
     "differ",
+    "operation_of",
 ]
 
 _LIFTED = (int, float, complex, Draw)
@@ -84,10 +89,17 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
+    """One call of an operator: positional and named arguments, and the results that are used."""
+
     op: Operation
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: tuple[Result, ...]
+
+    def operands(self) -> list[Any]:
+        """All arguments, those in lists one by one."""
+        given = (*self.args, *[value for _, value in self.kwargs])
+        return [item for arg in given for item in (arg.items if isinstance(arg, ListOf) else (arg,))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +111,8 @@ class Program:
     input_slots: tuple[int, ...]
     output_slots: tuple[int, ...]
     slot_count: int
+    analysis: Analysis | None = field(default=None, init=False, repr=False, compare=False)
+    """Of what it does to memory, once somebody has asked ``analysis_of``."""
 
 
 class Task:
@@ -208,6 +222,13 @@ def bind(nodes: list[Node]) -> Task:
     task = Task(nodes)
     module.bind(task, nodes)
     return task
+
+
+def operation_of(func: Any, target: Any = None) -> Operation:
+    """The operation of an operator overload, which calls ``target`` in its place if there is one; a new one at each
+    call."""
+    facts = facts_of(func)
+    return Operation(func, facts.mutates, facts.view, target)
 
 
 def differ(a: Any, b: Any) -> bool:

@@ -2,7 +2,7 @@
 // put every result where a plan says.
 //
 // A program makes the same allocations in the same order whenever it runs. A run that is *watched* notes them and when
-// each was freed; from that, optimize/memory.py plans offsets in one slab. A run that *follows* a plan checks every
+// each was freed; from that, execute/memory_plan.py plans offsets in one slab. A run that *follows* a plan checks every
 // allocation and every free against what was noted, and takes the planned place as long as they agree. What happens out
 // of order (an exception, a finalizer, another thread) ends the plan for the rest of that run, never its correctness.
 //
@@ -31,7 +31,7 @@ namespace {
 constexpr size_t kAlign = 64;  // what PyTorch's allocator aligns to
 constexpr size_t kPooled = size_t(64) << 10;  // smaller blocks are cheap to get and to give back
 constexpr size_t kMapped = size_t(4) << 20;  // larger blocks are mapped on their own: what is given back is gone at once
-constexpr size_t kMuch = size_t(32) << 20;  // as MUCH in execute/arena.py
+constexpr size_t kMuch = size_t(32) << 20;  // as MUCH_BYTES in policy.py
 constexpr size_t kPage = size_t(4) << 10;
 
 c10::Allocator* plain() { return c10::GetDefaultCPUAllocator(); }

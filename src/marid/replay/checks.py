@@ -7,12 +7,10 @@ it costs is the recording.
 
 from __future__ import annotations
 
+from marid import policy
 from marid.settings import settings
 
 __all__ = ["Checks"]
-
-# Replays after which there is a check whatever it costs: each power of two from one to the other.
-_FIRST, _LAST = 16, 128
 
 
 class Checks:
@@ -22,7 +20,7 @@ class Checks:
 
     def __init__(self) -> None:
         self._replays = 0
-        self._next = _FIRST
+        self._next = policy.REPLAY_FIRST_CHECK
         self._seconds = 0.0  # in replays
         self._spent = 0.0  # in checks
         self._last = 0.0  # in the last one
@@ -43,6 +41,6 @@ class Checks:
         """Whether the next call is one to check."""
         if not settings.compile_verify:
             return False
-        if self._next <= _LAST:
+        if self._next <= policy.REPLAY_LAST_CHECK:
             return self._replays >= self._next
         return 100 * (self._spent + self._last) <= settings.compile_verify * self._seconds

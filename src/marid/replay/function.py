@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from marid import policy
 from marid.errors import UnsupportedOperationError
 from marid.frontend.observe import observer
 from marid.replay.arguments import Call, Unreadable
@@ -27,9 +28,6 @@ from marid.settings import settings
 __all__ = ["Compiled", "compile"]
 
 logger = logging.getLogger("marid")
-
-_TEMPLATES = 8  # that calls of one kind keep: each is what the function did in another state
-_RECORDINGS = 4  # kept to be compared with the next ones
 
 
 class _Kind:
@@ -180,10 +178,10 @@ class Compiled(Wrapper):
                 kind.recordings = [other for other in kind.recordings if other is not earlier]
                 writes = run.written(prepared[0].program)
                 kind.templates.insert(0, Template(recording, earlier, prepared, writes, len(call.lazy)))
-                del kind.templates[_TEMPLATES:]
+                del kind.templates[policy.REPLAY_TEMPLATES :]
                 return result
         kind.recordings.append(recording)
-        del kind.recordings[:-_RECORDINGS]
+        del kind.recordings[: -policy.REPLAY_RECORDINGS]
         if why is not None:
             self._fall_back(kind, Refused(why))
         return result

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from marid.frontend import handles
-from marid.graph.operators import written_arguments
 from marid.native import module
+from marid.ops.facts import facts_of
 from marid.replay.counters import CounterLog, is_in_a_formula
 from marid.semantics.scopes import current_site
 
@@ -76,7 +76,7 @@ class HostWatch(TorchDispatchMode):
             self.refuse("the value of a tensor of the CPU is read")
         if func._schema.is_mutable:
             formals = [formal.name for formal in func._schema.arguments]
-            written = {name for name, writes in zip(formals, written_arguments(func), strict=True) if writes}
+            written = {name for name, writes in zip(formals, facts_of(func).written, strict=True) if writes}
             for name, arg in (*zip(formals, args, strict=False), *kwargs.items()):
                 if name in written:
                     self._note_written(arg)

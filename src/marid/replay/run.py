@@ -12,12 +12,11 @@ from marid.engine.protocol import Engine
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.observe import Observer, Upload, observing
+from marid.graph.analysis import analysis_of
 from marid.graph.node import Node, Spec, root_of
-from marid.graph.operators import written_slots
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, bind
 from marid.graph.tape import Tape
-from marid.optimize.forecast import forecast
 from marid.replay.arguments import Call
 from marid.replay.backward import record_backwards
 from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
@@ -101,14 +100,14 @@ class Run:
         with self._engine().lock:
             if any(node.args is None for task in tasks for node in task.nodes):
                 return None
-            return [Prepared.of(task, forecast(task).nbytes) for task in tasks]
+            return [Prepared.of(task) for task in tasks]
 
     def written(self, program: Program) -> list[int]:
         """Which of the tensors that the recording has used lie in memory that the run's own ``program`` writes."""
         assert self._task is not None
         assert self.recording is not None
         values = list(self._task.slots)
-        slots = {slot for instruction in program.instructions for slot in written_slots(instruction)}
+        slots = {slot for slots in analysis_of(program).writes for slot in slots}
         roots = {root_of(values[slot]) for slot in slots}
         used = [(self._tensors if kind == TENSOR else self._grads)[index] for kind, index in self.recording.used]
         return [position for position, tensor in enumerate(used) if root_of(tensor._value) in roots]

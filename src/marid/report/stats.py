@@ -79,9 +79,9 @@ class Stats:
     live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``functions`` under
     ``marid.compile`` that were called; ``epoch`` counts completed runs;
     ``programs_compiling`` parts of programs that are being compiled, ``programs_compiled`` programs of which there is a
-    compiled form (one for each shapes rule), ``compiled_runs`` runs
+    compiled variant (one for each rule of shapes), ``compiled_runs`` runs
     with one; ``compile_cache_hits`` parts found on disk; ``compile_failures`` parts that could not be compiled,
-    ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` forms that
+    ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` variants that
     were no faster; ``compile_workers`` worker processes started, ``compile_workers_lost`` that died;
     ``compile_damaged`` entries of the disk cache that were damaged, ``compile_unstored`` parts that did not get there;
     ``remote`` what went to workers and came from them, where there are any.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marid.execute.compiled.describe import Description, describe, generalize, solve
-from marid.execute.compiled.parts import Part, Specs
+from marid.execute.compiled.partition import Partition, Specs
 from marid.execute.compiled.passes.registry import Improved, PassFailed, improve, wanted
 from marid.execute.kernel_warnings import report
 from marid.graph.program import Program
@@ -24,7 +24,7 @@ class Asked:
     """A part to compile: ``code``, for runs whose description is that of ``fits`` with other ``values`` of the
     ``symbols`` that the two have in common; if not ``for_any_size`` there are none."""
 
-    part: Part
+    part: Partition
     fits: Description
     code: Description
     symbols: int
@@ -32,7 +32,7 @@ class Asked:
     for_any_size: bool = True
 
 
-def asked(part: Part, program: Program, examples: list[Example], changing: set[int]) -> Asked | None:
+def asked(part: Partition, program: Program, examples: list[Example], changing: set[int]) -> Asked | None:
     """What to ask for, given the sizes and numbers that came, the latest last; ``changing`` are parameters that came
     with several values. None where one code cannot serve all of them."""
     if wanted():
@@ -51,7 +51,7 @@ def asked(part: Part, program: Program, examples: list[Example], changing: set[i
     return None if general is None or values is None else Asked(part, general, general, count, values)
 
 
-def _improved(part: Part, program: Program, examples: list[Example], changing: set[int]) -> Asked | None:
+def _improved(part: Partition, program: Program, examples: list[Example], changing: set[int]) -> Asked | None:
     """The same with what passes make of the part; None where they change nothing, or not the same for all sizes."""
     while True:
         runs = [describe(part, program, specs, params) for specs, params in examples]
@@ -77,7 +77,7 @@ def _improved(part: Part, program: Program, examples: list[Example], changing: s
     return Asked(part, general["fits"], general["code"], count, values, made.for_any_size)
 
 
-def _pass_over(part: Part, description: Description, example: Example, changing: set[int]) -> Improved | None:
+def _pass_over(part: Partition, description: Description, example: Example, changing: set[int]) -> Improved | None:
     numbers = [number.value(example[1]) for number in part.numbers]
     varying = {position for position, number in enumerate(part.numbers) if number.param in changing}
     return improve(description, numbers, varying)

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from marid.execute.compiled.operators import is_row_product
-from marid.execute.compiled.parts import Part, Specs, arguments_of
+from marid.execute.compiled.partition import Partition, Specs, arguments_of
 from marid.graph.node import Spec
-from marid.graph.operators import marked_name
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+from marid.ops.facts import facts_of
 
 __all__ = ["Description", "describe", "generalize", "geometry_of", "plain", "plain_constant", "solve"]
 
 Description = dict[str, Any]
 
 
-def describe(part: Part, program: Program, specs: Specs, params: list[Any]) -> Description:
+def describe(part: Partition, program: Program, specs: Specs, params: list[Any]) -> Description:
     """``part`` with these shapes and parameters. Slots are numbered anew: equal parts of two programs are equal."""
     slots = {slot: index for index, slot in enumerate(part.inputs)}
     numbers = {(number.param, number.element): index for index, number in enumerate(part.numbers)}
@@ -47,7 +47,7 @@ def describe(part: Part, program: Program, specs: Specs, params: list[Any]) -> D
     for instruction in program.instructions[part.start : part.stop]:
         operation = instruction.op.func
         described = {
-            "op": marked_name(operation).partition("::")[2],
+            "op": facts_of(operation).marked_name.partition("::")[2],
             "overload": operation._overloadname,
             "args": {name: value_of(value) for name, value in arguments_of(instruction)},
             "row": is_row_product(instruction.op, _tensors(instruction, specs)),
@@ -84,7 +84,7 @@ def geometry_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {"size": list(tensor.shape), "stride": list(tensor.stride()), "dtype": _name(tensor.dtype)}
 
 
-def _offset(part: Part, specs: Specs, position: int) -> int:
+def _offset(part: Partition, specs: Specs, position: int) -> int:
     """Where in its base an input begins."""
     own, base = specs[part.inputs[position]], specs[part.inputs[part.bases[position]]]
     assert own is not None

@@ -13,16 +13,13 @@ import torch
 
 from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
-from marid.execute.compiled.form import Form, assemble
-from marid.execute.compiled.parts import Part
-from marid.execute.flat import FlatProgram
-from marid.execute.forms import Form as Recorded
-from marid.execute.forms import Frame, Positioned
-from marid.execute.geometry import settle
+from marid.execute.compiled.partition import Partition
+from marid.execute.compiled.variant import Variant, assemble
+from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
+from marid.execute.specialisation import Frame, Positioned, Specialisation
 from marid.execute.table import TableRun
 from marid.graph.node import Draw, Operation
-from marid.graph.operators import slots_of
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library
@@ -49,43 +46,36 @@ def _operation() -> Operation:
     return Operation(torch.ops.marid.compiled.default, mutates=True, view=False)
 
 
-class CompiledProgram(FlatProgram):
-    """A program in which calls of compiled parts stand for stretches of ``flat``, with which it goes on in trouble.
+class CompiledProgram:
+    """A program in which calls of compiled parts stand for stretches of ``flat``, the fallback of its ``executable``.
 
-    Slots are those of ``flat``, and what it says of a failure is said in instructions of ``flat``.
+    Slots are those of ``flat``, and what is said of a failure is said in instructions of ``flat``.
     """
 
-    def __init__(self, flat: FlatProgram, form: Form) -> None:
-        program, self._origins = assemble(flat.program, [part.part for part in form.parts], _operation())
-        super().__init__(program, flat.transient_bytes)
+    def __init__(self, flat: Executable, variant: Variant) -> None:
+        program, self.origins = assemble(flat.program, [part.part for part in variant.parts], _operation())
+        self.executable = Executable(program, flat.transient_bytes, self)
+        self.executable.runs = 1  # not to be interpreted first
         self.flat = flat
-        self.compiled = form
-        self.runs = 1  # not to be interpreted first
+        self.compiled = variant
         self.left = False
         """Whether the latest run went on without the parts."""
 
-    def interpret(self, frame: Frame, start: int) -> list[torch.Tensor]:
+    def resume(self, frame: Frame, start: int) -> list[torch.Tensor]:
         """Go on in the flat program."""
         self.left = True
-        origin = self._origin(start, frame)
+        origin = self.recorded(frame, start)
         names = frame.params[len(frame.params) - 2 * len(self.compiled.parts) + 1 :: 2]
         if any(library.marid_compiled_failed(name) == _FAILED_WRITING for name in names):
             error = LazyTensorError("a compiled part failed after it may have written to its inputs")
             raise Interrupted(origin, False, frame.tensors, error)
         return self.flat.interpret(frame, origin)
 
-    def stopped(self, index: int, frame: Frame, error: BaseException) -> Interrupted:
-        return Interrupted(self._origin(index, frame), False, frame.tensors, error)
-
-    def settle(self, index: int, frame: Frame) -> None:
-        node = frame.task.nodes[min(self._origins[index], len(frame.task.nodes) - 1)]
-        settle(self.program.instructions[index], node, frame.tensors, frame.task.specs, frame.params, self.unsettled)
-
-    def _origin(self, index: int, frame: Frame) -> int:
+    def recorded(self, frame: Frame, index: int) -> int:
         """The instruction of ``flat`` to go on with. Behind a part, its views come first."""
-        while index < len(self._origins) and self._is_again(index):
+        while index < len(self.origins) and self._is_again(index):
             try:
-                self.steps(frame, index, index + 1)
+                self.executable.steps(frame, index, index + 1)
             except Interrupted as stop:
                 if isinstance(stop.error, Exception):
                     raise stop.error from None
@@ -95,10 +85,10 @@ class CompiledProgram(FlatProgram):
 
     def _is_again(self, index: int) -> bool:
         """Whether an instruction is one that is made again behind a part."""
-        return self._after(index + 1) == self._origins[index]
+        return self._after(index + 1) == self.origins[index]
 
     def _after(self, index: int) -> int:
-        return self._origins[index] if index < len(self._origins) else len(self.flat.program.instructions)
+        return self.origins[index] if index < len(self.origins) else len(self.flat.program.instructions)
 
 
 class _Here:
@@ -126,11 +116,11 @@ class Bound(_Here):
     __slots__ = ("_form", "_params", "_program", "_refused", "output_slots", "transient_bytes")
 
     def __init__(
-        self, program: CompiledProgram, form: Recorded, params: list[Any], refused: Callable[[], None]
+        self, program: CompiledProgram, variant: Specialisation, params: list[Any], refused: Callable[[], None]
     ) -> None:
-        self._program, self._form, self._params, self._refused = program, form, params, refused
-        self.transient_bytes = program.transient_bytes
-        self.output_slots = form.output_slots
+        self._program, self._form, self._params, self._refused = program, variant, params, refused
+        self.transient_bytes = program.flat.transient_bytes
+        self.output_slots = variant.output_slots
 
     @property
     def placement(self) -> Placement | None:
@@ -166,13 +156,13 @@ class Checked(_Here):
 
     def __init__(
         self,
-        flat: FlatProgram,
-        form: Form,
+        flat: Executable,
+        variant: Variant,
         extended: list[Any],
         seconds: float,
         done: Callable[[set[int], int], None],
     ) -> None:
-        self._flat, self._form, self._extended, self._done = flat, form, extended, done
+        self._flat, self._form, self._extended, self._done = flat, variant, extended, done
         self._seconds = seconds
         self.transient_bytes = flat.transient_bytes
         self.placement: Placement | None = None
@@ -235,7 +225,7 @@ class Checked(_Here):
             if any(result.slot in wrong for result in instruction.results):
                 index = at
                 break
-            if instruction.op.mutates and set(slots_of(instruction)) & set(wrong):
+            if instruction.op.mutates and set(self._flat.analysis.reads[at]) & set(wrong):
                 index = at
         node = task.nodes[index]
         name = instructions[index].op.name
@@ -248,7 +238,7 @@ class Checked(_Here):
         )
 
 
-def _copies(part: Part, real: list[torch.Tensor]) -> list[torch.Tensor]:
+def _copies(part: Partition, real: list[torch.Tensor]) -> list[torch.Tensor]:
     """Inputs for a part, with copies of what it writes."""
     given = [_copied(t) if w else t for t, w in zip(real, part.written, strict=True)]
     for index, base in enumerate(part.bases):

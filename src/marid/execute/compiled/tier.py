@@ -1,4 +1,4 @@
-"""When a program is compiled, and when the compiled form is used: what the flat tier asks before each run."""
+"""When a program is compiled, and when the compiled variant is used: what the flat tier asks before each run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.execute.compiled.asked import Asked, asked
 from marid.execute.compiled.disk import DiskCache, Entry, identity
-from marid.execute.compiled.form import CompiledPart, Form
-from marid.execute.compiled.parts import Part, Specs, choose
+from marid.execute.compiled.partition import Partition, Specs, choose
 from marid.execute.compiled.passes.registry import generation
 from marid.execute.compiled.run import Bound, Checked, CompiledProgram
+from marid.execute.compiled.variant import CompiledPartition, Variant
 from marid.execute.compiled.workers import Job, compiler
-from marid.execute.flat import FlatProgram
-from marid.execute.forms import Way
+from marid.execute.executable import Executable
+from marid.execute.specialisation import Runnable
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.report.stats import counters
@@ -32,20 +33,14 @@ __all__ = ["Tier", "best", "folder"]
 
 logger = logging.getLogger("marid")
 
-_FORMS = 3  # shapes rules that a program is compiled for at most
-_EXAMPLES = 4  # sets of sizes that are remembered, to see what changes
-_SAMPLES = 9  # runs of either tier before they are compared
-_WARM = 4  # runs of a new form that do not count: its memory is planned in them
-_PATIENCE = 0.005  # seconds that compiling may add to any run
-_CACHED = 8  # a program is looked up on disk after this fraction of the time it takes to be compiled
 
 _said: set[str] = set()
 
 
-def best(program: FlatProgram, task: Task | Replay, room: int | None) -> Way:
+def best(program: Executable, task: Task | Replay, room: int | None) -> Runnable:
     """How to run ``task``. ``room`` are the bytes that the run may take, or None. To be called below all dispatch."""
     if not settings.compile or program.runs < settings.compile_after:
-        return program.form(task)
+        return program.specialised(task)
     if program.tier is None or program.tier.generation != generation():
         program.tier = Tier(program)
     return program.tier.best(task, room)
@@ -71,13 +66,13 @@ class _Request:
 class Tier:
     """What is known about compiling one program."""
 
-    def __init__(self, flat: FlatProgram) -> None:
+    def __init__(self, flat: Executable) -> None:
         self.flat = flat
         self.generation = generation()
         """Of the passes that it compiles with."""
         self.over = False
         """Whether nothing more is to be compiled."""
-        self._forms: list[tuple[Form, CompiledProgram]] = []
+        self._variants: list[tuple[Variant, CompiledProgram]] = []
         self._requested = 0
         self._request: _Request | None = None
         self._seen: OrderedDict[Specs, list[Any]] = OrderedDict()
@@ -86,41 +81,42 @@ class Tier:
         self._spent = 0.0
         self._looked = False
         self._asking: Iterator[None] | None = None
-        self._times: dict[tuple[Form | None, Specs], deque[float]] = {}
+        self._times: dict[tuple[Variant | None, Specs], deque[float]] = {}
         flat.ran = None
 
-    def best(self, task: Task | Replay, room: int | None) -> Way:
+    def best(self, task: Task | Replay, room: int | None) -> Runnable:
         """How to run ``task`` now."""
         if (
-            not self._forms
+            not self._variants
             and self._request is None
-            and (self.over or self._spent < settings.compile_ms / 1000 / _CACHED)
+            and (self.over or self._spent < settings.compile_ms / 1000 / policy.COMPILE_LOOKUP)
         ):
             self.flat.ran = None if self.over else self._spend
-            return self.flat.form(task)
+            return self.flat.specialised(task)
         self.flat.ran = None
         if self._request is not None:
             self._try(self._look_after)
         specs, params = task.specs, task.params
-        for form, program in self._forms:
-            extended = form.bind(specs, params)
+        for variant, program in self._variants:
+            extended = variant.bind(specs, params)
             if extended is None:
                 continue
-            if not form.is_checked:
-                return self._check(form, extended, task, room)
+            if not variant.is_checked:
+                return self._check(variant, extended, task, room)
             counters.compiled_runs += 1
-            program.ran = functools.partial(self._ran, form, specs)
-            return Bound(program, program.form(task), extended, functools.partial(form.reject, specs, params))
+            program.executable.ran = functools.partial(self._ran, variant, specs)
+            refused = functools.partial(variant.reject, specs, params)
+            return Bound(program, program.executable.specialised(task), extended, refused)
         if not self.over:
             self._seen[specs] = params
             self._seen.move_to_end(specs)
-            if len(self._seen) > _EXAMPLES:
+            if len(self._seen) > policy.COMPILE_EXAMPLES:
                 self._seen.popitem(last=False)
             self._first = self._first or params
             if self._request is None and specs not in self._asked:
                 self._try(functools.partial(self._consider, task))
         self.flat.ran = functools.partial(self._ran, None, specs)
-        return self.flat.form(task)
+        return self.flat.specialised(task)
 
     def _try(self, function: Callable[[], None]) -> None:
         """What goes wrong in compiling is never the user's: the program runs flat."""
@@ -136,22 +132,22 @@ class Tier:
     def _spend(self, seconds: float) -> None:
         self._spent += seconds
 
-    def _ran(self, form: Form | None, specs: Specs, seconds: float) -> None:
-        times = self._times.setdefault((form, specs), deque(maxlen=_SAMPLES + _WARM))
+    def _ran(self, variant: Variant | None, specs: Specs, seconds: float) -> None:
+        times = self._times.setdefault((variant, specs), deque(maxlen=policy.COMPILE_SAMPLES + policy.COMPILE_WARM))
         times.append(seconds)
-        if len(self._times) > 16 * _EXAMPLES:
+        if len(self._times) > 16 * policy.COMPILE_EXAMPLES:
             del self._times[next(iter(self._times))]
-        if form is None:
+        if variant is None:
             self._spent += seconds
-        elif len(times) == _SAMPLES + _WARM:
+        elif len(times) == policy.COMPILE_SAMPLES + policy.COMPILE_WARM:
             before = self._times.get((None, specs))
-            if before is not None and len(before) >= _SAMPLES:
-                self._compare(form, list(times)[_WARM:], list(before)[-_SAMPLES:])
+            if before is not None and len(before) >= policy.COMPILE_SAMPLES:
+                self._compare(variant, list(times)[policy.COMPILE_WARM :], list(before)[-policy.COMPILE_SAMPLES :])
 
-    def _compare(self, form: Form, now: list[float], before: list[float]) -> None:
-        """Give a form up that does not pay."""
+    def _compare(self, variant: Variant, now: list[float], before: list[float]) -> None:
+        """Give a variant up that does not pay."""
         if min(now) > min(before) and statistics.median(now) > statistics.median(before):
-            self._forms = [one for one in self._forms if one[0] is not form]
+            self._variants = [one for one in self._variants if one[0] is not variant]
             self.over = True
             counters.compiled_dropped += 1
 
@@ -161,7 +157,7 @@ class Tier:
         """Ask for the program to be compiled if its runs took long enough, for the sizes seen so far."""
         wanted = settings.compile_ms / 1000
         if self._asking is None:
-            if self._spent < wanted and (self._looked or self._spent < wanted / _CACHED):
+            if self._spent < wanted and (self._looked or self._spent < wanted / policy.COMPILE_LOOKUP):
                 return
             self._asking = self._ask(_shared(task), only_cached=self._spent < wanted)
             self._looked = True
@@ -175,7 +171,7 @@ class Tier:
     def _patience(self, specs: Specs) -> float:
         """Seconds that may be added to a run, which a user waits for: a small part of what it takes."""
         times = self._times.get((None, specs))
-        return max(_PATIENCE, statistics.median(times) / 3) if times else _PATIENCE
+        return max(policy.COMPILE_PATIENCE, statistics.median(times) / 3) if times else policy.COMPILE_PATIENCE
 
     def _ask(self, shared: dict[int, int], only_cached: bool) -> Iterator[None]:
         """Look for the parts on disk, or ask for them, one after the other."""
@@ -216,11 +212,11 @@ class Tier:
         self._requested += 1
         any_size = all(asks.for_any_size for asks, _ in request.parts)
         self._asked.update(specs for specs, _ in (examples if any_size else examples[-1:]))
-        self.over = not request.parts or self._requested >= _FORMS
+        self.over = not request.parts or self._requested >= policy.COMPILE_RULES
         self._request = request if request.parts else None
 
     def _look_after(self) -> None:
-        """Make a form of what was compiled, when all of it is there."""
+        """Make a variant of what was compiled, when all of it is there."""
         assert self._request is not None
         compiler.poll()
         if not self._request.answered:
@@ -233,36 +229,36 @@ class Tier:
                 counters.compile_failures += 1
                 continue
             try:
-                loaded.append(CompiledPart(self.flat.program, asks, entry, request.threads))
+                loaded.append(CompiledPartition(self.flat.program, asks, entry, request.threads))
             except OSError as error:
                 logger.info("a compiled part cannot be loaded: %s", error)
                 counters.compile_failures += 1
             if isinstance(found, Job) and found.answer is not None and "unstored" in found.answer:
                 shutil.rmtree(entry.path.parent, ignore_errors=True)
         if loaded:
-            self._add(Form(self.flat.program, loaded, request.threads))
+            self._add(Variant(self.flat.program, loaded, request.threads))
 
-    def _add(self, form: Form) -> None:
-        self._forms.insert(0, (form, CompiledProgram(self.flat, form)))
+    def _add(self, variant: Variant) -> None:
+        self._variants.insert(0, (variant, CompiledProgram(self.flat, variant)))
         counters.programs_compiled += 1
 
-    def _check(self, form: Form, extended: list[Any], task: Task | Replay, room: int | None) -> Way:
+    def _check(self, variant: Variant, extended: list[Any], task: Task | Replay, room: int | None) -> Runnable:
         specs = task.specs
         if room is not None:
-            extra = max(_copies(specs, part.part) for part in form.parts)
+            extra = max(_copies(specs, part.part) for part in variant.parts)
             if extra > room - self.flat.transient_bytes:
-                return self.flat.form(task)
-        return Checked(self.flat, form, extended, self._patience(specs), functools.partial(self._judge, form))
+                return self.flat.specialised(task)
+        return Checked(self.flat, variant, extended, self._patience(specs), functools.partial(self._judge, variant))
 
-    def _judge(self, form: Form, bad: set[int], checked: int) -> None:
-        """So many parts of a form are checked; use those that were right when all of them are."""
-        form.checked = checked
-        form.bad |= bad
-        if not form.is_checked or not form.bad:
+    def _judge(self, variant: Variant, bad: set[int], checked: int) -> None:
+        """So many parts of a variant are checked; use those that were right when all of them are."""
+        variant.checked = checked
+        variant.bad |= bad
+        if not variant.is_checked or not variant.bad:
             return
-        self._forms = [one for one in self._forms if one[0] is not form]
+        self._variants = [one for one in self._variants if one[0] is not variant]
         counters.programs_compiled -= 1
-        rest = form.without_bad()
+        rest = variant.without_bad()
         if rest is not None:
             self._add(rest)
 
@@ -315,7 +311,7 @@ def _integers(item: Any) -> Iterator[int]:
         yield item
 
 
-def _copies(specs: Specs, part: Part) -> int:
+def _copies(specs: Specs, part: Partition) -> int:
     """The bytes that checking a part takes: its results, and copies of what it writes."""
     slots = [*part.outputs, *(slot for slot, written in zip(part.inputs, part.written, strict=True) if written)]
     return sum(spec.nbytes for slot in slots if (spec := specs[slot]) is not None)

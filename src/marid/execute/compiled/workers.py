@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from marid import policy
 from marid.report.stats import counters
 from marid.settings import settings
 
 __all__ = ["Compiler", "Job", "compiler"]
 
-_IDLE = 120.0  # seconds after which a worker without work ends
 _WORKER = Path(__file__).with_name("worker.py")
 _KEPT_OUT = ("MARID_", "TORCH", "AOT_INDUCTOR", "AOTI_", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS", "OMP_")
 
@@ -102,7 +102,7 @@ class Compiler:
                 "-P",
                 str(_WORKER),
                 str(os.getpid()),
-                str(_IDLE),
+                str(policy.COMPILER_IDLE),
                 self._scratch,
                 str(settings.compile_niceness),
             ],

@@ -4,29 +4,16 @@
 ``products.cpp`` has the operators that programs run, with ATen's bits, ``trials.cpp`` chooses the kernel, and
 ``multiply.cpp`` and ``multiply_row.cpp`` are the two kernels. Operators with sums in an order of their own are in
 ``fast_linear.cpp`` (floats) and ``quantized.cpp`` (packed matrices); the ``*_kernels.cpp`` are compiled for this
-machine's vector unit. This module is the Python side: which operator runs in the place of which of ATen's.
+machine's vector unit. This module switches them on and off; which operator runs in the place of
+which of ATen's is in ``ops/table.py``.
 """
 
 from __future__ import annotations
 
-import torch
-
 from marid.native import library
 from marid.settings import settings
 
-__all__ = ["configure", "count", "replacement"]
-
-_REPLACEMENTS = {
-    torch.ops.aten.mm.default: b"marid::product",
-    torch.ops.aten.bmm.default: b"marid::product",
-    torch.ops.aten.addmm.default: b"marid::product_add",
-    torch.ops.aten.linear.default: b"marid::linear",
-}
-
-
-def replacement(func: torch._ops.OpOverload) -> bytes | None:
-    """The operator that runs in the place of ``func``, with the same arguments and the same result; None for none."""
-    return _REPLACEMENTS.get(func)
+__all__ = ["configure", "count"]
 
 
 def configure(

@@ -115,9 +115,9 @@ class RemoteEngine:
         """The same for as many nodes as fit into one request; the list must be the only one that holds them."""
         task = bind(nodes)
         refuse_spoiled(task)
-        if room is not None:
-            refuse_beyond(room, task)
         specialization = self._programs.find(task)
+        if room is not None:
+            refuse_beyond(room, task, specialization.encoded.program)
         base = self.remote.take(specialization.encoded.program.slot_count)
         step = RunStep(specialization, task.inputs, task.params, base, current_site())
         with Uninterrupted():

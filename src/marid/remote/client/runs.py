@@ -8,11 +8,11 @@ from typing import Any
 
 from marid.engine.protocol import Geometry, GiveBack
 from marid.execute.geometry import Misprediction, report
+from marid.execute.store import ProgramStore
+from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Node, Spec, finish
-from marid.graph.operators import shared_slots, written_slots
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, differ
-from marid.optimize.forecast import forecast
 from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
 from marid.remote.client.steps import Sent, Step, configure
 from marid.remote.wire import requests as ask
@@ -20,10 +20,6 @@ from marid.remote.wire.codec import as_int, as_list
 from marid.remote.wire.kernel_settings import current
 from marid.remote.wire.programs import body_of, changes_between, digest_of, geometry_of, packed
 from marid.remote.wire.tensors import spec_from
-from marid.report.builds import builds
-from marid.report.stats import counters
-from marid.semantics.scopes import current_site
-from marid.settings import settings
 
 __all__ = ["EncodedProgram", "EncodedPrograms", "ReplayStep", "RunStep", "Specialization", "report_mispredictions"]
 
@@ -38,13 +34,9 @@ class EncodedProgram:
         self.program = program
         self.body = body_of(program)
         self.digest = digest_of(self.body)
-        self.roots = list(range(program.slot_count))
-        written: set[int] = set()
-        for instruction in program.instructions:
-            for slot, of in shared_slots(instruction).items():
-                self.roots[slot] = self.roots[of]
-            if instruction.op.mutates:
-                written |= {self.roots[slot] for slot in written_slots(instruction)}
+        analysis = analysis_of(program)
+        self.roots = [analysis.roots.get(slot, slot) for slot in range(program.slot_count)]
+        written = analysis.written
         places = {slot: place for place, slot in enumerate(program.input_slots)}
         self.written_inputs = tuple(sorted(places[slot] for slot in written if slot in places))
         self.places = places
@@ -83,42 +75,23 @@ class Specialization:
 
 
 class EncodedPrograms:
-    """Least-recently-used map from a program's key to the program; equality of keys is full, as in this process."""
+    """The programs of one client, and the specs that they came with."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[tuple[Any, ...], EncodedProgram] = OrderedDict()
-        self._instructions = 0
+        self._store = ProgramStore(lambda program, _: EncodedProgram(program))
 
     def find(self, task: Task | Prepared) -> Specialization:
         """The program of ``task`` with its specs, made ready to be sent if it is new."""
-        encoded = self._programs.get(task.key)
-        if encoded is None:
-            encoded = self._add(task)
-        else:
-            self._programs.move_to_end(task.key)
-            counters.programs_reused += 1
+        encoded = self._store.find(task)
         specialization = encoded.sizes.get(task.specs)
         if specialization is None:
-            nbytes = task.transient_bytes if isinstance(task, Prepared) else forecast(task).nbytes
+            nbytes = forecast(encoded.program, task.specs).nbytes
             specialization = encoded.sizes[task.specs] = Specialization(encoded, task.specs, nbytes)
             if len(encoded.sizes) > _SIZES:
                 encoded.sizes.popitem(last=False)
         else:
             encoded.sizes.move_to_end(task.specs)
         return specialization
-
-    def _add(self, task: Task | Prepared) -> EncodedProgram:
-        program = task.program if isinstance(task, Prepared) else task.build()
-        encoded = self._programs[task.key] = EncodedProgram(program)
-        counters.programs_built += 1
-        builds.note(task, program, current_site())
-        self._instructions += len(program.instructions)
-        while len(self._programs) > 1 and (
-            len(self._programs) > settings.cache_programs or self._instructions > settings.cache_instructions
-        ):
-            _, oldest = self._programs.popitem(last=False)
-            self._instructions -= len(oldest.program.instructions)
-        return encoded
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from marid.graph.node import Operation
-from marid.graph.operators import written_arguments
+from marid.ops.facts import facts_of
 
 __all__ = ["HostOperator", "WrittenOut", "operator_on"]
 
@@ -85,7 +85,7 @@ class HostOperator(Operation):
         named = {name: _HOST if name == "device" else to_host(arg) for name, arg in kwargs.items()}
         returned = self.target._op(*[to_host(arg) for arg in args], **named)
         formals = [formal.name for formal in self._schema.arguments]
-        written = dict(zip(formals, written_arguments(self.func), strict=True))
+        written = dict(zip(formals, facts_of(self.func).written, strict=True))
         for name, arg in [*zip(formals, args, strict=False), *kwargs.items()]:
             if written[name] and isinstance(arg, torch.Tensor):
                 arg.copy_(next(copy for tensor, copy in copies if tensor is arg))

@@ -18,16 +18,15 @@ from marid.engine.protocol import Called
 from marid.errors import WireError
 from marid.execute.accelerator import Host, accelerator_of
 from marid.execute.arena import Arena
-from marid.execute.cache import ProgramCache
 from marid.execute.captured import CapturedProgram
 from marid.execute.compiled.tier import best
-from marid.execute.flat import FlatProgram
-from marid.execute.forms import Frame
+from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
+from marid.execute.specialisation import Frame
+from marid.execute.store import ProgramStore
+from marid.graph.analysis import forecast
 from marid.graph.node import Node, Operation, Spec
-from marid.graph.operators import shared_slots
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import ListOf, Slot
 from marid.graph.twister import Twisters
 from marid.native import module
 from marid.remote.wire.programs import changed, digest_of, geometry_of
@@ -88,7 +87,7 @@ class Executor:
         """How many captured pieces of programs were run."""
         self.refused = 0
         """How many requests were malformed, or made no sense."""
-        self._cache = ProgramCache()
+        self._cache = ProgramStore(Executable.of)
         self._arena = Arena()
         self._captured: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
         self._programs: OrderedDict[bytes, _Kept] = OrderedDict()
@@ -135,9 +134,9 @@ class Executor:
         self._enter(kept, digest, specs)
 
     def _enter(self, kept: _Kept, digest: bytes, specs: tuple[Spec | None, ...]) -> None:
-        held = _fullest(_changes(kept.remote, specs))
-        prepared = Prepared(kept.remote.program, specs, kept.nodes, sum(nbytes for _, nbytes in held))
-        kept.geometries[digest] = prepared, held[:_HELD]
+        expected = forecast(kept.remote.program, specs)
+        prepared = Prepared(kept.remote.program, specs, kept.nodes, expected.nbytes)
+        kept.geometries[digest] = prepared, [(slot, nbytes) for nbytes, _, slot in expected.held[:_HELD]]
         added = _SLOT_BYTES * len(specs)
         if len(kept.geometries) > _GEOMETRIES:
             kept.geometries.popitem(last=False)
@@ -192,7 +191,7 @@ class Executor:
         self.runs += 1
         return prepared, results
 
-    def _ready(self, prepared: Prepared) -> FlatProgram:
+    def _ready(self, prepared: Prepared) -> Executable | CapturedProgram:
         if prepared.ready is None and isinstance(self.accelerator, Host):
             prepared.ready = self._cache.find(prepared)
         elif prepared.ready is None:  # what plans and compiles programs knows the host only
@@ -201,13 +200,13 @@ class Executor:
         return prepared.ready
 
     def _execute(
-        self, ready: FlatProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
+        self, ready: Executable | CapturedProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
     ) -> list[torch.Tensor]:
         if not isinstance(ready, CapturedProgram):
             replay = Replay(prepared, inputs, params)
-            form = best(ready, replay, None)
-            with self._arena.run(form.placement):
-                return form.run(replay, self.twisters.at)
+            runnable = best(ready, replay, None)
+            with self._arena.run(runnable.placement):
+                return runnable.run(replay, self.twisters.at)
         replays = ready.replays
         results = ready.execute(inputs, params, self.twisters.at)
         self.replays += ready.replays - replays
@@ -220,7 +219,7 @@ class Executor:
 
     def _one_by_one(
         self,
-        ready: FlatProgram,
+        ready: Executable | CapturedProgram,
         prepared: Prepared,
         inputs: list[torch.Tensor],
         params: list[Any],
@@ -232,7 +231,7 @@ class Executor:
         )
         for index in range(len(prepared.program.instructions)):
             at(index)
-            ready.steps(frame, index, index + 1, frozenset(outputs))
+            _executable(ready).steps(frame, index, index + 1, frozenset(outputs))
         return [frame.tensors[slot] for slot in outputs]
 
     def run_until(
@@ -254,7 +253,7 @@ class Executor:
             raise WireError("a run is to go on behind its end")
         frame = Frame.of(Replay(prepared, inputs, given), given, self.twisters.at)
         with concretely():
-            ready.steps(frame, 0, until, frozenset(keep))
+            _executable(ready).steps(frame, 0, until, frozenset(keep))
         if any(slot not in frame.tensors for slot in keep):
             raise WireError("a slot that is to be kept does not exist then")
         return [frame.tensors[slot] for slot in keep]
@@ -318,6 +317,10 @@ class Executor:
         return len(self._programs)
 
 
+def _executable(ready: Executable | CapturedProgram) -> Executable:
+    return ready.executable if isinstance(ready, CapturedProgram) else ready
+
+
 class Warned:
     """Context manager: what kernels warn of inside, as texts."""
 
@@ -364,52 +367,3 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
         storage = tensor.untyped_storage()
         blocks[storage.data_ptr()] = storage.nbytes()
     return sum(blocks.values())
-
-
-# --- what a run will hold, from instructions and specs, as optimize/forecast.py has it from nodes --------------------
-
-
-def _changes(remote: RemoteProgram, specs: tuple[Spec | None, ...]) -> list[tuple[int, int, int, int]]:
-    """For each result that has memory of its own: slot, bytes, the instruction that makes it and the last that sees it,
-    itself or through a view."""
-    program = remote.program
-    root: dict[int, int] = {slot: slot for slot in program.input_slots}
-    dies: dict[int, int] = {}
-    born: dict[int, int] = {}
-    for index, instruction in enumerate(program.instructions):
-        used = _slots((*instruction.args, *(arg for _, arg in instruction.kwargs)))
-        for slot in used:
-            dies[root[slot]] = index
-        shared = shared_slots(instruction)
-        for result in instruction.results:
-            root[result.slot] = root[shared[result.slot]] if result.slot in shared else result.slot
-            dies[root[result.slot]] = index
-            if root[result.slot] == result.slot:
-                born[result.slot] = index
-    for slot in program.output_slots:
-        dies[root[slot]] = len(program.instructions)
-    return [(slot, spec.nbytes, start, dies[slot]) for slot, start in born.items() if (spec := specs[slot]) is not None]
-
-
-def _slots(args: Iterable[Any]) -> list[int]:
-    found: list[int] = []
-    for arg in args:
-        if isinstance(arg, Slot):
-            found.append(arg.index)
-        elif isinstance(arg, ListOf):
-            found += [item.index for item in arg.items if isinstance(item, Slot)]
-    return found
-
-
-def _fullest(lives: list[tuple[int, int, int, int]]) -> list[tuple[int, int]]:
-    """What is held at the fullest moment: slots and bytes, the largest first."""
-    changes: dict[int, int] = {}
-    for _, nbytes, start, end in lives:
-        changes[start] = changes.get(start, 0) + nbytes
-        changes[end + 1] = changes.get(end + 1, 0) - nbytes
-    held = peak = moment = 0
-    for index in sorted(changes):
-        held += changes[index]
-        if held > peak:
-            peak, moment = held, index
-    return sorted(((slot, n) for slot, n, start, end in lives if start <= moment <= end and n), key=lambda x: -x[1])

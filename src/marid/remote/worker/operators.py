@@ -20,7 +20,7 @@ import torch
 
 from marid.errors import WireError
 from marid.graph.node import Operation
-from marid.graph.operators import operation_of
+from marid.graph.program import operation_of
 from marid.remote.worker.admitted import is_admitted
 from marid.remote.worker.checks import CHECKS
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from marid.errors import WireError
-from marid.execute.flat import may_be_stopped
+from marid.execute.executable import may_be_stopped
 from marid.remote.wire.codec import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
 from marid.remote.worker.collectives import Groups
 from marid.remote.worker.connections import PEER, OwnedSocket, ServerSocket

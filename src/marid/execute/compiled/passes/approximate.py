@@ -12,6 +12,7 @@ from torch import fx
 
 from marid.execute.compiled.passes.rewriter import Rewriter, look, overloads, val_of
 from marid.execute.compiled.passes.storages import Storages, is_view
+from marid.ops.facts import facts_of
 
 __all__ = ["add_bias_in_product", "read_transposed"]
 
@@ -20,11 +21,6 @@ aten = torch.ops.aten
 _ADD = overloads("add.Tensor")
 _FLOATS = {torch.float32, torch.float64}
 _CONTIGUOUS_COPY = overloads("clone")
-_PRODUCTS: dict[object, tuple[int, ...]] = {
-    aten.mm.default: (0, 1),
-    aten.bmm.default: (0, 1),
-    aten.addmm.default: (1, 2),
-}
 
 
 def read_transposed(rewriter: Rewriter) -> int:
@@ -32,7 +28,7 @@ def read_transposed(rewriter: Rewriter) -> int:
     storages = Storages(rewriter)
     changed = 0
     for node in rewriter.calls():
-        for position in _PRODUCTS.get(node.target, ()):
+        for position in facts_of(node.target).factors:
             copy = node.args[position]
             if not isinstance(copy, fx.Node) or copy.target not in _CONTIGUOUS_COPY:
                 continue

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from marid.execute.compiled.operators import admissible
-from marid.execute.compiled.passes.rewriter import Rewriter, look, op_of, overloads, results_of, val_of
+from marid.execute.compiled.passes.rewriter import Rewriter, look, op_of, results_of, val_of
 from marid.execute.compiled.passes.storages import Storages
+from marid.ops.facts import facts_of
 
 __all__ = ["ALWAYS", "Condition", "violation"]
 
 Condition = Callable[[Rewriter], str | None]
-
-_KERNELS = overloads("_scaled_dot_product_flash_attention_for_cpu")
-"""What passes may bring in although it is not let into parts as it is recorded."""
 
 
 def well_formed(rewriter: Rewriter) -> str | None:
@@ -50,8 +48,9 @@ def admitted(rewriter: Rewriter) -> str | None:
     """Only operators that parts may have: compiled code of others would do something else than ATen's kernels."""
     for node in rewriter.calls():
         tensors = [val_of(other) for other in (*node.all_input_nodes, *[item for _, item in results_of(node)])]
-        if node.target not in _KERNELS and not admissible(op_of(node), [t.dtype for t in tensors if t is not None]):
-            return f"{op_of(node).name} is not compiled"
+        op, dtypes = op_of(node), [tensor.dtype for tensor in tensors if tensor is not None]
+        if not facts_of(op.func).made_by_passes and not admissible(op, dtypes):
+            return f"{op.name} is not compiled"
     return None
 
 

@@ -20,8 +20,9 @@ from torch import fx
 
 from marid.execute.compiled.describe import Description, geometry_of, plain, plain_constant
 from marid.execute.compiled.operators import is_row_product
-from marid.graph import operators
 from marid.graph.node import Operation, Spec
+from marid.graph.program import operation_of
+from marid.ops.facts import facts_of
 
 __all__ = ["Rewriter", "look", "op_of", "overloads", "results_of", "shared_with", "val_of", "written_by"]
 
@@ -151,7 +152,7 @@ class Rewriter:
                 results.append({"path": path, "slot": slots[item], **geometry_of(self._val(item))})
             instructions.append(
                 {
-                    "op": operators.marked_name(op.func).partition("::")[2],
+                    "op": facts_of(op.func).marked_name.partition("::")[2],
                     "overload": op.func._overloadname,
                     "args": args,
                     "row": is_row_product(op, [spec for spec in given if spec is not None]),
@@ -303,19 +304,19 @@ def op_of(node: fx.Node) -> Operation:
 def _operation_of(func: Any) -> Operation:
     if not isinstance(func, torch._ops.OpOverload):
         raise TypeError(f"{func} is not an operator overload such as torch.ops.aten.mul.Tensor")
-    return operators.operation_of(func)
+    return operation_of(func)
 
 
 def written_by(node: fx.Node, op: Operation) -> list[Any]:
     """The arguments of a call that the operation writes; all of them where nobody knows which."""
     given = _given(node, op)
-    written = [arg for arg, writes in zip(given, operators.written_arguments(op.func), strict=True) if writes]
+    written = [arg for arg, writes in zip(given, facts_of(op.func).written, strict=True) if writes]
     return [arg for arg in written or given if arg is not None]
 
 
 def shared_with(node: fx.Node, op: Operation, path: list[Any]) -> fx.Node | None:
     """The argument of a call in whose memory a result lies, given the result's place in what the call returns."""
-    shared = operators.shared_arguments(op.func)
+    shared = facts_of(op.func).shared
     which, *element = path if len(shared) > 1 else (0, *path)
     position = shared[which] if shared else None
     arg = None if position is None else _given(node, op)[position]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from marid import policy
 from marid.native import int64s, library
 
 __all__ = ["MemoryPlan", "Trace", "plan"]
 
 _ALIGNMENT = 64  # what PyTorch's allocator aligns to
-_MOST_BLOCKS = 8192  # placing is quadratic; beyond this many, the smallest stay outside of the slab
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def plan(trace: Trace) -> MemoryPlan:
         else:
             deaths[~event] = time
     placed = [block for block, death in enumerate(deaths) if death >= 0]
-    if len(placed) > _MOST_BLOCKS:
-        placed = sorted(sorted(placed, key=lambda block: -trace.sizes[block])[:_MOST_BLOCKS])
+    if len(placed) > policy.PLAN_BLOCKS:
+        placed = sorted(sorted(placed, key=lambda block: -trace.sizes[block])[: policy.PLAN_BLOCKS])
     sizes = [_padded(trace.sizes[block]) for block in placed]
     lower_bound = _most_alive(trace, set(placed))
     found = int64s([0] * len(placed))

@@ -1,6 +1,6 @@
 """A program with compiled parts: for which shapes it is right, and how it runs.
 
-A *form* is a set of parts of one program, compiled for one shapes rule. It is *bound* to a run when the run fits it.
+A *variant* is a set of parts of one program, compiled for one shapes rule. It is *bound* to a run when the run fits it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from marid import policy
 from marid.execute.compiled.asked import Asked
 from marid.execute.compiled.describe import describe, solve
 from marid.execute.compiled.operators import DTYPES
-from marid.execute.compiled.parts import Part, Specs
+from marid.execute.compiled.partition import Partition, Specs
 from marid.graph.node import Operation
 from marid.graph.program import Instruction, ListOf, Param, Program, Result, Slot
 from marid.native import int64s, library
@@ -24,9 +25,7 @@ from marid.native import int64s, library
 if TYPE_CHECKING:
     from marid.execute.compiled.disk import Entry
 
-__all__ = ["CompiledPart", "Form", "assemble"]
-
-_INSTANCES = 512  # sets of sizes that a form remembers: a cache that grows by one comes with as many as it has steps
+__all__ = ["CompiledPartition", "Variant", "assemble"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class _Sizes:
     """Of the symbols."""
 
 
-class CompiledPart:
+class CompiledPartition:
     """A part with its code."""
 
     __slots__ = ("__weakref__", "_asked", "_slots", "conditions", "part", "path", "pointer")
@@ -95,10 +94,10 @@ class _Instances:
             weakref.finalize(self, library.marid_compiled_drop, name).atexit = False
 
 
-class Form:
+class Variant:
     """The compiled parts of a program under one shapes rule."""
 
-    def __init__(self, program: Program, parts: list[CompiledPart], threads: int) -> None:
+    def __init__(self, program: Program, parts: list[CompiledPartition], threads: int) -> None:
         self.program, self.parts, self.threads = program, parts, threads
         self.checked = 0
         """How many of the parts were compared with the flat tier, in their order."""
@@ -118,7 +117,7 @@ class Form:
             found = self._instances[key]
         else:
             found = self._instances[key] = self._fit(specs, params)
-            if len(self._instances) > _INSTANCES:
+            if len(self._instances) > policy.COMPILE_SIZES:
                 self._instances.popitem(last=False)
         if found is None:
             return None
@@ -139,12 +138,12 @@ class Form:
         """Whether all of its parts were."""
         return self.checked == len(self.parts)
 
-    def without_bad(self) -> Form | None:
-        """The form of those that were right; None when nothing is left."""
+    def without_bad(self) -> Variant | None:
+        """The variant of those that were right; None when nothing is left."""
         parts = [part for index, part in enumerate(self.parts) if index not in self.bad]
         if not parts:
             return None
-        rest = Form(self.program, parts, self.threads)
+        rest = Variant(self.program, parts, self.threads)
         rest.checked = len(parts)
         return rest
 
@@ -162,10 +161,11 @@ class Form:
         return _Instances([part.instance(sizes) for part, sizes in zip(self.parts, found, strict=True)])
 
 
-def assemble(program: Program, parts: list[Part], operation: Operation) -> tuple[Program, list[int]]:
+def assemble(program: Program, parts: list[Partition], operation: Operation) -> tuple[Program, list[int]]:
     """The program with a call in the place of each part, and for each of its instructions which one of ``program``
     comes next when it has not run. Its parameters are those of ``program``, and two for each part."""
-    own = 1 + max((arg.index for arg in _params(program)), default=-1)
+    given = [arg for instruction in program.instructions for arg in instruction.operands()]
+    own = 1 + max((arg.index for arg in given if isinstance(arg, Param)), default=-1)
     instructions: list[Instruction] = []
     origins: list[int] = []
     index = 0
@@ -184,15 +184,6 @@ def assemble(program: Program, parts: list[Part], operation: Operation) -> tuple
     origins += range(index, len(program.instructions))
     made = Program((), tuple(instructions), program.input_slots, program.output_slots, program.slot_count)
     return made, origins
-
-
-def _params(program: Program) -> list[Param]:
-    return [
-        arg
-        for instruction in program.instructions
-        for arg in (*instruction.args, *(value for _, value in instruction.kwargs))
-        if isinstance(arg, Param)
-    ]
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from marid.execute.cache import ProgramCache
 from marid.execute.compiled import tier
 from marid.execute.compiled.asked import Asked, asked
-from marid.execute.compiled.parts import Part, choose
+from marid.execute.compiled.partition import Partition, choose
 from marid.execute.compiled.passes.rewriter import Rewriter
-from marid.execute.flat import FlatProgram
-from marid.execute.forms import Frame
+from marid.execute.executable import Executable
+from marid.execute.specialisation import Frame
+from marid.execute.store import ProgramStore
 from marid.graph.program import Program, Task
 
 __all__ = ["Bound", "bound", "change", "compute", "names_of", "operators", "parts_of"]
@@ -28,26 +28,26 @@ class Bound(NamedTuple):
     shared: dict[int, int]
     frame: Frame
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Partition]:
         return choose(self.program, self.specs, self.params, set(), self.shared)
 
-    def inputs_of(self, part: Part) -> list[torch.Tensor]:
+    def inputs_of(self, part: Partition) -> list[torch.Tensor]:
         """What the part is given in this run; asked once."""
-        FlatProgram(self.program, 0).steps(self.frame, 0, part.start, frozenset(part.inputs))
+        Executable(self.program, 0).steps(self.frame, 0, part.start, frozenset(part.inputs))
         return [self.frame.tensors[slot] for slot in part.inputs]
 
-    def outputs_of(self, part: Part) -> list[torch.Tensor]:
+    def outputs_of(self, part: Partition) -> list[torch.Tensor]:
         """What it makes; asked once, after that."""
-        FlatProgram(self.program, 0).steps(self.frame, part.start, part.stop, frozenset(part.outputs))
+        Executable(self.program, 0).steps(self.frame, part.start, part.stop, frozenset(part.outputs))
         return [self.frame.tensors[slot] for slot in part.outputs]
 
 
 def bound(function: Callable[[], Any]) -> list[Bound]:
     """What ``function`` runs."""
     found: list[Bound] = []
-    original = ProgramCache.find
+    original = ProgramStore.find
 
-    def find(self: ProgramCache, task: Task) -> Any:
+    def find(self: ProgramStore, task: Task) -> Any:
         program = original(self, task)
         params = list(task.params)
         frame = Frame.of(task, params, lambda _: torch.Generator())
@@ -55,20 +55,20 @@ def bound(function: Callable[[], Any]) -> list[Bound]:
         found.append(Bound(program.program, task.specs, params, tier._shared(task), frame))
         return program
 
-    ProgramCache.find = find
+    ProgramStore.find = find
     try:
         function()
     finally:
-        ProgramCache.find = original
+        ProgramStore.find = original
     return found
 
 
-def parts_of(function: Callable[[], Any]) -> list[tuple[Program, Part]]:
+def parts_of(function: Callable[[], Any]) -> list[tuple[Program, Partition]]:
     """Every part of what ``function`` runs, with its program."""
     return [(one.program, part) for one in bound(function) for part in one.parts()]
 
 
-def change(one: Bound, part: Part) -> Asked:
+def change(one: Bound, part: Partition) -> Asked:
     """What would be compiled of a part for the sizes of this run."""
     found = asked(part, one.program, [(one.specs, one.params)], set())
     assert found is not None
@@ -85,7 +85,7 @@ def compute(asks: Asked, one: Bound, inputs: list[torch.Tensor]) -> list[torch.T
         return list(torch.fx.GraphModule(torch.nn.Module(), graph)(*inputs, *numbers))
 
 
-def names_of(program: Program, part: Part) -> list[str]:
+def names_of(program: Program, part: Partition) -> list[str]:
     """The operators of a part, as recorded."""
     return [i.op.name.partition("::")[2] for i in program.instructions[part.start : part.stop]]
 

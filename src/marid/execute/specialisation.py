@@ -1,4 +1,4 @@
-"""How a program of the flat tier is run: what a run begins with, and where it puts its blocks."""
+"""A program specialised for the specs of its tensors: what a run begins with, and where it puts its blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from marid.graph.prepared import Replay
 from marid.graph.program import Param, Task
 
 if TYPE_CHECKING:
-    from marid.execute.flat import FlatProgram
+    from marid.execute.executable import Executable
 
-__all__ = ["Form", "Frame", "Positioned", "Way"]
+__all__ = ["Frame", "Positioned", "Runnable", "Specialisation"]
 
 Positioned = Callable[[Draw], torch.Generator]
 
@@ -39,7 +39,7 @@ class Frame:
         return cls(task, dict(zip(task.input_slots, task.inputs, strict=True)), params, generator)
 
 
-class Way(Protocol):
+class Runnable(Protocol):
     """How a task is run."""
 
     @property
@@ -85,12 +85,12 @@ class Way(Protocol):
         ...
 
 
-class Form:
+class Specialisation:
     """A program as it runs for certain specs, with planned memory, or (without a placement) for any."""
 
     __slots__ = ("_owner", "planned", "uses")
 
-    def __init__(self, owner: FlatProgram, planned: Placement | None) -> None:
+    def __init__(self, owner: Executable, planned: Placement | None) -> None:
         self._owner = owner
         self.planned = planned
         """Where a run is to put its blocks, hopeless or not."""
@@ -174,8 +174,7 @@ class Form:
 
     def draw(self, index: int, params: list[Any]) -> Draw:
         """What instruction ``index`` of a run draws."""
-        instruction = self._owner.program.instructions[index]
-        given = (*instruction.args, *[value for _, value in instruction.kwargs])
+        given = self._owner.program.instructions[index].operands()
         return next(params[arg.index] for arg in given if isinstance(arg, Param) and arg.draw)
 
     def _donors(self) -> Any:

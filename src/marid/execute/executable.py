@@ -13,74 +13,94 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from marid.execute.arena import MUCH, Placement
-from marid.execute.forms import Form, Frame, Positioned
+from marid import policy
+from marid.execute.arena import Placement
 from marid.execute.geometry import agrees, settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.source import source_of
+from marid.execute.specialisation import Frame, Positioned, Specialisation
 from marid.execute.table import Table, Untranslatable, donors, translate
-from marid.graph.operators import last_uses, unsettled_slots
+from marid.graph.analysis import analysis_of, forecast
+from marid.graph.node import Spec
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.settings import settings
 
-__all__ = ["FlatProgram", "may_be_stopped"]
+__all__ = ["Executable", "Fallback", "may_be_stopped"]
 
-_FORMS = 16  # specs for which a program keeps a plan
-_USES = 3  # runs with the same specs that make up for the plan
-_WASTED = 4  # times that they did not, after which a program (whose sizes keep changing) is planned no more
-_SEEN = 256  # specs that are remembered to have come once
 _ONCE: list[tuple[()]] = [()]
 
 
-class FlatProgram:
+class Fallback(Protocol):
+    """What a program was made from, to go on in where it cannot: the same, in other instructions."""
+
+    origins: list[int]
+    """For each instruction of the program, which one of what was recorded comes next when it has not run."""
+
+    def resume(self, frame: Frame, start: int, /) -> list[torch.Tensor]:
+        """Go on where the program has stopped before instruction ``start``. Raises ``Interrupted``."""
+        ...
+
+    def recorded(self, frame: Frame, index: int, /) -> int:
+        """The instruction to go on with where the program has stopped before ``index``, having done what it takes."""
+        ...
+
+
+class Executable:
     """A program ready to run on concrete tensors. ``source`` is it as Python text.
 
     ``in_cpp`` says that all its operators are PyTorch's own. ``transient_bytes`` is the forecast of what its results
-    take at once, with the sizes of the run it was built for.
+    take at once, with the sizes of the run it was built for. Where there is a ``fallback``, that is what was recorded:
+    runs that stop go on there, and errors are told in its instructions.
     """
 
-    def __init__(self, program: Program, transient_bytes: int) -> None:
+    def __init__(self, program: Program, transient_bytes: int, fallback: Fallback | None = None) -> None:
         self.program = program
-        self.dying = last_uses(program)
+        self._fallback = fallback
+        self.analysis = analysis_of(program)
+        self.dying = self.analysis.dying
         self.transient_bytes = transient_bytes
-        self.takes_much = transient_bytes >= MUCH
+        self.takes_much = transient_bytes >= policy.MUCH_BYTES
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
-        self._plain = Form(self, None)
-        self._forms: OrderedDict[tuple[Any, ...], Form] = OrderedDict()
+        self._plain = Specialisation(self, None)
+        self._specialised: OrderedDict[tuple[Any, ...], Specialisation] = OrderedDict()
         self._seen: set[int] = set()
         self._wasted = 0
         self._prepared: Table | None = None
         self._untranslatable = False
-        self.unsettled = unsettled_slots(program)
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""
         self.ran: Callable[[float], None] | None = None
         """Told the seconds of each run that came to its end."""
 
-    def form(self, task: Task | Replay) -> Form:
+    @classmethod
+    def of(cls, program: Program, specs: tuple[Spec | None, ...]) -> Executable:
+        """A program that comes with tensors of these specs, by slot."""
+        return cls(program, forecast(program, specs).nbytes)
+
+    def specialised(self, task: Task | Replay) -> Specialisation:
         """How a run of ``task`` is done: with planned memory once its specs have come twice, at once where much memory
         is taken, and never where little is."""
         if self.transient_bytes < settings.plan_bytes:
             return self._plain
         specs = task.specs
-        found = self._forms.get(specs)
+        found = self._specialised.get(specs)
         if found is not None:
-            self._forms.move_to_end(specs)
-        elif self._wasted >= _WASTED or (not self.takes_much and self._is_new(specs)):
+            self._specialised.move_to_end(specs)
+        elif self._wasted >= policy.PLAN_WASTES or (not self.takes_much and self._is_new(specs)):
             return self._plain
         else:
-            found = Form(self, Placement(donors(self.program, self.dying, specs), self.transient_bytes))
-            self._forms[specs] = found
-            if len(self._forms) > _FORMS:
-                _, oldest = self._forms.popitem(last=False)
-                self._wasted += oldest.uses < _USES
+            found = Specialisation(self, Placement(donors(self.program, specs), self.transient_bytes))
+            self._specialised[specs] = found
+            if len(self._specialised) > policy.PLANS:
+                _, oldest = self._specialised.popitem(last=False)
+                self._wasted += oldest.uses < policy.PLAN_USES
         found.uses += 1
         return found
 
@@ -89,15 +109,15 @@ class FlatProgram:
         known = hash(specs)
         if known in self._seen:
             return False
-        if len(self._seen) >= _SEEN:
+        if len(self._seen) >= policy.PLAN_SEEN:
             self._seen.clear()
         self._seen.add(known)
         return True
 
     @property
-    def forms(self) -> list[Form]:
+    def specialisations(self) -> list[Specialisation]:
         """How this program runs for the specs for which its memory is planned."""
-        return list(self._forms.values())
+        return list(self._specialised.values())
 
     @property
     def source(self) -> str:
@@ -108,13 +128,15 @@ class FlatProgram:
         in a table, so programs that take much have one at once."""
         if (self.runs or self.takes_much) and self._prepared is None and not self._untranslatable:
             try:
-                self._prepared = translate(self.program, self.dying)
+                self._prepared = translate(self.program)
             except Untranslatable:
                 self._untranslatable = True
         return self._prepared
 
     def interpret(self, frame: Frame, start: int) -> list[torch.Tensor]:
         """Run in a loop, from instruction ``start`` on. Raises ``Interrupted``."""
+        if self._fallback is not None:
+            return self._fallback.resume(frame, start)
         self.steps(frame, start, len(self.program.instructions))
         return [frame.tensors[slot] for slot in self.program.output_slots]
 
@@ -167,8 +189,9 @@ class FlatProgram:
 
     def settle(self, index: int, frame: Frame) -> None:
         """Have the results of an instruction laid out as recorded. Raises ``LazyTensorError``."""
-        specs, node = frame.task.specs, frame.task.nodes[index]
-        settle(self.program.instructions[index], node, frame.tensors, specs, frame.params, self.unsettled)
+        nodes = frame.task.nodes
+        node = nodes[index if self._fallback is None else min(self._fallback.origins[index], len(nodes) - 1)]
+        settle(self.program, index, node, frame.tensors, frame.task.specs, frame.params)
 
     def drop(self, index: int, frame: Frame, kept: frozenset[int] = frozenset()) -> None:
         """Let go of what nobody needs behind an instruction."""
@@ -178,7 +201,8 @@ class FlatProgram:
 
     def stopped(self, index: int, frame: Frame, error: BaseException) -> Interrupted:
         """What is known when a run stops before an instruction."""
-        return Interrupted(index, False, frame.tensors, error)
+        recorded = index if self._fallback is None else self._fallback.recorded(frame, index)
+        return Interrupted(recorded, False, frame.tensors, error)
 
 
 class _Place:
@@ -199,8 +223,8 @@ def may_be_stopped(frame: FrameType | None) -> bool:
     return False
 
 
-_STOPPABLE = {FlatProgram._go.__code__, Form._go.__code__}
-_ENDS = {Form.run.__code__}
+_STOPPABLE = {Executable._go.__code__, Specialisation._go.__code__}
+_ENDS = {Specialisation.run.__code__}
 
 
 def _arguments(

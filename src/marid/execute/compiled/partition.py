@@ -1,8 +1,8 @@
 """Choosing what to compile: stretches of a program that Inductor takes, and what goes in and out of each.
 
-A part is a stretch of consecutive instructions, so program order and with it every hazard stays as it was recorded.
-Views that somebody needs after a part are made again behind it, of a base that comes out of it: no result of a part
-shares memory with another one or with an input.
+A partition (*part*, for short) is a stretch of consecutive instructions, so program order and with it every hazard
+stays as it was recorded. Views that somebody needs after a part are made again behind it, of a base that comes out of
+it: no result of a part shares memory with another one or with an input.
 """
 
 from __future__ import annotations
@@ -14,22 +14,16 @@ from typing import Any
 
 import torch
 
-from marid.execute.compiled.operators import (
-    FUSED_BY_PASSES,
-    FUSIBLE,
-    admissible,
-    base_name,
-    is_row_product,
-    lifted_arguments,
-)
+from marid import policy
+from marid.execute.compiled.operators import admissible, is_row_product, lifted_arguments
+from marid.graph.analysis import analysis_of
 from marid.graph.node import Spec
-from marid.graph.operators import shared_slots, slots_of, written_slots
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
+from marid.ops.facts import facts_of
 from marid.settings import settings
 
-__all__ = ["Number", "Part", "arguments_of", "choose"]
+__all__ = ["Number", "Partition", "arguments_of", "choose"]
 
-_FEWEST = 3  # operations that Inductor can fuse; a part with fewer is not worth a kernel
 _CONSTANTS = (bool, str, torch.dtype, torch.memory_format)
 _INT64 = 1 << 63
 _FLOAT32 = torch.finfo(torch.float32).max
@@ -64,7 +58,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Part:
+class Partition:
     """Instructions ``start`` to ``stop`` as one call.
 
     ``inputs`` are the slots it is given, ``written`` says which of them it writes, ``bases`` of which other input an
@@ -83,14 +77,16 @@ class Part:
     baked: tuple[int, ...]
     again: tuple[Instruction, ...]
 
-    def baking(self, positions: frozenset[int]) -> Part:
+    def baking(self, positions: frozenset[int]) -> Partition:
         """The same part with these of its numbers compiled in."""
         baked = dict.fromkeys(self.numbers[position].param for position in sorted(positions))
         numbers = tuple([number for number in self.numbers if number.param not in baked])
         return replace(self, numbers=numbers, baked=(*self.baked, *baked))
 
 
-def choose(program: Program, specs: Specs, params: list[Any], changing: set[int], shared: dict[int, int]) -> list[Part]:
+def choose(
+    program: Program, specs: Specs, params: list[Any], changing: set[int], shared: dict[int, int]
+) -> list[Partition]:
     """The parts of ``program``. ``changing`` are parameters that came with other values before; ``shared`` says of
     inputs of the program in whose memory they lie, where that is another one's."""
     barred: set[int] = set()
@@ -127,22 +123,16 @@ class _Chooser:
         barred: set[int],
     ) -> None:
         self.program, self.specs, self.params, self.changing = program, specs, params, changing
-        self.reads: list[list[int]] = []
-        self.writes: list[list[int]] = []
-        self.root = {slot: shared.get(slot, slot) for slot in program.input_slots}
-        self.maker: dict[int, int] = {}
-        for index, instruction in enumerate(program.instructions):
-            self._trace(index, instruction)
+        analysis = analysis_of(program)
+        self.reads, self.writes, self.maker = analysis.reads, analysis.writes, analysis.made_by
+        self.root = {slot: shared.get(root, root) for slot, root in analysis.roots.items()}
         self.allowed = [
             index not in barred and self._is_allowed(index, instruction)
             for index, instruction in enumerate(program.instructions)
         ]
-        self.last_use = {slot: len(program.instructions) for slot in program.output_slots}
-        for index, slots in enumerate(self.reads):
-            for slot in slots:
-                self.last_use[slot] = max(index, self.last_use.get(slot, -1))
+        self.last_use = analysis.last_reads()
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Partition]:
         found, start = [], 0
         while start < len(self.allowed):
             stop = self._stretch(start)
@@ -152,15 +142,6 @@ class _Chooser:
                 stop = part.stop
             start = max(stop, start + 1)
         return found
-
-    def _trace(self, index: int, instruction: Instruction) -> None:
-        """Note what an instruction reads and writes, and in whose memory its results lie."""
-        self.reads.append(slots_of(instruction))
-        self.writes.append(written_slots(instruction))
-        shared = shared_slots(instruction)
-        for result in instruction.results:
-            self.maker[result.slot] = index
-            self.root[result.slot] = self.root[shared[result.slot]] if result.slot in shared else result.slot
 
     def _is_allowed(self, index: int, instruction: Instruction) -> bool:
         specs = [self.specs[slot] for slot in (*self.reads[index], *(r.slot for r in instruction.results))]
@@ -225,7 +206,7 @@ class _Chooser:
         assert spec is not None
         return spec
 
-    def _part(self, start: int, stop: int) -> Part | None:
+    def _part(self, start: int, stop: int) -> Partition | None:
         while True:  # without what need not be in it at either end
             fusible = [self._is_fusible(index) for index in range(start, stop)]
             if not any(fusible):
@@ -236,7 +217,7 @@ class _Chooser:
             if reached >= stop:
                 break
             stop = reached
-        if sum(self._weight(index) for index in range(start, stop)) < _FEWEST:
+        if sum(self._weight(index) for index in range(start, stop)) < policy.COMPILE_FUSIBLE:
             return None
         inside = {r.slot for i in self.program.instructions[start:stop] for r in i.results}
         inputs = list(dict.fromkeys(s for index in range(start, stop) for s in self.reads[index] if s not in inside))
@@ -260,7 +241,7 @@ class _Chooser:
             )
             bases.append(-1 if base is None or base == slot else inputs.index(base))
         flags = tuple(self.root[slot] in written and base < 0 for slot, base in zip(inputs, bases, strict=True))
-        return Part(
+        return Partition(
             *(start, stop, tuple(inputs), flags, tuple(bases)),
             *(tuple(outputs), tuple(numbers), tuple(baked), tuple(again)),
         )
@@ -274,9 +255,10 @@ class _Chooser:
 
     def _is_fusible(self, index: int) -> bool:
         op = self.program.instructions[index].op
-        if settings.fast_math and base_name(op) in FUSED_BY_PASSES:
+        facts = facts_of(op.func)
+        if settings.fast_math and facts.fused_by_passes:
             return True
-        return base_name(op) in FUSIBLE or is_row_product(op, [self._spec(slot) for slot in self.reads[index]])
+        return facts.fusible or is_row_product(op, [self._spec(slot) for slot in self.reads[index]])
 
     def _again(self, start: int, stop: int, needed: set[int]) -> list[Instruction]:
         """The views to make behind a part; adds to ``needed`` what they are views of."""

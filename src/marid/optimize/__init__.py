@@ -1,1 +1,0 @@
-"""Making programs better before they run: where their results lie in memory."""

@@ -1,0 +1,126 @@
+"""Every threshold by which Marid decides how a program runs, each with its reason.
+
+What a user may want to change is in ``settings.py``. The numbers here are Marid's own: they change speed, never
+values. Those that C++ compares with on the path of every operation stand where they are used, with theirs:
+``native/immediate.cpp``, ``native/memory.cpp``, ``native/queue.cpp`` and ``native/gemm/trials.cpp``. Bounds on what is
+received from others are no policy; they are beside what reads it (``remote/``).
+"""
+
+from __future__ import annotations
+
+# --- cutting ---------------------------------------------------------------------------------------------------------
+
+CUT_SHARE_AFTER_STEP = 8
+"""After an optimizer's step the tape is cut if this share (1/n) of the limits on what is pending is reached: a loop
+that never reads then runs whole steps, which recur, in place of what happened to fill the tape."""
+CUT_SHARE_UNREAD = 64
+"""The same in a loop that takes many steps without a read: each step is a program of its own. ``gpt-unread`` took 24
+to 26 ms a step with ``CUT_SHARE_AFTER_STEP`` alone, 19 to 20 with this (``docs/decisions.md``)."""
+UNREAD_STEPS = 4
+"""Steps of an optimizer without a read, after which a loop counts as one that reads only now and then."""
+CUT_AT = 0.5
+"""Of the limits on what is pending. Between this and 1 the cut waits for the place of the last one: so it recurs."""
+HOST_OPERATIONS = 16
+"""A cut of no more operations, all on single numbers that came from the host, is arithmetic and not counted as a wait:
+a step counter or a learning rate. A condition of such a kind has a handful."""
+
+# --- running ahead ---------------------------------------------------------------------------------------------------
+
+AHEAD_TURNS = 2
+"""Turns in a row of which nearly all had run, after which a loop is handed over in pieces. The first turn of a loop has
+state to make that the others have not; one turn like the others is chance."""
+AHEAD_SHARE = 0.95
+"""Of the operations recorded in a turn, how many must have run: a loop that drops more would do work that nobody
+asked for."""
+AHEAD_PIECES = 6
+"""Pieces of one turn. More of them start the device sooner; fewer have less that crosses from one program to the next
+and is held until then."""
+AHEAD_OPERATIONS = 64
+"""Operations in a turn that is worth it: what is handed over is bound, launched and waited for."""
+AHEAD_LINES = 256
+"""Lines that read which are remembered for a device, before all are forgotten; a program has a few."""
+IN_FLIGHT = 16
+"""Tasks that may wait for the device's thread. Each holds its inputs; the user's thread waits for the first one."""
+
+# --- running at once -------------------------------------------------------------------------------------------------
+
+IMMEDIATE_OPERATIONS = 1_000
+"""Operations in a turn that may run at once: so many, of little memory each, gain more as a program."""
+IMMEDIATE_RELAPSES = 5
+"""Doublings of ``settings.immediate_after``, one for each time that running at once did not last at a line."""
+
+# --- memory plans ----------------------------------------------------------------------------------------------------
+
+MUCH_BYTES = 32 << 20
+"""Programs that take so many bytes are planned from their first run on, and run as tables at once, so that memory is
+never taken as eager PyTorch does. As ``kMuch`` in ``native/memory.cpp``."""
+PLANS = 16
+"""Sets of specs for which one program keeps a plan, the least recently used first to go."""
+PLAN_USES = 3
+"""Runs with the same specs that make up for watching one and planning."""
+PLAN_WASTES = 4
+"""Plans that were dropped with fewer uses, after which a program (whose sizes keep changing) is planned no more."""
+PLAN_SEEN = 256
+"""Sets of specs that are remembered to have come once: a plan is made when they come again."""
+PLAN_ATTEMPTS = 3
+"""Times that a program is watched because it left its plan, before it is left to PyTorch's allocator."""
+PLAN_BLOCKS = 8192
+"""Blocks that are placed: placing is quadratic. The smallest of more stay outside of the slab."""
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+COMPILE_FUSIBLE = 3
+"""Operations that Inductor can fuse, in a stretch that is worth compiling: a call and its guards cost something too."""
+COMPILE_RULES = 3
+"""Rules for shapes that one program is compiled for at most. The second one serves any size, as a rule."""
+COMPILE_EXAMPLES = 4
+"""Sets of sizes that are remembered, to see what changes."""
+COMPILE_SAMPLES = 9
+"""Runs of either tier whose medians are compared."""
+COMPILE_WARM = 4
+"""Runs with new code that do not count: their memory is planned, caches are filled."""
+COMPILE_PATIENCE = 0.005
+"""Seconds that compiling may add to any run, or a third of what the run takes where that is more."""
+COMPILE_LOOKUP = 8
+"""A program is looked up on disk once its runs took this fraction (1/n) of the time after which it is compiled."""
+COMPILE_SIZES = 512
+"""Sets of sizes whose guards are remembered for a compiled program: a cache that grows by one token comes with as many
+as it has steps."""
+COMPILER_IDLE = 120.0
+"""Seconds after which a process that compiles ends when it has nothing to do."""
+
+# --- capturing on CUDA -----------------------------------------------------------------------------------------------
+
+CAPTURE_LAUNCHES = 4
+"""Instructions that launch something, in a stretch that is worth a graph, whose launch has a cost of its own."""
+CAPTURE_REFUSALS = 16
+"""Instructions that turn out not to be capturable, of a program that is captured all the same."""
+CAPTURE_ATTEMPTS = 4
+"""Times that a program is divided anew, and that one stretch is given up, before it is left alone."""
+
+# --- interrupts ------------------------------------------------------------------------------------------------------
+
+UNHEARD_SECONDS = 0.05
+"""How long Ctrl-C may go unheard, beside one operation. Each look for it takes the interpreter's lock."""
+
+# --- learning what operators return ----------------------------------------------------------------------------------
+
+PROBE_ELEMENTS = 1 << 14
+"""Elements of a call that is tried on the CPU as it is, to see what it returns. Larger ones are tried with small
+sizes."""
+PROBE_WHOLE_ELEMENTS = 1 << 24
+"""The same where small sizes say nothing."""
+RULES_PER_OPERATOR = 8192
+"""Calls of one operator whose rules are kept, before all are forgotten."""
+PATTERNS_PER_OPERATOR = 4096
+"""Patterns of calls for which it is kept whether derived rules may be trusted."""
+
+# --- marid.compile ---------------------------------------------------------------------------------------------------
+
+REPLAY_TEMPLATES = 8
+"""Templates that calls of one kind keep: each is what the function did in another state."""
+REPLAY_RECORDINGS = 4
+"""Recordings kept to be compared with the next ones."""
+REPLAY_FIRST_CHECK, REPLAY_LAST_CHECK = 16, 128
+"""Replays after which there is a check whatever it costs: each power of two from one to the other. What changes unseen
+mostly does so soon."""
