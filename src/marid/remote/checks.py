@@ -43,6 +43,12 @@ def _alike(first: torch.Tensor, *others: Any) -> None:
     _need(all(one is None or one.dtype is first.dtype for one in others), "types")
 
 
+def _is_long_enough(tensor: torch.Tensor) -> bool:
+    """Whether as many elements as it has, one behind the other, lie in its memory, for kernels that ignore strides."""
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() <= span
+
+
 def _dimension(dim: int, rank: int) -> None:
     _need(-max(rank, 1) <= dim < max(rank, 1), "a dimension")
 
@@ -234,7 +240,7 @@ def _gelu_backward(of: Given) -> None:
 def _noisy(of: Given) -> None:
     noise = of["noise"]
     _shaped(noise, of["self"].shape, "noise")
-    _need(noise.is_contiguous() and of["self"].is_contiguous(), "noise")
+    _need(_is_long_enough(noise), "noise")
     _alike(of["self"], noise)
 
 
@@ -387,8 +393,8 @@ def _fused(of: Given) -> None:
             if name == "state_steps":
                 _need(one.numel() == 1 and one.dtype is torch.float32, name)
             else:
-                _need(one.shape == param.shape and one.stride() == param.stride() and one.dtype is param.dtype, name)
-    _need(all(param.is_floating_point() for param in params), "types")
+                _need(one.shape == param.shape and _is_long_enough(one) and one.dtype is param.dtype, name)
+    _need(all(param.is_floating_point() and _is_long_enough(param) for param in params), "parameters")
     _need(not of.get("amsgrad", False) or len(of["max_exp_avg_sqs"]) == len(params), "max_exp_avg_sqs")
     _need(not of.get("momentum") or len(of.get("momentum_buffer_list", params)) == len(params), "momentum_buffer_list")
     for name in ("lr", "grad_scale", "found_inf"):
