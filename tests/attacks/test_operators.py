@@ -184,6 +184,15 @@ def test_noise_is_taken_in_any_layout() -> None:
         operator_named("aten.rrelu_with_noise.default").call(x, torch.zeros(1).expand(3, 2), 0.1, 0.3, True)
 
 
+def test_medians_are_refused_along_a_repeated_dimension_only() -> None:
+    x = torch.rand(1, 3).expand(2, 3)
+    for name in ("median", "nanmedian"):
+        assert torch.equal(operator_named(f"aten.{name}.dim").call(x, 1)[0], x.contiguous().median(1)[0])
+        assert operator_named(f"aten.{name}.default").call(x) == x.contiguous().median()
+        with pytest.raises(ValueError, match="do not belong together"):
+            operator_named(f"aten.{name}.dim").call(x, -2)
+
+
 def test_every_check_is_of_an_operator_that_is_admitted() -> None:
     names = admitted()
     assert set(CHECKS) <= {name.split(".")[1] for name in names}

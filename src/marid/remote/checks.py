@@ -471,10 +471,12 @@ def _grouped(of: Given) -> None:
 
 
 def _not_repeated(of: Given) -> None:
-    """PyTorch 2.13 reads memory behind a dimension that is one number repeated."""
-    tensor = of["self"]
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    _need(all(step != 0 for size, step in steps if size > 1), "a tensor whose numbers are one number")
+    """PyTorch 2.13 reads memory behind a dimension that is one number repeated, where it looks along that."""
+    tensor, dim = of["self"], of.get("dim")
+    if dim is None or not tensor.dim():
+        return
+    _dimension(dim, tensor.dim())
+    _need(tensor.shape[dim] <= 1 or tensor.stride(dim) != 0, "a dimension whose numbers are one number")
 
 
 def _pdist_backward(of: Given) -> None:
