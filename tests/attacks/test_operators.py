@@ -184,6 +184,18 @@ def test_noise_is_taken_in_any_layout() -> None:
         operator_named("aten.rrelu_with_noise.default").call(x, torch.zeros(1).expand(3, 2), 0.1, 0.3, True)
 
 
+def test_layer_norm_takes_a_weight_in_any_layout() -> None:
+    """Its kernel lays that out anew, but not the statistics."""
+    x, weight, mean = torch.rand(2, 3, 3), torch.rand(3, 3).t(), torch.rand(2, 1, 1)
+    call = operator_named("aten.native_layer_norm_backward.default").call
+    mask = [True, True, True]
+    found = call(x, x, [3, 3], mean, mean, weight, weight, mask)
+    expected = call(x, x, [3, 3], mean, mean, weight.contiguous(), weight.contiguous(), mask)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="do not belong together"):
+        call(x, x, [3, 3], mean[:1].expand(2, 1, 1), mean, weight, weight, mask)
+
+
 def test_medians_are_refused_along_a_repeated_dimension_only() -> None:
     x = torch.rand(1, 3).expand(2, 3)
     for name in ("median", "nanmedian"):

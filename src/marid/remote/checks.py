@@ -179,8 +179,9 @@ def _norm_types(of: Given, tensor: torch.Tensor) -> None:
     low = tensor.dtype in (torch.bfloat16, torch.float16)
     wanted = {tensor.dtype, torch.float32} if low else {tensor.dtype}
     names = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "mean", "rstd")
-    for name in ("weight", "bias", "mean", "rstd") if "grad_out" in of or "group" in of else ():
-        _need(not isinstance(of.get(name), torch.Tensor) or of[name].is_contiguous(), name)  # read as they lie there
+    in_memory = ("weight", "bias", "mean", "rstd") if "grad_out" in of or "group" in of else ()
+    for name in in_memory if "normalized_shape" not in of else ("mean", "rstd"):
+        _need(not isinstance(of.get(name), torch.Tensor) or _is_long_enough(of[name]), name)
     _need(all(of[name].dtype in wanted for name in names if isinstance(of.get(name), torch.Tensor)), "types")
 
 
