@@ -769,6 +769,46 @@ def test_threads() -> None:
     assert not wrong
 
 
+_go, _done = threading.Event(), threading.Event()
+
+
+class _Interlude:
+    """Something in whose finaliser, which no recording looks into, another thread comes to its turn."""
+
+    def __del__(self) -> None:
+        _go.set()
+        _done.wait(5)
+        _done.clear()
+
+
+def test_what_another_thread_runs_is_not_missing_in_a_replay() -> None:
+    """A training in another thread runs all that is pending, while a function is recorded."""
+    total = torch.zeros(3, device=DEVICE)
+    weight = torch.ones(3, device=DEVICE, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    calls = 6
+
+    def trains() -> None:
+        while _go.wait(5):
+            _go.clear()
+            weight.square().sum().backward()
+            optimizer.step()
+            weight.sum().item()
+            _done.set()
+
+    @marid.compile
+    def adds(x: torch.Tensor) -> torch.Tensor:
+        total.add_(x)
+        _Interlude()
+        return x * 2
+
+    thread = threading.Thread(target=trains, daemon=True)
+    thread.start()
+    for _ in range(calls):
+        adds(torch.ones(3, device=DEVICE))
+    assert total.tolist() == [float(calls)] * 3
+
+
 def test_methods_modules_and_decorators() -> None:
     """A module, a method of a class, a decorator with and without arguments, one inside of another."""
 

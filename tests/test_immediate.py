@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -98,7 +99,21 @@ def test_nothing_runs_where_that_is_forbidden(at_once: None) -> None:
     assert (x + 1).materialized
     with marid.no_sync():
         assert not (x + 1).materialized
-    assert not (x + 1).materialized  # until the next read
+    assert (x + 1).materialized
+
+
+def test_what_another_thread_reads_lets_nothing_run_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose operations run at once is a matter of each thread."""
+    x = torch.rand(4, device=DEVICE)
+    (x + 1).sum().item()
+    monkeypatch.setattr(marid.settings, "immediate_after", 0)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
+    other = threading.Thread(target=lambda: torch.ones(2, device=DEVICE).sum().item())
+    with marid.no_sync():
+        other.start()
+        other.join()
+        assert not (x + 1).materialized
+    assert (x + 1).materialized
 
 
 def test_a_limit_of_memory_is_kept(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,51 @@ def test_checks_let_pass_what_pytorch_itself_calls() -> None:
     assert not refused
 
 
+def test_fused_optimizers_take_layouts_that_only_look_different() -> None:
+    """Kernels go through memory whatever the strides: those of the gradient of a matrix of one row need not be its own.
+    What would lead out of its memory is refused."""
+    step = operator_named("aten._fused_sgd_.default").call
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.5, "dampening": 0.0, "nesterov": False}
+    options |= {"maximize": False, "is_first_step": True}
+    weight, grad = torch.zeros(1, 2), torch.ones(2, 1).t()
+    assert weight.stride() != grad.stride()
+    step([weight], [grad], [], **options)
+    assert weight.tolist() == [[-0.5, -0.5]]
+    for params, grads in (([torch.zeros(4)], [torch.ones(1).expand(4)]), ([torch.zeros(1).expand(4)], [torch.ones(4)])):
+        with pytest.raises(ValueError, match="do not belong together"):
+            step(params, grads, [], **options)
+
+
+def test_noise_is_taken_in_any_layout() -> None:
+    """The kernel goes through the memory of the noise, and lays its input out anew."""
+    x, noise = torch.linspace(-1, 1, 6).view(2, 3).t(), torch.zeros(2, 3).t()
+    operator_named("aten.rrelu_with_noise.default").call(x, noise, 0.1, 0.3, True)
+    assert 0 < int((noise < 1).sum()) < 6
+    with pytest.raises(ValueError, match="do not belong together"):
+        operator_named("aten.rrelu_with_noise.default").call(x, torch.zeros(1).expand(3, 2), 0.1, 0.3, True)
+
+
+def test_layer_norm_takes_a_weight_in_any_layout() -> None:
+    """Its kernel lays that out anew, but not the statistics."""
+    x, weight, mean = torch.rand(2, 3, 3), torch.rand(3, 3).t(), torch.rand(2, 1, 1)
+    call = operator_named("aten.native_layer_norm_backward.default").call
+    mask = [True, True, True]
+    found = call(x, x, [3, 3], mean, mean, weight, weight, mask)
+    expected = call(x, x, [3, 3], mean, mean, weight.contiguous(), weight.contiguous(), mask)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="do not belong together"):
+        call(x, x, [3, 3], mean[:1].expand(2, 1, 1), mean, weight, weight, mask)
+
+
+def test_medians_are_refused_along_a_repeated_dimension_only() -> None:
+    x = torch.rand(1, 3).expand(2, 3)
+    for name in ("median", "nanmedian"):
+        assert torch.equal(operator_named(f"aten.{name}.dim").call(x, 1)[0], x.contiguous().median(1)[0])
+        assert operator_named(f"aten.{name}.default").call(x) == x.contiguous().median()
+        with pytest.raises(ValueError, match="do not belong together"):
+            operator_named(f"aten.{name}.dim").call(x, -2)
+
+
 def test_every_check_is_of_an_operator_that_is_admitted() -> None:
     names = admitted()
     assert set(CHECKS) <= {name.split(".")[1] for name in names}

@@ -61,7 +61,7 @@ class Observer:
             if not isinstance(value, torch.Tensor):
                 seen.value = repr(value)
                 continue
-            seen.looks = _looks(value, is_gradient=name.endswith(".grad"))
+            seen.looks = _looks(value)
             if self.each_step or last:
                 seen.value = _read(value)
             elif is_new:  # nobody writes it later
@@ -93,15 +93,9 @@ def _named(names: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
                         yield f"optimizer.{of.get(parameter, 'state')}.{key}[{number}]", leaf, False
 
 
-def _looks(tensor: torch.Tensor, is_gradient: bool) -> tuple[Any, ...]:
-    """Shape, dtype, gradient flag and strides; for gradients without those that mean nothing.
-
-    Gradients of tensor subclasses are added up out of place, which sets strides of dimensions of one element.
-    """
-    strides = tensor.stride()
-    if is_gradient:
-        strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, strides, strict=True))
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, strides
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype, gradient flag and strides."""
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride()
 
 
 def _read(tensor: torch.Tensor) -> torch.Tensor:

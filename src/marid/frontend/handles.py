@@ -6,9 +6,11 @@ are copied (about two thirds of the cost of ``_make_wrapper_subclass``).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +36,7 @@ __all__ = [
     "new_handle",
     "ops_immediate",
     "record_again",
+    "recording",
     "source",
     "spec",
     "spec_of",
@@ -96,6 +99,16 @@ def record_again() -> None:
     """Have no operation run at once (``frontend/ahead.py``) from now on."""
     for one in tapes:
         one.immediate = False
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Inside, no operation of this thread runs at once, whatever other threads do."""
+    module.record_here(1)
+    try:
+        yield
+    finally:
+        module.record_here(-1)
 
 
 def spec(

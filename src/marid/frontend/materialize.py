@@ -81,9 +81,9 @@ def no_sync() -> Iterator[None]:
 def hold_back() -> Iterator[None]:
     """Inside, nothing that this thread records runs before it is asked for."""
     _restraint.holding += 1
-    handles.record_again()
     try:
-        yield
+        with handles.recording():
+            yield
     finally:
         _restraint.holding -= 1
 

@@ -105,9 +105,9 @@ def observer() -> Observer | None:
 def observing(refuse_reads: bool) -> Iterator[Observer]:
     """A block that is observed; blocks do not nest."""
     assert _current.observer is None
-    handles.record_again()
     _current.observer = made = Observer(refuse_reads)
     try:
-        yield made
+        with handles.recording():
+            yield made
     finally:
         _current.observer = None

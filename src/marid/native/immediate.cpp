@@ -11,6 +11,7 @@
 namespace marid {
 
 Allowance allowance;
+thread_local int recording = 0;
 int64_t performed = 0;
 
 namespace {
@@ -99,6 +100,14 @@ PyObject* allow_immediate(PyObject*, PyObject* bytes) {
   Py_RETURN_NONE;
 }
 
+// record_here(change): this thread enters (1) or leaves (-1) a block whose operations do not run at once.
+PyObject* record_here(PyObject*, PyObject* change) {
+  long by = PyLong_AsLong(change);
+  if (by == -1 && PyErr_Occurred()) return nullptr;
+  recording += static_cast<int>(by);
+  Py_RETURN_NONE;
+}
+
 // performed(): how many operations have run at once.
 PyObject* count(PyObject*, PyObject*) { return PyLong_FromLongLong(performed); }
 
@@ -106,6 +115,7 @@ PyObject* count(PyObject*, PyObject*) { return PyLong_FromLongLong(performed); }
 
 PyMethodDef immediate_functions[] = {
     {"allow_immediate", allow_immediate, METH_O, nullptr},
+    {"record_here", record_here, METH_O, nullptr},
     {"performed", count, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -48,6 +48,9 @@ class Allowance {
   int64_t bytes_ = kBytesAtFirst, operations_ = 0;
 };
 extern Allowance allowance;
+
+// How many blocks this thread is in whose operations are recorded, whatever the other threads do.
+extern thread_local int recording;
 extern int64_t performed;  // operations that ran at once since the process began
 
 }  // namespace marid

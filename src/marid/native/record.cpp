@@ -387,7 +387,7 @@ bool read_number(torch::jit::Stack* stack) {
   if (!value || !own || !is_value(value.get())) return false;
   Ref device(PyObject_GetAttr(spec_of(value.get()), device_name));
   PyObject* on = device ? PyList_GetItem(tapes, PyLong_AsSsize_t(device.get())) : nullptr;
-  if (on == nullptr || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
+  if (on == nullptr || recording > 0 || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
   if (own.get() != Py_None && last_write(own.get()) != nullptr) return false;
   at::Tensor concrete = concrete_tensor(value.get());
   if (!concrete.defined()) return false;
@@ -476,7 +476,7 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   PyObject* on = known.at(found, kTape);
   Results results;
   Outcome at_once = Outcome::kUnusual;
-  if (tape.at(on, kImmediate) == Py_True) {
+  if (recording == 0 && tape.at(on, kImmediate) == Py_True) {
     at_once = run_at_once(by, found, handle, op, c10::ArrayRef<c10::IValue>(arguments, op.formals.size()), call, results);
   }
   if (at_once == Outcome::kError) return false;

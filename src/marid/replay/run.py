@@ -37,6 +37,11 @@ def grad_of(tensor: Any) -> Any:
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
+def _ran() -> list[int]:
+    """How many operations have run, of each device."""
+    return [handles.tape(index).run for index in range(handles.device_count)]
+
+
 class Run:
     """One run of a function's Python. ``recording`` is what it did, or None with ``refusal`` saying why not.
 
@@ -56,6 +61,7 @@ class Run:
         self._streams = Streams(self._reached.generators, self._reached.drawing)
         self._grads = [grad_of(tensor) for tensor in self._tensors]
         self._start = [self._begin(index) for index in range(handles.device_count)]
+        self._ran = _ran()
         self._values = [tensor._value for tensor in self._tensors]
         self._specs: list[Spec] = [value.spec for value in self._values]
         self._histories = [tensor.grad_fn for tensor in self._tensors]
@@ -152,6 +158,8 @@ class Run:
         end = next(tape.sequence)
         backwards = record_backwards([*live.values()], self._tensors, tape) if live else []
         task = bind(self._recorded(tape, end))
+        if _ran() != self._ran:
+            raise Refused("another thread has run what was pending")
         places = Places(self._tensors, self._grads, seen.uploads, task)
         grads = self._new_grads(places)
         results = [self._result(leaf, places) for leaf in leaves]

@@ -43,6 +43,12 @@ def _alike(first: torch.Tensor, *others: Any) -> None:
     _need(all(one is None or one.dtype is first.dtype for one in others), "types")
 
 
+def _is_long_enough(tensor: torch.Tensor) -> bool:
+    """Whether as many elements as it has, one behind the other, lie in its memory, for kernels that ignore strides."""
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() <= span
+
+
 def _dimension(dim: int, rank: int) -> None:
     _need(-max(rank, 1) <= dim < max(rank, 1), "a dimension")
 
@@ -173,8 +179,9 @@ def _norm_types(of: Given, tensor: torch.Tensor) -> None:
     low = tensor.dtype in (torch.bfloat16, torch.float16)
     wanted = {tensor.dtype, torch.float32} if low else {tensor.dtype}
     names = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "mean", "rstd")
-    for name in ("weight", "bias", "mean", "rstd") if "grad_out" in of or "group" in of else ():
-        _need(not isinstance(of.get(name), torch.Tensor) or of[name].is_contiguous(), name)  # read as they lie there
+    in_memory = ("weight", "bias", "mean", "rstd") if "grad_out" in of or "group" in of else ()
+    for name in in_memory if "normalized_shape" not in of else ("mean", "rstd"):
+        _need(not isinstance(of.get(name), torch.Tensor) or _is_long_enough(of[name]), name)
     _need(all(of[name].dtype in wanted for name in names if isinstance(of.get(name), torch.Tensor)), "types")
 
 
@@ -234,7 +241,7 @@ def _gelu_backward(of: Given) -> None:
 def _noisy(of: Given) -> None:
     noise = of["noise"]
     _shaped(noise, of["self"].shape, "noise")
-    _need(noise.is_contiguous() and of["self"].is_contiguous(), "noise")
+    _need(_is_long_enough(noise), "noise")
     _alike(of["self"], noise)
 
 
@@ -387,8 +394,8 @@ def _fused(of: Given) -> None:
             if name == "state_steps":
                 _need(one.numel() == 1 and one.dtype is torch.float32, name)
             else:
-                _need(one.shape == param.shape and one.stride() == param.stride() and one.dtype is param.dtype, name)
-    _need(all(param.is_floating_point() for param in params), "types")
+                _need(one.shape == param.shape and _is_long_enough(one) and one.dtype is param.dtype, name)
+    _need(all(param.is_floating_point() and _is_long_enough(param) for param in params), "parameters")
     _need(not of.get("amsgrad", False) or len(of["max_exp_avg_sqs"]) == len(params), "max_exp_avg_sqs")
     _need(not of.get("momentum") or len(of.get("momentum_buffer_list", params)) == len(params), "momentum_buffer_list")
     for name in ("lr", "grad_scale", "found_inf"):
@@ -465,10 +472,12 @@ def _grouped(of: Given) -> None:
 
 
 def _not_repeated(of: Given) -> None:
-    """PyTorch 2.13 reads memory behind a dimension that is one number repeated."""
-    tensor = of["self"]
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    _need(all(step != 0 for size, step in steps if size > 1), "a tensor whose numbers are one number")
+    """PyTorch 2.13 reads memory behind a dimension that is one number repeated, where it looks along that."""
+    tensor, dim = of["self"], of.get("dim")
+    if dim is None or not tensor.dim():
+        return
+    _dimension(dim, tensor.dim())
+    _need(tensor.shape[dim] <= 1 or tensor.stride(dim) != 0, "a dimension whose numbers are one number")
 
 
 def _pdist_backward(of: Given) -> None:
