@@ -33,7 +33,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mul, norm = torch.ops.aten.mul.Tensor, torch.ops.aten.native_batch_norm.default
     for func in (ops.turned.default, ops.shorter.default, ops.itself.default, mul, norm):
         recorder = recorder_of(func)
-        recorder.known.clear()
+        recorder.forget()
         if recorder.deriver is not None:
             recorder.deriver._trusted.clear()
 
@@ -88,7 +88,7 @@ def test_whenever_it_differs(runs: int, plans: bool, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(marid.settings, "plan_bytes", 0)
     x = torch.rand(8, 6)
     lazy = x.to(DEVICE)
-    recorder_of(torch.ops.aten.mul.Tensor).known.clear()
+    recorder_of(torch.ops.aten.mul.Tensor).forget()
     for _ in range(runs):
         assert_same([t.cpu() for t in _differing(lazy)], _differing(x))
     lazy * 3

@@ -45,7 +45,7 @@ def test_a_loop_that_reads_what_it_makes() -> None:
     found: list[float] = []
     ran = _immediate(lambda: found.extend(run(DEVICE)))
     assert found == expected
-    assert 6 * 7 <= ran <= 9 * 7
+    assert 6 * 8 <= ran <= 9 * 8
     assert marid.stats().materializations <= 27
 
 
@@ -138,6 +138,7 @@ def test_a_function_is_recorded_whole(at_once: None) -> None:
 
 
 def test_results_say_where_they_come_from(at_once: None) -> None:
+    torch.rand(4, device=DEVICE).exp()  # the first is recorded
     y = torch.rand(4, device=DEVICE).exp()
     assert y.materialized
     assert y.operation == "aten::exp"

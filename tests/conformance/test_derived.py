@@ -23,7 +23,7 @@ SAMPLES = 25
 def test_what_is_derived_is_what_the_cpu_returns(op: opinfo.OpInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, and backward for float32."""
     for recorder in record._recorders.values():
-        recorder.known.clear()
+        recorder.forget()
     with derived.checked(monkeypatch) as found, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in DTYPES:

@@ -19,7 +19,18 @@ from marid.semantics.scopes import current_site
 if TYPE_CHECKING:
     from marid.frontend.record import Recorder
 
-__all__ = ["NOT_RECORDED", "OTHER_TYPES", "Call", "bucket", "read", "take", "taken_from", "writes_of"]
+__all__ = [
+    "BOUNDS",
+    "NOT_RECORDED",
+    "OTHER_TYPES",
+    "Call",
+    "Pairs",
+    "bucket",
+    "read",
+    "take",
+    "taken_from",
+    "writes_of",
+]
 
 # Objects of these types are their own keys.
 OTHER_TYPES = frozenset({torch.dtype, torch.memory_format, torch.layout})
@@ -117,13 +128,13 @@ class _Reader:
 
 
 # Beyond these, a number does not fit into some dtype: filling a tensor with it raises.
-_BOUNDS = sorted(
+BOUNDS = sorted(
     [float(torch.iinfo(dtype).max) for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)]
     + [float(torch.iinfo(dtype).max) for dtype in (torch.uint32, torch.int64, torch.uint64)]
     + [torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
 )
-_LARGE = ["large", *(f"beyond {bound}" for bound in _BOUNDS)]
-_NEGATIVE = ["negative", *(f"beyond -{bound}" for bound in _BOUNDS)]
+_LARGE = ["large", *(f"beyond {bound}" for bound in BOUNDS)]
+_NEGATIVE = ["negative", *(f"beyond -{bound}" for bound in BOUNDS)]
 
 
 def bucket(number: float) -> str:
@@ -132,7 +143,7 @@ def bucket(number: float) -> str:
         return "nan"
     if 0.0 <= number <= 1.0:
         return "unit"
-    return _LARGE[bisect_left(_BOUNDS, number)] if number > 0 else _NEGATIVE[bisect_left(_BOUNDS, -number)]
+    return _LARGE[bisect_left(BOUNDS, number)] if number > 0 else _NEGATIVE[bisect_left(BOUNDS, -number)]
 
 
 # --- any call ------------------------------------------------------------------------------------------------------

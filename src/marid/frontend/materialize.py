@@ -282,7 +282,7 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
         fail_dependents()
         raise
     finally:
-        _note_results(tape, nodes)
+        tape.note_results(nodes)
 
 
 def run_everything(tape: Tape, wait: bool = True) -> LazyTensorError | None:
@@ -340,15 +340,6 @@ def _block(value: Value) -> tuple[int, int]:
     assert value.spec is not None
     block = engine_of(value.spec.device).memory(value.concrete)
     return (-id(root_of(value)), value.spec.nbytes) if block is None else block
-
-
-def _note_results(tape: Tape, nodes: list[Node]) -> None:
-    tape.note_resident([node for node in nodes if node.concrete is not None])
-    for node in nodes:
-        for ref in node.outs or ():
-            out = ref()
-            if out is not None and out.concrete is not None:
-                tape.note_resident([out])
 
 
 def cost_of(nbytes: int) -> int:

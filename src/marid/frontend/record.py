@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from marid import policy
 from marid.frontend import autocast, handles, infer, random
-from marid.frontend.calls import NOT_RECORDED, Call, bucket, read, take, writes_of
+from marid.frontend.calls import BOUNDS, NOT_RECORDED, Call, Pairs, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
+from marid.frontend.engines import engine_of
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, download, overflow, run_everything
 from marid.frontend.observe import observer
@@ -67,7 +68,8 @@ class Recorder:
     """How one operator overload is recorded.
 
     ``known`` has what is known of its calls, by key. A ``plain`` operator needs nothing but the key to be recorded, one
-    that returns the ``same_value`` not even that.
+    that returns the ``same_value`` not even that. One that ``draws`` takes numbers from a generator, too, and one that
+    ``indexes`` is like a plain one where it does so by numbers, not by masks.
     ``exact_floats`` makes floating-point numbers part of the key, ``exact_lists`` those in lists. ``deriver`` gives
     what is known of a new call without inferring it, where that can be. One that ``asks_autocast`` may be composed of
     operators that autocast changes.
@@ -77,12 +79,14 @@ class Recorder:
         "asks_autocast",
         "bumps",
         "deriver",
+        "draws",
         "dynamic",
         "exact_floats",
         "exact_lists",
         "facts",
         "func",
         "handler",
+        "indexes",
         "known",
         "op",
         "plain",
@@ -121,6 +125,8 @@ class Recorder:
         self.deriver = None if self.random and not self.takes_generator else deriver_of(self)
         by_key = self.handler is None or func in _handled_by_key
         self.plain = not self.random and not self.dynamic and facts.mask != "written" and by_key
+        self.draws = self.handler is None and not self.dynamic and self.random and self.takes_generator
+        self.indexes = self.handler is None and not self.random and facts.mask is not None
 
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""
@@ -194,9 +200,16 @@ class Recorder:
     def learn(self, key: Any, rule: infer.Rule, args: Any, kwargs: Any, device: int) -> Known:
         """Keep the rule of calls with this key."""
         if len(self.known) >= policy.RULES_PER_OPERATOR:
-            self.known.clear()
+            self.forget()
+        if key in self.known:
+            module.forget_known()
         known = self.known[key] = Known(rule, writes_of(self, args, kwargs), handles.tape(device))
         return known
+
+    def forget(self) -> None:
+        """Know nothing of its calls any more."""
+        self.known.clear()
+        module.forget_known()
 
     def _draw(self, call: Call, rule: infer.Rule) -> bool:
         """Take the numbers that the call will need from its generator; whether that is known beforehand."""
@@ -486,7 +499,27 @@ def _eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return run_eagerly(recorder, args, kwargs, reason)
 
 
+def draw_for(
+    recorder: Recorder, known: Known, args: tuple[Any, ...], kwargs: Pairs | None, at_once: bool
+) -> tuple[Pairs, torch.Generator | None] | None:
+    """Take the numbers that a call like one that is ``known`` needs from its device's generator.
+
+    Returns its keyword arguments with the position of these numbers, and a generator that is there if the call runs
+    ``at_once``; None, and nothing is taken, where that is not known beforehand or somebody watches.
+    """
+    spec, device = known.rule.outs[0].spec, known.tape.device
+    if spec is None or observer() is not None:
+        return None
+    named = dict(kwargs or ())
+    drawn = random.draw(recorder.func.name(), random.default_generator(device), spec, args, named)
+    if drawn is None:
+        return None
+    generator = engine_of(device).generator(drawn) if at_once else None
+    return tuple({**named, "generator": drawn}.items()), generator
+
+
 module.configure(
+    draw_for=draw_for,
     Operation=Operation,
     Node=Node,
     Output=Output,
@@ -496,6 +529,7 @@ module.configure(
     Known=Known,
     not_recorded=NOT_RECORDED,
     bucket=bucket,
+    bounds=BOUNDS,
     tapes=handles.tapes,
     last_write=last_write,
     run_pending=run_everything,

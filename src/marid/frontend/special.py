@@ -88,7 +88,8 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _handle_for(copied, index)
 
 
-@special(aten.copy_.default, aten._copy_from.default, aten._copy_from_and_resize.default)
+@special(aten.copy_.default, by_key=True)
+@special(aten._copy_from.default, aten._copy_from_and_resize.default)
 def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if recorder.func is not aten.copy_.default:

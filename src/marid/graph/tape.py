@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 
-from marid.graph.node import Node, Spec, Value, fail_like, failures, input_values
+from marid.graph.node import Node, Operation, Output, Spec, Value, fail_like, failures, input_values
 from marid.native import module
 
 __all__ = ["Tape", "traffic"]
@@ -112,7 +112,7 @@ class Tape:
         """How many live nodes are pending, and how many bytes their results will take when they run."""
         self.measured_at = self.charged
         pending = self.pending()
-        return len(pending), sum(_allocates(node) for node in pending)
+        return len(pending), module.allocated(pending)
 
     def cut(self, asked: list[Node]) -> list[Node]:
         """The nodes that must run so that every node of ``asked`` has run, in program order; O(nodes).
@@ -133,33 +133,26 @@ class Tape:
 
     def note_resident(self, values: list[Value]) -> None:
         """Remember values that now hold memory."""
-        self.resident.extend([weakref.ref(value) for value in values])
-        if len(self.resident) > self._resident_limit:
-            self._resident_limit = max(4096, 2 * len(self.resident_values()))
+        module.note_resident(self, values)
+
+    def note_results(self, nodes: list[Node]) -> None:
+        """Remember what of these nodes, which have run, holds memory."""
+        module.note_results(self, nodes)
 
     def resident_values(self) -> list[Value]:
         """Values that hold memory on the device, views included."""
-        alive = [value for entry in self.resident if (value := entry()) is not None and value.concrete is not None]
-        self.resident = [weakref.ref(value) for value in alive]
-        return alive
-
-
-def _allocates(node: Node) -> int:
-    if node.op is None or node.op.view:
-        return 0
-    specs: list[Spec | None] = [node.spec] if node.root is None else []
-    for out in node.outs or ():
-        value = out()
-        specs.append(value.spec if value is not None and value.root is None else None)
-    return sum(spec.nbytes for spec in specs if spec is not None)
+        return module.resident_values(self)
 
 
 def traffic(nodes: list[Node]) -> int:
     """How many bytes these nodes read and write, at most; none for views."""
-    nbytes = 0
-    for node in nodes:
-        if node.op is not None and not node.op.view:
-            nbytes += _allocates(node) + sum(
-                value.spec.nbytes for value in input_values(node) if value.spec is not None
-            )
-    return nbytes
+    return module.allocated(nodes) + sum(
+        value.spec.nbytes
+        for node in nodes
+        if node.op is not None and not node.op.view
+        for value in input_values(node)
+        if value.spec is not None
+    )
+
+
+module.configure_resident(Node=Node, Output=Output, Tape=Tape, Spec=Spec, Operation=Operation)

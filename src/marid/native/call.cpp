@@ -140,24 +140,96 @@ Outcome read_formal(const c10::IValue& arg, const Formal& formal, Call& call, Py
   return given(named, Py_XNewRef(named), key, stored);
 }
 
+// For each of some objects, where it is first among them.
+template <typename Object>
+c10::SmallVector<size_t, 8> first_occurrences(const c10::SmallVector<Object*, 8>& objects) {
+  c10::SmallVector<size_t, 8> all;
+  for (Object* one : objects) all.push_back(std::find(objects.begin(), objects.end(), one) - objects.begin());
+  return all;
+}
+
+Ref tuple_of(const c10::SmallVector<size_t, 8>& numbers) {
+  Ref all(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  for (size_t i = 0; all && i < numbers.size(); i++) {
+    PyObject* number = PyLong_FromSize_t(numbers[i]);
+    if (number == nullptr) return Ref();
+    PyTuple_SET_ITEM(all.get(), i, number);
+  }
+  return all;
+}
+
+// Which arguments a call is recorded with: the first so many, and others by name. Without what is as the schema has it
+// anyway.
+struct Recorded {
+  size_t positional;
+  c10::SmallVector<size_t, 4> named;
+};
+
+Recorded recorded_arguments(const Operator& op, const c10::IValue* given_args) {
+  Recorded found{op.positional, {}};
+  while (found.positional > 0 && is_default(given_args[found.positional - 1], op.formals[found.positional - 1])) {
+    found.positional--;
+  }
+  for (size_t i = op.positional; i < op.formals.size(); i++) {
+    if (!is_default(given_args[i], op.formals[i]) && !is_usual(given_args, i, op)) found.named.push_back(i);
+  }
+  return found;
+}
+
+// What is recorded of an argument; `next` is the tensor that comes next. Null after an error.
+PyObject* stored(const c10::IValue& arg, const Call& call, size_t& next) {
+  if (arg.isTensor()) {
+    const at::Tensor& tensor = arg.toTensor();
+    if (!tensor.defined()) return Py_NewRef(Py_None);
+    if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) return Py_NewRef(call.values[next++]);
+    const void* number = tensor.unsafeGetTensorImpl()->data();
+    switch (tensor.scalar_type()) {
+      case at::kDouble: return PyFloat_FromDouble(*static_cast<const double*>(number));
+      case at::kLong: return PyLong_FromLongLong(*static_cast<const int64_t*>(number));
+      case at::kBool: return PyBool_FromLong(*static_cast<const bool*>(number));
+      default: {
+        auto complex = *static_cast<const c10::complex<double>*>(number);
+        return PyComplex_FromDoubles(complex.real(), complex.imag());
+      }
+    }
+  }
+  if (arg.isInt()) return PyLong_FromLongLong(arg.toInt());
+  if (arg.isNone()) return Py_NewRef(Py_None);
+  if (arg.isBool()) return PyBool_FromLong(arg.toBool());
+  if (arg.isDouble()) return PyFloat_FromDouble(arg.toDouble());
+  if (arg.isComplexDouble()) {
+    auto complex = arg.toComplexDouble();
+    return PyComplex_FromDoubles(complex.real(), complex.imag());
+  }
+  if (arg.isString()) {
+    const std::string& text = arg.toStringRef();
+    return PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+  }
+  auto items = arg.toListRef();
+  Ref all = untracked_tuple(items.size());
+  for (size_t i = 0; all && i < items.size(); i++) {
+    PyObject* item = stored(items[i], call, next);
+    if (item == nullptr) return nullptr;
+    PyTuple_SET_ITEM(all.get(), i, item);
+  }
+  return all.release();
+}
+
+PyObject* stored_formal(const c10::IValue& arg, const Formal& formal, const Call& call, size_t& next) {
+  if (arg.isNone() || formal.kind == Formal::kPlain || formal.kind == Formal::kNotRecorded) return stored(arg, call, next);
+  return Py_XNewRef(
+      formal.kind == Formal::kDtype ? reinterpret_cast<PyObject*>(torch::getTHPDtype(arg.toScalarType()))
+                                    : torch::utils::getTHPMemoryFormat(arg.toMemoryFormat()));
+}
+
+}  // namespace
+
 bool is_default(const c10::IValue& arg, const Formal& formal) {
   if (formal.otherwise == nullptr) return false;
   if (arg.isNone() || formal.otherwise->isNone()) return arg.isNone() && formal.otherwise->isNone();
   if (arg.isInt() && formal.otherwise->isInt()) return arg.toInt() == formal.otherwise->toInt();
   if (arg.isBool() && formal.otherwise->isBool()) return arg.toBool() == formal.otherwise->toBool();
   return arg == *formal.otherwise;
-}
-
-// For each of some objects, where it is first among them.
-template <typename Object>
-Ref first_occurrences(const c10::SmallVector<Object*, 8>& objects) {
-  Ref all(PyTuple_New(static_cast<Py_ssize_t>(objects.size())));
-  for (size_t i = 0; all && i < objects.size(); i++) {
-    PyObject* place = PyLong_FromSize_t(std::find(objects.begin(), objects.end(), objects[i]) - objects.begin());
-    if (place == nullptr) return Ref();
-    PyTuple_SET_ITEM(all.get(), i, place);
-  }
-  return all;
 }
 
 // Where `zeros_like` and its kin are told to put their result what Python's half of PyTorch always says: to where the
@@ -170,15 +242,30 @@ bool is_usual(const c10::IValue* given_args, size_t index, const Operator& op) {
   return arg.isInt() && arg.toLayout() == at::kStrided;
 }
 
-}  // namespace
+bool store_call(const Operator& op, const c10::IValue* given_args, Call& call) {
+  auto [positional, named] = recorded_arguments(op, given_args);
+  call.args = untracked_tuple(positional);
+  call.kwargs = named.empty() ? Ref::to(Py_None) : untracked_tuple(named.size());
+  if (!call.args || !call.kwargs) return false;
+  size_t next = 0;
+  for (size_t i = 0; i < positional; i++) {
+    PyObject* one = stored_formal(given_args[i], op.formals[i], call, next);
+    if (one == nullptr) return false;
+    PyTuple_SET_ITEM(call.args.get(), i, one);
+  }
+  for (size_t i = 0; i < named.size(); i++) {
+    const Formal& formal = op.formals[named[i]];
+    Ref value(stored_formal(given_args[named[i]], formal, call, next)), pair = untracked_tuple(2);
+    if (!value || !pair) return false;
+    PyTuple_SET_ITEM(pair.get(), 0, Py_NewRef(formal.name));
+    PyTuple_SET_ITEM(pair.get(), 1, value.release());
+    PyTuple_SET_ITEM(call.kwargs.get(), i, pair.release());
+  }
+  return true;
+}
 
 Outcome read_call(const Operator& op, const c10::IValue* given_args, Call& call) {
-  size_t positional = op.positional;
-  while (positional > 0 && is_default(given_args[positional - 1], op.formals[positional - 1])) positional--;
-  c10::SmallVector<size_t, 4> named;
-  for (size_t i = op.positional; i < op.formals.size(); i++) {
-    if (!is_default(given_args[i], op.formals[i]) && !is_usual(given_args, i, op)) named.push_back(i);
-  }
+  auto [positional, named] = recorded_arguments(op, given_args);
   call.key = untracked_tuple(positional + 2 * named.size());
   call.args = untracked_tuple(positional);
   call.kwargs = named.empty() ? Ref::to(Py_None) : untracked_tuple(named.size());
@@ -208,16 +295,19 @@ Outcome read_call(const Operator& op, const c10::IValue* given_args, Call& call)
 }
 
 Ref full_key(const Call& call) {
+  auto [of_roots, of_tensors] = sharing(call);
+  if (of_roots.empty()) return Ref::to(call.key.get());
+  Ref roots = tuple_of(of_roots), tensors = tuple_of(of_tensors);
+  return roots && tensors ? Ref(PyTuple_Pack(3, call.key.get(), roots.get(), tensors.get())) : Ref();
+}
+
+Sharing sharing(const Call& call) {
   c10::SmallVector<PyObject*, 8> roots;
+  for (PyObject* value : call.values) roots.push_back(root_of(value));
+  Sharing found{first_occurrences(roots), first_occurrences(call.impls)};
   bool shared = false;
-  for (PyObject* value : call.values) {
-    PyObject* root = root_of(value);
-    shared = shared || std::find(roots.begin(), roots.end(), root) != roots.end();
-    roots.push_back(root);
-  }
-  if (!shared) return Ref::to(call.key.get());
-  Ref of_roots = first_occurrences(roots), of_tensors = first_occurrences(call.impls);
-  return of_roots && of_tensors ? Ref(PyTuple_Pack(3, call.key.get(), of_roots.get(), of_tensors.get())) : Ref();
+  for (size_t i = 0; i < roots.size(); i++) shared = shared || found.roots[i] != i;
+  return shared ? found : Sharing();
 }
 
 void prepare_reading(PyObject* bucket_of) {

@@ -45,8 +45,24 @@ Outcome read_argument(const c10::IValue& arg, bool exact, Call& call, PyObject**
 // A call as Python would be given it: without what is as the schema has it anyway.
 Outcome read_call(const Operator& op, const c10::IValue* given_args, Call& call);
 
+// The arguments alone of a call whose tensors have been read (known_calls.cpp); false after an error.
+bool store_call(const Operator& op, const c10::IValue* given_args, Call& call);
+
+// Whether an argument is what the schema has where none is given.
+bool is_default(const c10::IValue& arg, const Formal& formal);
+
+// Whether an argument that is not recorded says what Python's half of PyTorch always says.
+bool is_usual(const c10::IValue* given_args, size_t index, const Operator& op);
+
 // Recorder.key_of: where an argument is written, which of them share memory is part of the key.
 Ref full_key(const Call& call);
+
+// For each of the tensors of a call, which is the first that lies in the same memory, and the first that is the same tensor;
+// nothing where each has memory of its own.
+struct Sharing {
+  c10::SmallVector<size_t, 8> roots, tensors;
+};
+Sharing sharing(const Call& call);
 
 // `bucket` of frontend/calls.py says in which range a number lies.
 void prepare_reading(PyObject* bucket);

@@ -2,6 +2,7 @@
 // composite operators are taken apart above autograd, or are not.
 #include "accumulate.h"
 #include "cells.h"
+#include "known_calls.h"
 #include "record.h"
 
 #include <ATen/Tensor.h>
@@ -133,7 +134,8 @@ at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
 
 // --- registering -----------------------------------------------------------------------------------------------------
 
-std::unordered_map<c10::OperatorName, std::shared_ptr<Operator>> operators;
+// Never freed: what is known of calls are objects of Python, which ends before this would.
+auto& operators = *new std::unordered_map<c10::OperatorName, std::shared_ptr<Operator>>();
 std::vector<c10::RegistrationHandleRAII>* kernels;  // these two stay when the process ends
 torch::Library* above;
 PyObject* not_recorded;  // names of arguments with which a call is left to Python
@@ -150,8 +152,31 @@ bool takes_tensors(const c10::FunctionSchema& schema) {
   });
 }
 
+// Operators that make their argument a view of itself, and those that return such a view.
+const std::unordered_map<std::string, const char*> views_in_place{
+    {"aten::t_", "aten::t"},
+    {"aten::transpose_", "aten::transpose"},
+    {"aten::swapaxes_", "aten::transpose"},
+    {"aten::swapdims_", "aten::transpose"},
+    {"aten::squeeze_", "aten::squeeze"},
+    {"aten::unsqueeze_", "aten::unsqueeze"},
+    {"aten::as_strided_", "aten::as_strided"},
+};
+
 // What recording needs to know of an operator.
 void describe(Operator* made, const c10::FunctionSchema& schema) {
+  made->calls = std::make_shared<marid::KnownCalls>();
+  auto found = views_in_place.find(schema.name());
+  if (found != views_in_place.end()) {
+    std::string overload = schema.name() == std::string("aten::swapaxes_") || schema.name() == std::string("aten::swapdims_") ||
+            schema.name() == std::string("aten::transpose_")
+        ? "int"
+        : schema.overload_name();
+    c10::OperatorName name(found->second, overload);
+    made->view_handle = c10::Dispatcher::singleton().findSchema(name);
+    auto own = operators.find(name);
+    if (own != operators.end()) made->view = own->second;
+  }
   for (const c10::Argument& argument : schema.arguments()) {
     Formal formal;
     formal.name = PyUnicode_InternFromString(argument.name().c_str());
@@ -164,6 +189,7 @@ void describe(Operator* made, const c10::FunctionSchema& schema) {
       if (type->kind() == c10::TypeKind::MemoryFormatType) formal.kind = Formal::kMemoryFormat;
       if (type->kind() == c10::TypeKind::LayoutType) formal.kind = Formal::kNotRecorded;
     }
+    if (argument.name() == "generator") made->generator = made->formals.size();
     if (argument.default_value().has_value()) formal.otherwise = &*argument.default_value();
     if (!argument.kwarg_only()) made->positional++;
     made->formals.push_back(formal);

@@ -10,6 +10,8 @@
 #include "call.h"
 #include "geometry.h"
 #include "immediate.h"
+#include "known_calls.h"
+#include "resident.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
@@ -35,15 +37,16 @@ using namespace marid;
 Slots operation, storage, recorder, known, tape;
 enum OperationSlot { kMutates };
 enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
-enum RecorderSlot { kRecorderOp, kPlain, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver };
+enum RecorderSlot { kRecorderOp, kPlain, kDraws, kIndexes, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
-enum TapeSlot { kSequence, kEntries, kRoom, kImmediate, kResident, kResidentLimit };
+enum TapeSlot { kSequence, kEntries, kRoom, kImmediate };
 
 PyObject* torch_function;  // of handles
-PyObject *not_recorded, *bucket;  // see frontend/calls.py
+PyObject *not_recorded, *bucket, *bounds;  // see frontend/calls.py
 PyObject* tapes;  // see frontend/handles.py
 PyObject* last_write_of;  // see graph/node.py
 PyObject* run_pending;  // see frontend/materialize.py
+PyObject* draw_for;  // see frontend/record.py
 PyObject* recorders;  // by identity of the operator
 PyObject *backward_name, *pattern_name, *address_name, *device_name;  // attributes
 
@@ -149,15 +152,6 @@ bool view(PyObject* handle, PyObject* on, const Call& call, PyObject* view_of, R
   Ref own = storage_behind(call.tensors[base].get(), on);
   root = Ref::to(root_of(call.values[base]));
   return own && PyObject_SetAttr(handle, storage_name, own.get()) == 0;
-}
-
-// Remember that a value holds memory: `Tape.note_resident`.
-bool note_resident(PyObject* on, PyObject* value) {
-  PyObject* resident = tape.at(on, kResident);
-  Ref entry(PyWeakref_NewRef(value, nullptr));
-  if (!entry || PyList_Append(resident, entry.get()) < 0) return false;
-  if (PyList_GET_SIZE(resident) <= PyLong_AsSsize_t(tape.at(on, kResidentLimit))) return true;
-  return bool(Ref(PyObject_CallMethod(on, "note_resident", "[]")));
 }
 
 // The results of a node that has several, or none: see Known.several. `made` are those of one that has run.
@@ -452,21 +446,94 @@ at::Tensor marid::detached(const at::Tensor& tensor) {
   return handle_type == nullptr || tapes == nullptr ? at::Tensor() : same_value(tensor);
 }
 
+namespace {
+
+// What is known of a call, whose tensors are read into `call`; empty where Python has to find it out, or after an error.
+Ref known_of(const Operator& op, PyObject* by, const c10::IValue* arguments, Call& call) {
+  bool mutates = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
+  Words words{reinterpret_cast<uint64_t>(by)};
+  if (!read_words(op, arguments, call, words)) return Ref();
+  if (mutates) {
+    Sharing shared = sharing(call);
+    words.append(shared.roots.begin(), shared.roots.end());
+    words.append(shared.tensors.begin(), shared.tensors.end());
+  }
+  if (PyObject* found = op.calls->find(words)) return Ref::to(found);
+  Call whole{call.exact, call.exact_lists};
+  if (read_call(op, arguments, whole) != Outcome::kDone) return Ref();
+  Ref key = mutates ? full_key(whole) : Ref::to(whole.key.get());
+  Ref like = key ? Ref(Py_XNewRef(PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()))) : Ref();
+  if (!like) like = derived(by, key.get(), whole);
+  Ref keeps = like ? Ref(PyTuple_Pack(2, by, key.get())) : Ref();
+  if (keeps) op.calls->keep(words, Ref::to(like.get()), std::move(keeps));
+  return like;
+}
+
+// Whether none of the indices of a call is a mask, by which the shape of its result would depend on values.
+bool indexes_by_number(const c10::IValue& indices) {
+  if (!indices.isList()) return false;
+  for (const c10::IValue& index : indices.toListRef()) {
+    if (!index.isTensor() || !index.toTensor().defined()) continue;
+    at::ScalarType type = index.toTensor().scalar_type();
+    if (type == at::kBool || type == at::kByte) return false;
+  }
+  return true;
+}
+
+// Let a call take its numbers from the device's generator; `generator` is where they begin, if it runs at once. kUnusual to
+// leave the call to Python, and nothing is taken.
+Outcome draw(PyObject* by, PyObject* like, Call& call, bool at_once, at::Generator& generator) {
+  Ref drawn(PyObject_CallFunctionObjArgs(
+      draw_for, by, like, call.args.get(), call.kwargs.get(), at_once ? Py_True : Py_False, nullptr));
+  if (!drawn) return Outcome::kError;
+  if (drawn.get() == Py_None) return Outcome::kUnusual;
+  call.kwargs = Ref::to(PyTuple_GET_ITEM(drawn.get(), 0));
+  if (!at_once) return Outcome::kDone;
+  Ref address(PyObject_GetAttr(PyTuple_GET_ITEM(drawn.get(), 1), address_name));
+  if (!address) return Outcome::kError;
+  auto* impl = static_cast<c10::GeneratorImpl*>(PyLong_AsVoidPtr(address.get()));
+  generator = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(impl));
+  return Outcome::kDone;
+}
+
+// Make a tensor a view of itself: what `retarget` in frontend/record.py does with what `op.view` returns.
+bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
+  size_t count = op.formals.size();
+  at::Tensor self = torch::jit::peek(*stack, 0, count).toTensor();
+  if (op.view == nullptr || !op.view_handle || !is_in_python(self)) return false;
+  auto arguments = torch::jit::last(*stack, count);
+  torch::jit::Stack inner(arguments.begin(), arguments.end());
+  if (!marid::recorded(*op.view_handle, *op.view, &inner)) return false;
+  at::Tensor view = inner.back().toTensor();
+  Ref handle(THPVariable_Wrap(self)), made(THPVariable_Wrap(view));
+  if (!handle || !made) return false;
+  Ref value(PyObject_GetAttr(made.get(), value_name)), own(PyObject_GetAttr(made.get(), storage_name));
+  if (!value || !own) return false;
+  self.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+  if (PyObject_SetAttr(handle.get(), value_name, value.get()) < 0) return false;
+  if (PyObject_SetAttr(handle.get(), storage_name, own.get()) < 0) return false;
+  torch::jit::drop(*stack, count);
+  stack->emplace_back(std::move(self));
+  return true;
+}
+
+}  // namespace
+
 bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
   if (op.reads_number) return read_number(stack);
   PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
   if (by == nullptr) return false;
+  if (op.view_handle) return view_in_place(op, stack);
   if (recorder.at(by, kSameValue) == Py_True) return same_value(op, stack);
-  if (recorder.at(by, kPlain) != Py_True) return false;
+  const c10::IValue* given = stack->data() + stack->size() - op.formals.size();
+  c10::ArrayRef<c10::IValue> arguments(given, op.formals.size());
+  bool draws = recorder.at(by, kDraws) == Py_True;
+  bool indexes = recorder.at(by, kIndexes) == Py_True && indexes_by_number(given[1]);
+  if (recorder.at(by, kPlain) != Py_True && !draws && !indexes) return false;
   Ref held = Ref::to(by);
   Call call{recorder.at(by, kExactFloats) == Py_True, recorder.at(by, kExactLists) == Py_True};
-  const c10::IValue* arguments = stack->data() + stack->size() - op.formals.size();
-  if (read_call(op, arguments, call) != Outcome::kDone) return false;
-  bool mutates = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
-  Ref key = mutates ? full_key(call) : Ref::to(call.key.get());
-  Ref like = key ? Ref(Py_XNewRef(PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()))) : Ref();
-  if (!like) like = derived(by, key.get(), call);
+  Ref like = known_of(op, by, given, call);
   PyObject* found = like.get();
   if (found == nullptr || known.at(found, kRepeats) != Py_True) return false;
   bool one = known.at(found, kPattern) != Py_None || known.at(found, kReturned) != Py_None;
@@ -474,16 +541,28 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   if (one ? op.returns != 1 || op.returns_list : described == Py_None) return false;
   if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
   PyObject* on = known.at(found, kTape);
+  bool immediate = recording == 0 && tape.at(on, kImmediate) == Py_True;
+  long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
+  if (left < 0 && !immediate) return false;  // the tape may be full
+  if ((draws || !immediate) && !store_call(op, given, call)) return false;
+  std::vector<c10::IValue> positioned;
+  if (draws) {
+    // What is pending may draw too, and would move the generator on from where it is put for this call.
+    if (immediate && PyList_GET_SIZE(tape.at(on, kEntries)) != 0 && !Ref(PyObject_CallOneArg(run_pending, on))) return false;
+    at::Generator generator;
+    if (draw(by, found, call, immediate, generator) != Outcome::kDone) return false;
+    positioned.assign(arguments.begin(), arguments.end());
+    if (generator.defined()) positioned[*op.generator] = std::move(generator);
+    arguments = positioned;
+  }
   Results results;
   Outcome at_once = Outcome::kUnusual;
-  if (recording == 0 && tape.at(on, kImmediate) == Py_True) {
-    at_once = run_at_once(by, found, handle, op, c10::ArrayRef<c10::IValue>(arguments, op.formals.size()), call, results);
-  }
+  if (immediate) at_once = run_at_once(by, found, handle, op, arguments, call, results);
   if (at_once == Outcome::kError) return false;
   if (at_once == Outcome::kUnusual) {
-    long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
-    if (left < 0) return false;  // the tape may be full
     results.clear();
+    if (left < 0 && !draws) return false;  // what it draws it has by now
+    if (!call.args && !store_call(op, given, call)) return false;
     if (!add(by, found, call, left, results)) return false;
   }
   torch::jit::drop(*stack, op.formals.size());
@@ -507,7 +586,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   std::pair<const char*, PyObject**> wanted[] = {
       {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"not_recorded", &not_recorded},
-      {"bucket", &bucket}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}};
+      {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);
@@ -519,11 +598,11 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
           {"seq", "op", "args", "kwargs", "spec", "root", "site", "scope", "after", "overwrites", "outs", "concrete"}) &&
       output.find(output_type, {"node", "path", "spec", "root", "concrete"}) && storage.find(storage_type, {"last_read", "last_write", "handle"}) &&
       recorder.find(
-          recorder_type, {"op", "plain", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver"}) &&
+          recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
-      tape.find(tape_type, {"sequence", "entries", "room", "immediate", "resident", "_resident_limit"});
-  if (!found) return nullptr;
+      tape.find(tape_type, {"sequence", "entries", "room", "immediate"});
+  if (!found || !marid::set_bounds(bounds)) return nullptr;
   marid::prepare_reading(bucket);
   Py_RETURN_NONE;
 }
@@ -558,6 +637,12 @@ PyObject* attribute_of(PyObject* object, char* name) {
   return made ? PyObject_GetAttr(object, made.get()) : nullptr;
 }
 
+// forget_known(): something that is known of calls has changed.
+PyObject* forget_known(PyObject*, PyObject*) {
+  marid::forget_known_calls();
+  Py_RETURN_NONE;
+}
+
 // make_handles(type): what own tensors are.
 PyObject* make_handles(PyObject*, PyObject* type) {
   torch_function = PyObject_GetAttrString(type, "__torch_function__");
@@ -572,6 +657,7 @@ PyMethodDef functions[] = {
     {"record_calls", record_calls, METH_O, nullptr},
     {"detach_directly", detach_directly, METH_O, nullptr},
     {"use", use, METH_O, nullptr},
+    {"forget_known", forget_known, METH_NOARGS, nullptr},
     {"make_handles", make_handles, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -581,7 +667,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 
 namespace marid {
 extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[], derive_functions[],
-    geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[];
+    geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -595,7 +681,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions,
         marid::derive_functions, marid::geometry_functions, marid::autocast_functions,
-        marid::stack_functions, marid::immediate_functions}) {
+        marid::stack_functions, marid::immediate_functions, marid::resident_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

@@ -6,6 +6,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <memory>
+#include <optional>
 #include <vector>
 
 namespace marid {
@@ -17,6 +19,8 @@ struct Formal {
   const c10::IValue* otherwise = nullptr;
 };
 
+class KnownCalls;  // known_calls.h
+
 struct Operator {
   std::vector<Formal> formals;
   size_t positional = 0;
@@ -25,6 +29,10 @@ struct Operator {
   PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
   bool reads_number = false;  // whether it is what `item()` calls
   bool asks_autocast = false;  // whether Python has to be asked how autocast changes it
+  std::shared_ptr<KnownCalls> calls;
+  std::optional<size_t> generator;  // which argument it is
+  std::shared_ptr<Operator> view;  // of an operator that makes its argument a view of itself: the one that returns the view
+  std::optional<c10::OperatorHandle> view_handle;
 };
 
 // Record a call like one that was recorded before, or run it at once, with the interpreter's lock; false to leave it to
