@@ -53,9 +53,14 @@ def register() -> Callable[[], None]:
     for func, replacement in _replacements.items():
         if func not in _IN_CPP:
             library.impl(func, folded(replacement), "AutogradPrivateUse1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
-        library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # or what PyTorch says once in a process of who overrides kernels would be used up here
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
+            library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
+    finally:
+        torch.set_warn_always(always)
     return library._destroy
 
 
