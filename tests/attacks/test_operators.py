@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+import marid
 from marid.errors import WireError
 from marid.remote import operators
 from marid.remote.checks import CHECKS
 from marid.remote.command import _import
 from marid.remote.operators import operator_named
 from tests.attacks.forge import Calls, Forger, outside
+from tests.helpers import DEVICE
 
 HERE = Path(__file__).parent
 ENDS_ITSELF = -signal.SIGFPE
@@ -131,6 +134,83 @@ def test_a_view_outside_of_its_memory_is_refused() -> None:
 def test_what_is_not_in_the_list_is_refused(name: str) -> None:
     with pytest.raises(WireError):
         operator_named(f"aten.{name}")
+
+
+def _numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+_NINE = torch.ones(1, 1, 3, 3)
+_NAN = torch.full((1, 3, 3, 2), torch.nan)
+_EMPTY = (torch.empty(0), torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32))
+_FORGED: dict[str, tuple[Any, ...]] = {
+    "aten._pdist_forward.default": (torch.ones(2, 3, 0), 2.0),
+    "aten.upsample_nearest1d.default": (torch.ones(1, 1, 5, dtype=torch.uint8), [7], 1e-30),
+    "aten._upsample_nearest_exact3d.default": (torch.ones(1, 1, 3, 3, 3), [4, 4, 4], 1e-25, 1.0, 1.0),
+    "aten._upsample_bilinear2d_aa.default": (torch.ones(1, 2, 5, 5), [7, 7], False, 1e-18, 1e-18),
+    "aten._upsample_lanczos2d_aa_backward.default": (torch.ones(1, 2, 7, 7), [7, 7], [1, 2, 5, 5], False, 1e-18, None),
+    "aten.grid_sampler_2d_backward.default": (
+        torch.ones(1, 1, 3, 3),
+        torch.ones(1, 1, 4, 4),
+        _NAN,
+        0,
+        1,
+        False,
+        [1, 1],
+    ),
+    "aten._linalg_eigvals.default": (torch.full((6, 6), torch.nan),),
+    "aten._fused_moving_avg_obs_fq_helper.default": (
+        *(torch.ones(2, 4), _numbers(1), _numbers(1), *_EMPTY, 0.1, 0, 255, 0, False, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _FORGED)
+def test_what_an_attack_has_found_is_refused(name: str) -> None:
+    """None of these came up by chance: scales beside sizes, and numbers that become an index, were not altered then."""
+    with pytest.raises(ValueError, match="do not belong together"):
+        operator_named(name).call(*_FORGED[name])
+
+
+def test_a_scale_that_fits_is_let_through() -> None:
+    x = torch.rand(1, 2, 5, 5)
+    for scale in (None, 2.0, 1.9, 0.5):
+        found = operator_named("aten.upsample_bilinear2d.default").call(x, [10, 10], False, scale, scale)
+        assert torch.equal(found, torch.ops.aten.upsample_bilinear2d.default(x, [10, 10], False, scale, scale))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ctc_loss.IntList", "embedding_bag.default", "embedding_backward.default", "_pad_packed_sequence.default"]
+    + ["upsample_nearest2d.vec", "cross_entropy_loss.default"],
+)
+def test_what_pytorch_writes_out_in_other_operators_is_refused(name: str) -> None:
+    """What those are made of would run behind no check; a client takes them apart itself."""
+    with pytest.raises(WireError, match="not admitted"):
+        operator_named(f"aten.{name}")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_client_names_none_of_them(inference: bool) -> None:
+    """In inference mode, where they come whole to a tensor's class, either."""
+    with torch.inference_mode(inference):
+        x = torch.rand(4, 4, device=DEVICE)
+        scores, targets = torch.rand(5, 2, 5, device=DEVICE).log_softmax(-1), torch.ones(2, 3, dtype=torch.int64)
+        found = [
+            F.ctc_loss(scores, targets.to(DEVICE), _numbers(5, 5), _numbers(3, 3)),
+            F.embedding_bag(_numbers(0, 1, 2).to(DEVICE), x, _numbers(0, 1).to(DEVICE)),
+            F.cross_entropy(x, _numbers(0, 1, 2, 3).to(DEVICE)),
+            F.interpolate(x[None, None], scale_factor=2.0),
+            torch.quantile(x, 0.5),
+            torch.einsum("ij,jk->ik", x, x),
+            F.max_pool1d(x, 2),
+            F.linear(x, x),
+        ]
+        nodes: Any = marid.graph(*found).nodes
+        named = {str(node.op.func) for node in nodes if node.op is not None}
+    assert len(named) > 8
+    for name in named:
+        operator_named(name)
 
 
 @pytest.mark.parametrize("name", ["marid.compiled.default", "marid.product.default", "prims.add.default"])
