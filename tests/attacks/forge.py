@@ -144,8 +144,11 @@ class Forger:
         fixed = _fixed(func)
         positions = {index for index, formal in enumerate(func._schema.arguments) if formal.name in fixed}
         for call in known if len(known) <= _BEGINNINGS else self._source.sample(known, _BEGINNINGS):
-            yield call
-            yield from each_alteration(call, {*fixed, *positions})
+            others = [] if '"float32"' not in json.dumps(call) else ["float64", "bfloat16"]
+            for dtype in ["float32", *others]:  # kernels are chosen by type
+                begin = json.loads(json.dumps(call).replace('"T": "float32"', f'"T": "{dtype}"'))
+                yield begin
+                yield from each_alteration(begin, {*fixed, *positions})
 
     def altered(self, func: Any, call: Any) -> Any:
         """A call with something in it that should not be there, but of kinds that the argument can have."""

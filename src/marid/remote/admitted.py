@@ -43,7 +43,7 @@ WHOLE = {"linear", "max_pool1d"}
 apart before it is recorded, and refused here: what it is made of would run behind no check."""
 
 KERNELS = set(
-    "mish_backward native_channel_shuffle silu_backward "
+    "_convolution linalg_pinv mish_backward native_channel_shuffle silu_backward where "
     "__ilshift__ __irshift__ __lshift__ __rshift__ _add_relu _add_relu_ _addmm_activation _aminmax "
     "_amp_foreach_non_finite_check_and_unscale _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ "
     "_assert_async _assert_tensor_metadata _cdist_forward _chunk_cat _conj_copy _conj_physical _dirichlet_grad "
@@ -82,7 +82,7 @@ KERNELS = set(
     "bitwise_not bitwise_not_ bitwise_or bitwise_or_ bitwise_right_shift bitwise_right_shift_ bitwise_xor "
     "bitwise_xor_ block_diag bmm bucketize cat ceil ceil_ celu celu_ channel_shuffle cholesky cholesky_inverse "
     "cholesky_solve clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone col2im complex conj_physical_ "
-    "constant_pad_nd conv_tbc convolution convolution_backward convolution_backward_overrideable "
+    "constant_pad_nd conv_tbc convolution convolution_backward_overrideable "
     "convolution_overrideable copy copy_ copysign copysign_ cos cos_ cosh cosh_ count_nonzero cummax cummin cumprod "
     "cumprod_ cumsum cumsum_ deg2rad deg2rad_ detach_ detach_copy diag_embed diagonal_backward diagonal_copy "
     "diagonal_scatter digamma digamma_ dist div div_ dot elu elu_ elu_backward embedding embedding_renorm "

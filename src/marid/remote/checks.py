@@ -161,6 +161,27 @@ def _reflected(spatial: int) -> Callable[[Given], None]:
     return check
 
 
+def _convolution_backward(of: Given) -> None:
+    """The gradient has the shape of the result; not all kernels that may be chosen look."""
+    grad, tensor, weight, groups = of["grad_output"], of["input"], of["weight"], of["groups"]
+    spatial = tensor.dim() - 2
+    _need(spatial > 0 and weight.dim() == tensor.dim() and groups > 0 and len(of["output_mask"]) == 3, "a convolution")
+    names = ("stride", "padding", "dilation", "output_padding")
+    lists = [of[name] * spatial if len(of[name]) == 1 else of[name] for name in names]
+    _need(all(len(amounts) == spatial for amounts in lists) and min(lists[0]) > 0 < min(lists[2]), "a convolution")
+    _need(weight.shape[0] % groups == 0 and weight.shape[0] > 0, "a convolution")
+    ins, outs = (weight.shape[1] * groups, weight.shape[0])[:: -1 if of["transposed"] else 1]
+    _need(tensor.shape[1] == ins, "channels")
+    wanted = [tensor.shape[0], outs]
+    for size, kernel, step, pad, dilation, more in zip(tensor.shape[2:], weight.shape[2:], *lists, strict=True):
+        reach = dilation * (kernel - 1) + 1
+        _need(kernel > 0 and pad >= 0 <= more, "a convolution")
+        wanted.append(
+            (size - 1) * step - 2 * pad + reach + more if of["transposed"] else (size + 2 * pad - reach) // step + 1
+        )
+    _shaped(grad, wanted, "a gradient")
+
+
 # --- normalisation ---------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +435,8 @@ def _attention(of: Given) -> None:
     _need(key.shape[0] == value.shape[0] == batch and key.shape[3] == value.shape[3] == width, "attention")
     _need(key.shape[1] == value.shape[1] == heads and key.shape[2] == value.shape[2], "attention")
     _alike(query, key, value)
+    rows = (query, key, value, of.get("out", query))  # read as if their numbers lay one behind the other
+    _need(all(one.shape[-1] <= 1 or one.stride(-1) == 1 for one in rows), "attention")
     mask = of.get("attn_mask")
     if mask is not None:
         full = (batch, heads, length, key.shape[2])[-mask.dim() :]
@@ -555,6 +578,7 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "max_pool3d_with_indices_backward": _pooled_maximum(3),
     **{f"replication_pad{n}d_backward": _padded(n) for n in (1, 2, 3)},
     **{f"reflection_pad{n}d_backward": _reflected(n) for n in (1, 2, 3)},
+    "convolution_backward": _convolution_backward,
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
