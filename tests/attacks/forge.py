@@ -26,7 +26,7 @@ import torch
 
 import marid.frontend.onednn  # noqa: F401  (defines operators that are admitted)
 from marid.frontend import linear_activation, quantized_operators, rwkv7_operators
-from marid.remote.operators import kind_of, operator_named
+from marid.remote.operators import check_call, kind_of, operator_named
 from tests.attacks.alterations import each_alteration, other_tensors
 from tests.attacks.own import own_calls
 from tests.attacks.record import FILE, Unfit, described
@@ -317,6 +317,7 @@ def attack(name: str, calls: Calls, count: int, seed: int, memory: mmap.mmap) ->
         try:
             args = [forger.build(arg) for arg in call[0]]
             kwargs = {key: forger.build(arg) for key, arg in call[1].items()}
+            check_call(op, tuple(args), tuple(kwargs.items()))
             found = op.call(*args, **kwargs)
             parts = found if isinstance(found, (list, tuple)) else [found]
             if any(isinstance(part, torch.Tensor) and min(part.shape, default=0) < 0 for part in parts):

@@ -21,7 +21,7 @@ from marid.errors import WireError
 from marid.remote import operators
 from marid.remote.checks import CHECKS
 from marid.remote.command import _import
-from marid.remote.operators import operator_named
+from marid.remote.operators import check_call, operator_named
 from tests.attacks.forge import Calls, Forger, outside
 from tests.helpers import DEVICE
 
@@ -105,6 +105,13 @@ def test_no_operator_leaves_its_memory_in_many_calls(guard: str, seed: int) -> N
     assert sum(worked > 0 for worked, *_ in found.values()) > 0.8 * len(found)  # the attacks are near what is valid
 
 
+@pytest.mark.conformance
+@pytest.mark.parametrize("seed", range(2))
+def test_no_single_change_of_a_call_leaves_its_memory(guard: str, seed: int) -> None:
+    """Every argument, size, type, layout and number of some calls of each operator, one after the other."""
+    assert not crashed(attacked(guard, admitted(), 0, seed))
+
+
 def test_a_view_outside_of_its_memory_is_refused() -> None:
     x = torch.ones(15)
     for name, args in (
@@ -177,6 +184,22 @@ def test_what_an_attack_has_found_is_refused(name: str) -> None:
     """Few of these came up by chance: scales beside sizes, types of all tensors, and floats that become an index."""
     with pytest.raises(ValueError, match="do not belong together"):
         operator_named(name).call(*_FORGED[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("aten.copy.default", (None, torch.ones(2))),
+        ("aten.cat.default", ([torch.ones(2), None],)),
+        ("aten.cat.default", (None,)),
+        ("aten.view.dtype", (torch.ones(2), 7000)),
+    ],
+)
+def test_nothing_and_numbers_stand_for_nothing_else(name: str, args: Any) -> None:
+    with pytest.raises(WireError, match="is given no"):
+        check_call(operator_named(name), args, ())
+    check_call(operator_named("aten.index.Tensor"), (torch.ones(2), [None, torch.ones(1)]), ())
+    check_call(operator_named("aten.clamp.default"), (torch.ones(2), None, 1), (("max", None),))
 
 
 def test_a_scale_that_fits_is_let_through() -> None:
