@@ -53,7 +53,7 @@ def register() -> Callable[[], None]:
     for func, replacement in _replacements.items():
         if func not in _IN_CPP:
             library.impl(func, folded(replacement), "AutogradPrivateUse1")
-    always = torch.is_warn_always_enabled()
+    always, before = torch.is_warn_always_enabled(), "__warningregistry__" in vars(torch.library)
     torch.set_warn_always(True)  # or what PyTorch says once in a process of who overrides kernels would be used up here
     try:
         with warnings.catch_warnings():
@@ -61,6 +61,8 @@ def register() -> Callable[[], None]:
             library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
     finally:
         torch.set_warn_always(always)
+        if not before:  # Python's list of what was said there
+            vars(torch.library).pop("__warningregistry__", None)
     return library._destroy
 
 
