@@ -122,7 +122,7 @@ _ASK_FOR_ANY = ("torch.accelerator", "torch.random")
 
 def _is_available() -> bool:
     """Whether the device can be used."""
-    return is_used() or sys._getframe(1).f_globals.get("__name__") not in _ASK_FOR_ANY
+    return device_module._initialized or sys._getframe(1).f_globals.get("__name__") not in _ASK_FOR_ANY
 
 
 def _device_count() -> int:

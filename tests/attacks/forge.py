@@ -19,13 +19,15 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import marid.frontend.onednn  # noqa: F401  (defines operators that are admitted)
 from marid.frontend import linear_activation, quantized_operators, rwkv7_operators
-from marid.remote.worker.operators import kind_of, operator_named
+from marid.remote.worker.operators import check_call, kind_of, operator_named
+from tests.attacks.alterations import each_alteration, other_tensors
 from tests.attacks.own import own_calls
 from tests.attacks.record import FILE, Unfit, described
 
@@ -37,13 +39,14 @@ quantized_operators.register()
 
 _SCRATCH = 1 << 16
 _WORD = 1 << 63
-_LONGEST = 15.0  # seconds at one operator
+_LONGEST = 15.0  # seconds at one call
 _NUMBERS = (0, 1, -1, 2, 3, 5, 7, 13, -2, -7, 64, 1000, -5000, 1 << 20, 1 << 31, -(1 << 31), 1 << 40, -(1 << 40))
 _NUMBERS += (1 << 61, _WORD - 1, -_WORD)
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 _DTYPES += (torch.bfloat16, torch.int16)
 _FIXED = {"ScalarType", "Layout", "MemoryFormat", "Device", "Generator"}
 """What a worker reads as what it is, or not at all."""
+_BEGINNINGS = 4
 _SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2), (2, 0), (2, 3, 4), (1, 2, 4, 4), (2, 2, 3, 4, 4))
 
 
@@ -119,17 +122,39 @@ def _guess(kind: str, source: random.Random) -> Any:
     return None
 
 
+def _fixed(func: Any) -> set[str]:
+    kinds = {formal.name: kind_of(formal).removeprefix("Optional[").strip("]") for formal in func._schema.arguments}
+    return {name for name, kind in kinds.items() if kind in _FIXED}
+
+
 class Forger:
     """Alters calls and makes them."""
 
     def __init__(self, source: random.Random) -> None:
         self._source = source
 
+    def forged(self, func: Any, known: list[Any], count: int) -> Iterator[Any]:
+        """So many calls: those that are known, and then altered ones."""
+        for number in range(count):
+            begin = known[number % len(known)]
+            yield begin if number < len(known) else self.altered(func, begin)
+
+    def each(self, func: Any, known: list[Any]) -> Iterator[Any]:
+        """Every alteration of one thing in some calls that are known."""
+        fixed = _fixed(func)
+        positions = {index for index, formal in enumerate(func._schema.arguments) if formal.name in fixed}
+        for call in known if len(known) <= _BEGINNINGS else self._source.sample(known, _BEGINNINGS):
+            others = [] if '"float32"' not in json.dumps(call) else ["float64", "bfloat16"]
+            for dtype in ["float32", *others]:  # kernels are chosen by type
+                begin = json.loads(json.dumps(call).replace('"T": "float32"', f'"T": "{dtype}"'))
+                yield begin
+                yield from each_alteration(begin, {*fixed, *positions})
+
     def altered(self, func: Any, call: Any) -> Any:
         """A call with something in it that should not be there, but of kinds that the argument can have."""
         made = json.loads(json.dumps(call))
         formals = func._schema.arguments
-        fixed = {formal.name for formal in formals if kind_of(formal).removeprefix("Optional[").strip("]") in _FIXED}
+        fixed = _fixed(func)
         places: list[tuple[Any, Any]] = []
 
         def walk(holder: Any, key: Any) -> None:
@@ -175,6 +200,8 @@ class Forger:
 
     def _other_tensor(self, item: dict[str, Any]) -> dict[str, Any]:
         source, shape = self._source, list(item["s"])
+        if source.random() < 0.3:
+            return source.choice(list(other_tensors(item)))
         made = {**item, "d": None}
         way = source.random()
         if "v" in item and way < 0.45:
@@ -227,6 +254,10 @@ class Forger:
                 laid = torch.zeros(span, dtype=dtype).as_strided(shape, item["d"])
                 if made.numel() == span or 0 not in item["d"]:
                     made = laid.copy_(made)
+        if item.get("l") and made.numel():
+            made = _laid(made, item["l"])
+        if "at" in item and made.numel():
+            made = _filled(made, *item["at"])
         if "h" in item and made.numel() and dtype not in (torch.bool,) and not dtype.is_complex:
             made = made.contiguous()
             flat, longest = made.view(-1), torch.iinfo(dtype) if not dtype.is_floating_point else None
@@ -234,6 +265,29 @@ class Forger:
                 if longest is None or longest.min <= value <= longest.max:
                     flat[self._source.randrange(made.numel())] = value
         return made
+
+
+def _laid(tensor: torch.Tensor, way: str) -> torch.Tensor:
+    """The same numbers, with other strides."""
+    if way == "reversed":
+        order = list(range(tensor.dim()))[::-1]
+        return tensor.permute(order).contiguous().permute(order)
+    if way.startswith("repeated "):
+        place = int(way.removeprefix("repeated "))
+        return tensor.narrow(place, 0, 1).contiguous().expand(tensor.shape)
+    wide = tensor.new_zeros([2 * size for size in tensor.shape])
+    return wide[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
+
+
+def _filled(tensor: torch.Tensor, place: str, number: int | str) -> torch.Tensor:
+    """A new tensor with that number, which is text where it is a float, in some of its elements."""
+    value = float.fromhex(number) if isinstance(number, str) else number
+    limits = None if tensor.is_floating_point() or tensor.dtype is torch.bool else torch.iinfo(tensor.dtype)
+    if tensor.dtype is torch.bool or (limits is not None and not limits.min <= value <= limits.max):
+        return tensor
+    made = tensor.contiguous().clone()
+    made.view(-1)[{"first": slice(0, 1), "last": slice(-1, None), "all": slice(None)}[place]] = value
+    return made
 
 
 def outside(found: Any) -> bool:
@@ -250,20 +304,20 @@ def outside(found: Any) -> bool:
 
 
 def attack(name: str, calls: Calls, count: int, seed: int, memory: mmap.mmap) -> int:
-    """Make ``count`` calls of an operator, each noted in ``memory`` before; how many were not refused."""
+    """Make ``count`` calls of an operator, or where that is 0 each alteration of some of its calls; each is noted in
+    ``memory`` before. How many were not refused."""
     op = operator_named(name)
     source = random.Random(f"{seed}{name}")
     torch.manual_seed(seed)
     forger = Forger(source)
     known = calls.of(name, op.func, source)
     worked = 0
-    for number in range(count):
-        begin = known[number % len(known)]
-        call = begin if number < len(known) else forger.altered(op.func, begin)
+    for call in forger.forged(op.func, known, count) if count else forger.each(op.func, known):
         _note(memory, [worked, call])
         try:
             args = [forger.build(arg) for arg in call[0]]
             kwargs = {key: forger.build(arg) for key, arg in call[1].items()}
+            check_call(op, tuple(args), tuple(kwargs.items()))
             found = op.call(*args, **kwargs)
             parts = found if isinstance(found, (list, tuple)) else [found]
             if any(isinstance(part, torch.Tensor) and min(part.shape, default=0) < 0 for part in parts):
@@ -281,17 +335,22 @@ def attack(name: str, calls: Calls, count: int, seed: int, memory: mmap.mmap) ->
 
 
 def _note(memory: mmap.mmap, value: Any) -> None:
-    text = json.dumps(value).encode()[: _SCRATCH - 1]
-    memory[: len(text) + 1] = text + b"\0"
+    """Write it behind the number of notes so far, by which ``_ended`` sees that there is progress."""
+    text = json.dumps(value).encode()[: _SCRATCH - 9]
+    memory[8 : len(text) + 9] = text + b"\0"
+    memory[:8] = (int.from_bytes(memory[:8], "little") + 1).to_bytes(8, "little")
 
 
 def _main() -> None:
-    """``count seed``: attack the operators that standard input names, one a line. Prints a line of JSON for each: name,
-    how many calls were not refused, the signal that ended it (``"stuck"`` after too long) and the call that did."""
+    """``count seed``: attack the operators that standard input names, one a line; a count of 0 is every alteration.
+
+    Prints a line of JSON for each: name, how many calls were not refused, the signal that ended it (``"stuck"`` after
+    too long at one call) and the call that did.
+    """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     count, seed = int(sys.argv[1]), int(sys.argv[2])
-    memory, progress = mmap.mmap(-1, _SCRATCH), mmap.mmap(-1, 16)
+    memory, progress = mmap.mmap(-1, _SCRATCH), mmap.mmap(-1, 8)
     calls = Calls()
     names = sys.stdin.read().split()
     place = 0
@@ -304,23 +363,23 @@ def _main() -> None:
                 worked = attack(names[index], calls, count, seed, memory)
                 print(json.dumps([names[index], worked, None, None]), flush=True)
             os._exit(0)
-        status = _ended(child, progress)
+        status = _ended(child, memory)
         place = int.from_bytes(progress[:8], "little") if status else len(names)
         if status:
-            worked, call = json.loads(memory[: memory.find(b"\0")])
+            worked, call = json.loads(memory[8 : memory.find(b"\0", 8)])
             print(json.dumps([names[place], worked, status, call]), flush=True)
             place += 1
 
 
-def _ended(child: int, progress: mmap.mmap) -> int | str:
-    """Wait for a child: 0, the signal that ended it, or ``"stuck"`` when it was too long at one operator."""
+def _ended(child: int, memory: mmap.mmap) -> int | str:
+    """Wait for a child: 0, the signal that ended it, or ``"stuck"`` when it was too long at one call."""
     seen, since = b"", time.monotonic()
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return -os.waitstatus_to_exitcode(status)
-        if progress[:8] != seen:
-            seen, since = progress[:8], time.monotonic()
+        if memory[:8] != seen:
+            seen, since = memory[:8], time.monotonic()
         if time.monotonic() - since > _LONGEST:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

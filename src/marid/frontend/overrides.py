@@ -46,9 +46,16 @@ def register() -> Callable[[], None]:
     for func, replacement in _replacements.items():
         if not facts_of(func).replaced_in_cpp:  # by native/kernels.cpp and native/cells.cpp
             library.impl(func, folded(replacement), "AutogradPrivateUse1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
-        library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
+    always, before = torch.is_warn_always_enabled(), "__warningregistry__" in vars(torch.library)
+    torch.set_warn_always(True)  # or what PyTorch says once in a process of who overrides kernels would be used up here
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
+            library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
+    finally:
+        torch.set_warn_always(always)
+        if not before:  # Python's list of what was said there
+            vars(torch.library).pop("__warningregistry__", None)
     return library._destroy
 
 

@@ -125,8 +125,9 @@ class Recorder:
         self.deriver = None if self.random and not self.takes_generator else deriver_of(self)
         by_key = self.handler is None or func in _handled_by_key
         self.plain = not self.random and not self.dynamic and facts.mask != "written" and by_key
-        self.draws = self.handler is None and not self.dynamic and self.random and self.takes_generator
-        self.indexes = self.handler is None and not self.random and facts.mask is not None
+        alone = self.handler is None
+        self.draws = alone and self.random and self.takes_generator and not self.dynamic and not facts.mask
+        self.indexes = alone and not self.random and facts.mask != ""
 
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""

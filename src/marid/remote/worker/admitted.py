@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from marid.remote.worker.checks import CHECKS
 
 __all__ = ["is_admitted"]
@@ -36,50 +38,12 @@ RANDOM = set(
 )
 """They draw numbers, into tensors whose sizes PyTorch checks."""
 
-COMPOSITES = set(
-    "__and__ __iand__ __ior__ __ixor__ __or__ __xor__ _cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half "
-    "_cast_Int _cast_Long _cast_Short _convolution _convolution_mode _dim_arange _fused_rms_norm _is_zerotensor "
-    "_lu_with_info _pack_padded_sequence_backward _pad_circular _pad_enum _pad_packed_sequence _shape_as_tensor "
-    "_to_cpu absolute absolute_ adaptive_avg_pool1d "
-    "adaptive_max_pool1d adjoint affine_grid_generator_backward alpha_dropout alpha_dropout_ arccos arccos_ arccosh "
-    "arccosh_ arcsin arcsin_ arcsinh arcsinh_ arctan arctan2 arctan2_ arctan_ arctanh arctanh_ argsort argwhere "
-    "atleast_1d atleast_2d atleast_3d avg_pool1d batch_norm bilinear broadcast_tensors broadcast_to can_cast "
-    "cartesian_prod cdist chain_matmul chalf chunk clip clip_ column_stack combinations concat concatenate conj "
-    "conj_physical contiguous conv1d conv2d conv3d conv_tbc_backward conv_transpose1d conv_transpose2d "
-    "conv_transpose3d corrcoef cosine_embedding_loss cosine_similarity cov cross cross_entropy_loss ctc_loss "
-    "cummaxmin_backward cumprod_backward cumulative_trapezoid det diag diagflat diff dim divide divide_ dropout "
-    "dropout_ dsplit dstack einsum embedding_backward embedding_bag expand_as fake_quantize_per_channel_affine "
-    "fake_quantize_per_channel_affine_cachemask_backward fake_quantize_per_tensor_affine "
-    "fake_quantize_per_tensor_affine_cachemask_backward feature_alpha_dropout feature_alpha_dropout_ feature_dropout "
-    "feature_dropout_ fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 "
-    "fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 "
-    "fft_rfftn fill_diagonal_ fix fix_ flatten flatten_dense_tensors fliplr flipud float_power float_power_ "
-    "frobenius_norm gather_backward ger get_device gradient greater greater_ greater_equal greater_equal_ "
-    "grid_sampler group_norm hinge_embedding_loss histogramdd hsplit hstack imag "
-    "infinitely_differentiable_gelu_backward inner instance_norm inverse is_complex is_conj is_contiguous "
-    "is_floating_point is_neg is_nonzero is_signed isclose isfinite isreal istft item kl_div kron l1_loss layer_norm "
-    "less less_ less_equal less_equal_ linalg_cholesky linalg_cond linalg_det linalg_diagonal linalg_eigh "
-    "linalg_eigvals linalg_eigvalsh linalg_inv linalg_ldl_factor linalg_lu_factor linalg_matmul linalg_matrix_norm "
-    "linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_slogdet linalg_solve "
-    "linalg_solve_ex linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot linear "
-    "log_sigmoid log_softmax logdet lu_solve mH mT margin_ranking_loss masked_select_backward matmul matrix_H "
-    "matrix_exp matrix_exp_backward matrix_power max_pool1d max_pool1d_with_indices max_pool2d max_pool3d meshgrid "
-    "mish_backward moveaxis movedim msort multilabel_margin_loss multiply multiply_ nanmean nanquantile narrow "
-    "native_channel_shuffle negative negative_ nll_loss nll_loss2d nll_loss_nd nonzero_numpy norm_except_dim "
-    "not_equal not_equal_ nuclear_norm numel numpy_T one_hot orgqr outer pad pad_sequence pairwise_distance pdist "
-    "pinverse poisson_nll_loss positive prelu qr quantile ravel real relu6 relu6_ reshape reshape_as resolve_conj "
-    "resolve_neg result_type rms_norm row_stack rrelu rrelu_ scaled_dot_product_attention selu selu_ silu_backward "
-    "slogdet softmax special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1 "
-    "special_gammainc special_gammaincc special_gammaln special_i0 special_log1p special_log_softmax special_logit "
-    "special_logsumexp special_multigammaln special_ndtr special_polygamma special_psi special_round special_sinc "
-    "special_softmax special_xlogy square square_ stft subtract subtract_ sum_to_size svd swapaxes swapaxes_ swapdims "
-    "swapdims_ take_along_dim tensor_split tensordot tile to trace_backward trapezoid trapz triplet_margin_loss "
-    "true_divide true_divide_ type_as unflatten unflatten_dense_tensors unsafe_chunk "
-    "value_selecting_reduction_backward vander view_as vsplit vstack where".split()
-)
-"""PyTorch writes them out in other operators, and checks what it gives to those."""
+WHOLE = {"linear", "max_pool1d"}
+"""Operators that PyTorch writes out in others, and that clients record as they are. All else of that kind is taken
+apart before it is recorded, and refused here: what it is made of would run behind no check."""
 
 KERNELS = set(
+    "_convolution linalg_pinv mish_backward native_channel_shuffle silu_backward where "
     "__ilshift__ __irshift__ __lshift__ __rshift__ _add_relu _add_relu_ _addmm_activation _aminmax "
     "_amp_foreach_non_finite_check_and_unscale _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ "
     "_assert_async _assert_tensor_metadata _cdist_forward _chunk_cat _conj_copy _conj_physical _dirichlet_grad "
@@ -99,17 +63,17 @@ KERNELS = set(
     "_foreach_sigmoid _foreach_sigmoid_ _foreach_sign _foreach_sign_ _foreach_sin _foreach_sin_ _foreach_sinh "
     "_foreach_sinh_ _foreach_sqrt _foreach_sqrt_ _foreach_sub _foreach_sub_ _foreach_tan _foreach_tan_ _foreach_tanh "
     "_foreach_tanh_ _foreach_trunc _foreach_trunc_ _foreach_zero _foreach_zero_ _functional_assert_async "
-    "_functional_assert_scalar _fused_moving_avg_obs_fq_helper _fused_rms_norm_backward _histogramdd_bin_edges "
+    "_functional_assert_scalar _fused_rms_norm_backward _histogramdd_bin_edges "
     "_histogramdd_from_bin_cts _histogramdd_from_bin_tensors _int_mm _is_all_true _is_any_true "
-    "_jagged_to_padded_dense_forward _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex "
+    "_jagged_to_padded_dense_forward _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex "
     "_linalg_svd _local_scalar_dense _log_softmax _masked_softmax_backward "
-    "_native_multi_head_attention _neg_view_copy _pack_padded_sequence _padded_dense_to_jagged_forward _pdist_forward "
+    "_native_multi_head_attention _neg_view_copy _pack_padded_sequence _padded_dense_to_jagged_forward "
     "_prelu_kernel _prelu_kernel_backward _reshape_copy _safe_softmax _scaled_mm _softmax _standard_gamma_grad "
     "_to_copy _transformer_encoder_layer_fwd _trilinear _unique _unique2 _unsafe_index _unsafe_index_put "
-    "_unsafe_masked_index _unsafe_masked_index_put_accumulate _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward "
-    "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward "
-    "_upsample_nearest_exact1d _upsample_nearest_exact1d_backward _upsample_nearest_exact2d "
-    "_upsample_nearest_exact2d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward abs abs_ acos "
+    "_unsafe_masked_index _unsafe_masked_index_put_accumulate "
+    ""
+    ""
+    "abs abs_ acos "
     "acos_ acosh acosh_ adaptive_max_pool2d adaptive_max_pool3d add add_ addbmm addbmm_ addcdiv addcdiv_ addcmul "
     "addcmul_ addmm addmm_ addmv addmv_ addr addr_ affine_grid_generator alias_copy all allclose amax amin aminmax "
     "angle any argmax argmin as_strided_copy as_strided_scatter asin asin_ asinh asinh_ atan atan2 atan2_ atan_ atanh "
@@ -118,7 +82,7 @@ KERNELS = set(
     "bitwise_not bitwise_not_ bitwise_or bitwise_or_ bitwise_right_shift bitwise_right_shift_ bitwise_xor "
     "bitwise_xor_ block_diag bmm bucketize cat ceil ceil_ celu celu_ channel_shuffle cholesky cholesky_inverse "
     "cholesky_solve clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone col2im complex conj_physical_ "
-    "constant_pad_nd conv_tbc convolution convolution_backward convolution_backward_overrideable "
+    "constant_pad_nd conv_tbc convolution convolution_backward_overrideable "
     "convolution_overrideable copy copy_ copysign copysign_ cos cos_ cosh cosh_ count_nonzero cummax cummin cumprod "
     "cumprod_ cumsum cumsum_ deg2rad deg2rad_ detach_ detach_copy diag_embed diagonal_backward diagonal_copy "
     "diagonal_scatter digamma digamma_ dist div div_ dot elu elu_ elu_backward embedding embedding_renorm "
@@ -162,10 +126,10 @@ KERNELS = set(
     "split_with_sizes_copy sqrt sqrt_ squeeze_ squeeze_copy stack std std_mean sub sub_ sum t_ t_copy take tan tan_ "
     "tanh tanh_ tanh_backward threshold threshold_ threshold_backward topk trace transpose_ transpose_copy "
     "triangular_solve tril tril_ triu triu_ trunc trunc_ unbind_copy unfold_copy unique_consecutive unique_dim "
-    "unique_dim_consecutive unsqueeze_ unsqueeze_copy upsample_bicubic2d upsample_bicubic2d_backward "
-    "upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward upsample_nearest1d "
-    "upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d "
-    "upsample_nearest3d_backward upsample_trilinear3d upsample_trilinear3d_backward var var_mean vdot "
+    "unique_dim_consecutive unsqueeze_ unsqueeze_copy "
+    ""
+    ""
+    "var var_mean vdot "
     "view_as_complex_copy view_as_real_copy view_copy xlogy xlogy_ zero zero_ zeros_like".split()
 )
 """Their kernels, or what PyTorch does in front of those, check sizes, dimensions and indices."""
@@ -180,7 +144,7 @@ _MARID = {
 }
 """Marid's own that a client records; those of RWKV-7 and of packed matrices check sizes, and cut lengths to what is
 there. Others are what a worker puts in the place of ATen's."""
-_NAMES = VIEWS | FACTORIES | RANDOM | COMPOSITES | KERNELS
+_NAMES = VIEWS | FACTORIES | RANDOM | WHOLE | KERNELS
 
 
 def is_admitted(func: Any) -> bool:
@@ -192,4 +156,11 @@ def is_admitted(func: Any) -> bool:
     for_itself = base.startswith("_") or "_backward" in base or base in CHECKS or base == "range"
     if for_itself and any(formal.is_out for formal in func._schema.arguments):
         return False
+    if base not in WHOLE | FACTORIES | RANDOM and _is_written_in_others(func):
+        return False
     return base in _NAMES or base in CHECKS
+
+
+def _is_written_in_others(func: Any) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")

@@ -117,6 +117,16 @@ def _output_size(of: Given) -> None:
     _need(min(of["output_size"], default=0) >= 0, "a size")
 
 
+def _scaled(of: Given) -> None:
+    """Kernels find the place in the input by a scale that need not be that of the sizes, as a whole number that may be
+    beyond what that type holds."""
+    names = ("scales",) if "scales" in of else ("scales_d", "scales_h", "scales_w")
+    scales = [of[name] for name in names if name in of]
+    _need(not scales or len(scales) == len(of["output_size"]), "sizes")
+    for scale, size in zip(scales, of["output_size"] if scales else (), strict=True):
+        _need(scale is None or not scale > 0 or size <= scale * (1 << 24), "a scale")
+
+
 def _sampled_backward(of: Given) -> None:
     grad, tensor, grid = of["grad_output"], of["input"], of["grid"]
     spatial = tensor.dim() - 2
@@ -126,6 +136,8 @@ def _sampled_backward(of: Given) -> None:
     _need(0 <= of["interpolation_mode"] <= 2 and 0 <= of["padding_mode"] <= 2, "a way to sample")
     _need(len(of["output_mask"]) == 2, "a mask")
     _alike(tensor, grad, grid)
+    if of["padding_mode"] and not grid.is_meta:  # places outside are moved inside, but for those that are no numbers
+        _need(not bool(grid.isnan().any()), "a grid")
 
 
 def _padded(spatial: int) -> Callable[[Given], None]:
@@ -153,6 +165,27 @@ def _reflected(spatial: int) -> Callable[[Given], None]:
             _need(all(abs(amount) < size for amount in of["padding"][2 * index : 2 * index + 2]), "padding")
 
     return check
+
+
+def _convolution_backward(of: Given) -> None:
+    """The gradient has the shape of the result; not all kernels that may be chosen look."""
+    grad, tensor, weight, groups = of["grad_output"], of["input"], of["weight"], of["groups"]
+    spatial = tensor.dim() - 2
+    _need(spatial > 0 and weight.dim() == tensor.dim() and groups > 0 and len(of["output_mask"]) == 3, "a convolution")
+    names = ("stride", "padding", "dilation", "output_padding")
+    lists = [of[name] * spatial if len(of[name]) == 1 else of[name] for name in names]
+    _need(all(len(amounts) == spatial for amounts in lists) and min(lists[0]) > 0 < min(lists[2]), "a convolution")
+    _need(weight.shape[0] % groups == 0 and weight.shape[0] > 0, "a convolution")
+    ins, outs = (weight.shape[1] * groups, weight.shape[0])[:: -1 if of["transposed"] else 1]
+    _need(tensor.shape[1] == ins, "channels")
+    wanted = [tensor.shape[0], outs]
+    for size, kernel, step, pad, dilation, more in zip(tensor.shape[2:], weight.shape[2:], *lists, strict=True):
+        reach = dilation * (kernel - 1) + 1
+        _need(kernel > 0 and pad >= 0 <= more, "a convolution")
+        wanted.append(
+            (size - 1) * step - 2 * pad + reach + more if of["transposed"] else (size + 2 * pad - reach) // step + 1
+        )
+    _shaped(grad, wanted, "a gradient")
 
 
 # --- normalisation ---------------------------------------------------------------------------------------------------
@@ -409,6 +442,8 @@ def _attention(of: Given) -> None:
     _need(key.shape[0] == value.shape[0] == batch and key.shape[3] == value.shape[3] == width, "attention")
     _need(key.shape[1] == value.shape[1] == heads and key.shape[2] == value.shape[2], "attention")
     _alike(query, key, value)
+    rows = (query, key, value, of.get("out", query))  # read as if their numbers lay one behind the other
+    _need(all(one.shape[-1] <= 1 or one.stride(-1) == 1 for one in rows), "attention")
     mask = of.get("attn_mask")
     if mask is not None:
         full = (batch, heads, length, key.shape[2])[-mask.dim() :]
@@ -460,6 +495,19 @@ def _infos(of: Given) -> None:
     _need(of["info"].dtype is torch.int32, "types")
 
 
+def _finite(of: Given) -> None:
+    """LAPACK's balancing ends in numbers of rows that there are not."""
+    tensor = of["self"]
+    _need(tensor.is_meta or bool(tensor.isfinite().all()), "a matrix")
+
+
+def _observed(of: Given) -> None:
+    """Ranges and switches are read where they begin; those of rows are made when there are none."""
+    switches, ranges = ("observer_on", "fake_quant_on"), ("running_min", "running_max", "scale", "zero_point")
+    _need(all(of[name].numel() == 1 for name in switches), "switches")
+    _need(of["per_row_fake_quant"] or all(of[name].numel() for name in ranges), "ranges")
+
+
 def _grouped(of: Given) -> None:
     first, second, ends = of["self"], of["mat2"], of["offs"]
     _need(first.dim() in (2, 3) and second.dim() in (2, 3) and of["bias"] is None, "groups")
@@ -488,6 +536,10 @@ def _pdist_backward(of: Given) -> None:
     _alike(tensor, grad, found)
 
 
+def _pdist_forward(of: Given) -> None:
+    _need(of["self"].dim() == 2, "distances")
+
+
 def _cdist_backward(of: Given) -> None:
     first, second = of["x1"], of["x2"]
     _need(first.dim() >= 2 <= second.dim() and first.shape[-1] == second.shape[-1], "distances")
@@ -509,9 +561,18 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "_reshape_alias": _reshape_alias,
     "as_strided_": _reshape_alias,
     "unfold_backward": _unfold_backward,
-    **{f"{name}{n}d": _output_size for name in ("_adaptive_avg_pool", "adaptive_avg_pool") for n in (2, 3)},
+    **{f"_adaptive_avg_pool{n}d": _output_size for n in (2, 3)},
     "fractional_max_pool2d_backward": _fractional(2),
     "fractional_max_pool3d_backward": _fractional(3),
+    **{
+        f"{name}{end}": _scaled
+        for name in (
+            *[f"{exact}upsample_nearest{kind}{n}d" for n in (1, 2, 3) for exact, kind in (("", ""), ("_", "_exact"))],
+            *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+            *[f"_upsample_{kind}2d_aa" for kind in ("bilinear", "bicubic", "lanczos")],
+        )
+        for end in ("", "_backward")
+    },
     "grid_sampler_2d_backward": _sampled_backward,
     "grid_sampler_3d_backward": _sampled_backward,
     **{f"rrelu_with_noise{end}": _noisy for end in ("", "_", "_functional")},
@@ -526,6 +587,7 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "max_pool3d_with_indices_backward": _pooled_maximum(3),
     **{f"replication_pad{n}d_backward": _padded(n) for n in (1, 2, 3)},
     **{f"reflection_pad{n}d_backward": _reflected(n) for n in (1, 2, 3)},
+    "convolution_backward": _convolution_backward,
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
@@ -557,9 +619,12 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     **{f"_fused_{name}_": _fused for name in ("adam", "adamw", "sgd", "adagrad")},
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention,
+    "_pdist_forward": _pdist_forward,
     "_pdist_backward": _pdist_backward,
     "_cdist_backward": _cdist_backward,
     "lu_unpack": _lu,
+    "_linalg_eigvals": _finite,
+    "_fused_moving_avg_obs_fq_helper": _observed,
     "_grouped_mm": _grouped,
     "_new_zeros_with_same_feature_meta": _batched,
     "_linalg_check_errors": _infos,

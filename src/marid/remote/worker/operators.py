@@ -88,12 +88,18 @@ def kind_of(formal: Any) -> str:
 
 
 def check_call(op: Operation, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> None:
-    """Raise ``WireError`` for a number in the place of a dtype, a layout or a memory format."""
+    """Raise ``WireError`` for a number in the place of a dtype, a layout or a memory format, and for nothing in that of
+    what must be there: kernels take a tensor that is none as they take others."""
     formals = op.func._schema.arguments
     named = {formal.name: formal for formal in formals}
     given = [*zip(formals, args, strict=False), *[(named.get(name), value) for name, value in kwargs]]
     for formal, value in given:
-        kind = "" if formal is None else kind_of(formal).removeprefix("Optional[").removesuffix("]")
+        whole = "" if formal is None else kind_of(formal)
+        kind = whole.removeprefix("Optional[").removesuffix("]")
+        items = value if isinstance(value, (list, tuple)) and "Optional[Tensor]" not in whole else ()
+        missing = value is None and whole and not whole.startswith("Optional[")
+        if missing or any(item is None for item in items):
+            raise WireError(f"{op} is given nothing where it needs something")
         if kind in _INSIDE and value is not None and not isinstance(value, _INSIDE[kind]):
             raise WireError(f"{op} is given no {kind} where it takes one")
 
