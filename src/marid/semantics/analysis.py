@@ -66,9 +66,13 @@ class Analysis:
     @cached_property
     def matches(self) -> list[Match]:
         """The patterns that were found, in program order."""
-        from marid.semantics.patterns import matches_of
+        from marid.semantics.finding import matches_of
 
-        return matches_of(self._recorded, self.scopes)
+        return matches_of(self._recorded, self._roles_known)
+
+    @cached_property
+    def _roles_known(self) -> Mapping[Value, str]:
+        return self._known()
 
     @cached_property
     def _pattern_of(self) -> dict[Node, Match]:
@@ -97,7 +101,7 @@ class Analysis:
         """What the result of each node, and each source, is for."""
         from marid.semantics.roles import roles_of
 
-        return roles_of(self._recorded, self._known(), self.matches)
+        return roles_of(self._recorded, self._roles_known, self.matches)
 
     def metadata(self, node: GraphNode) -> SemanticMetadata:
         """The one metadata object of a node."""

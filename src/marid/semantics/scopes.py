@@ -97,7 +97,8 @@ def _instruction_lines(code: CodeType) -> list[tuple[int, int, int]]:
 class Scope:
     """A module path (``None`` outside of modules, ``""`` in the outermost module) and a phase; interned.
 
-    ``parent`` is the scope that the module was called in, ``module_class`` the full name of its class.
+    ``parent`` is the scope that the module was called in, ``module_class`` the full name of its class. In an
+    optimizer's step, both names of a class are the optimizer's.
     """
 
     __slots__ = ("backward", "children", "module_class", "module_path", "module_type", "parent", "phase")
@@ -138,7 +139,8 @@ class Scope:
 
 
 _OUTSIDE = Scope(None, None, FORWARD)
-_OUTSIDE_OPTIMIZER = Scope(None, None, OPTIMIZER)
+_steps: dict[type, Scope] = {}
+"""The scopes of the steps of optimizers, by their class; kept for good, as all scopes."""
 _phases: dict[str, Scope] = {}
 
 
@@ -239,7 +241,6 @@ def use(module: Any) -> None:
         called_in=_called_in,
         state=_state,
         child_scope=child_scope,
-        optimizer_scope=_OUTSIDE_OPTIMIZER,
         meet=_meet,
         walk=_walk,
         module_code=_MODULE_CALL,
@@ -334,9 +335,9 @@ def _scope_of(frame: FrameType | None) -> Scope:
         if frame.f_code is _MODULE_CALL:
             modules.append(frame.f_locals["self"])
         elif frame.f_code is _OPTIMIZER_STEP:
-            _meet(frame.f_locals["self"])
+            step = _meet(frame.f_locals["self"])
             if not modules:
-                return _OUTSIDE_OPTIMIZER
+                return step
             break  # what is outside of it has not called these
         frame = frame.f_back
     scope, parent = _state.outside, None
@@ -355,10 +356,15 @@ _after_step: Callable[..., None] | None = None
 _met: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
-def _meet(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer records something in its step."""
+def _meet(optimizer: torch.optim.Optimizer) -> Scope:
+    """An optimizer records something in its step: the scope of that, which has its class for a module's."""
     if _after_step is not None and optimizer not in _met:
         _met[optimizer] = optimizer.register_step_post_hook(_after_step)
+    kind = type(optimizer)
+    if kind not in _steps:
+        full = f"{kind.__module__}.{kind.__qualname__}"
+        _steps[kind] = Scope(None, kind.__name__, OPTIMIZER, module_class=full)
+    return _steps[kind]
 
 
 def met_optimizers() -> list[torch.optim.Optimizer]:
