@@ -101,7 +101,11 @@ class _Rows:
 
     def owners(self, run: Sequence[Node]) -> dict[Node, Node]:
         """The operation of the forward that each operation of a backward belongs to."""
-        saved = self._saved(run)
+        saved, derived = self._saved(run)
+        readers = {value.node: node for node in reversed(run) for value in self._recorded.inputs_of(node)}
+        prepared = [node for node in run if node in derived and node in readers]
+        aside = set(prepared)
+        run = [node for node in run if node not in aside]
         anchors = self._anchors(run, saved)
         if not anchors:
             return {}
@@ -111,11 +115,15 @@ class _Rows:
             between = [run[index] for index in range(first + 1, last)]
             if between:
                 found.update(self._fill(between, low, high))
+        for node in reversed(prepared):
+            owner = found.get(readers[node])
+            if owner is not None:
+                found[node] = owner
         return found
 
-    def _saved(self, run: Sequence[Node]) -> dict[Node, set[Value]]:
-        """The values of the forward that each operation reads, also through others that read nothing else: these are
-        for the one that reads them."""
+    def _saved(self, run: Sequence[Node]) -> tuple[dict[Node, set[Value]], set[Node]]:
+        """The values of the forward that each operation reads, also through others that read nothing else; and these,
+        which belong to those that read them."""
         mine = set(run)
         derived: dict[Node, set[Value]] = {}
         found: dict[Node, set[Value]] = {}
@@ -125,7 +133,7 @@ class _Rows:
             own = False
             for value in inputs:
                 if value.node not in mine:
-                    saved.add(self._base(value))
+                    saved.add(value)
                 elif value.node in derived:
                     saved |= derived[value.node]
                 else:
@@ -133,7 +141,7 @@ class _Rows:
             found[node] = saved
             if not own and inputs and len(found) > 1:
                 derived[node] = saved
-        return found
+        return found, set(derived)
 
     def _anchors(self, run: Sequence[Node], saved: dict[Node, set[Value]]) -> list[tuple[int, int]]:
         """The best row of (index in the run, place in the forward) whose places never grow."""
@@ -158,10 +166,11 @@ class _Rows:
         """What speaks for places in the forward, by what is read."""
         found: dict[int, float] = defaultdict(float)
         for value in saved:
-            readers = self._touching.get(value, ())
+            readers = self._touching.get(self._base(value), ())
             if len(readers) <= _MOST_READERS:
                 for forward in readers:
-                    found[self._place[forward]] += 3.0
+                    reads = forward is value or value in self._recorded.inputs_of(forward)
+                    found[self._place[forward]] += 5.0 if reads else 3.0
         for place in found:
             found[place] += self._likeness(node, self._at[place])
         return found
