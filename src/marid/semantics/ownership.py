@@ -21,7 +21,8 @@ from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER, Scope
 __all__ = ["scopes_of"]
 
 _BACKWARD_OF: dict[str, tuple[str, ...]] = {
-    "threshold_backward": ("relu",), "nll_loss_backward": ("nll_loss_forward",), "mm": ("addmm", "linear", "addmv", "mm"),
+    "threshold_backward": ("relu",), "nll_loss_backward": ("nll_loss_forward",),
+    "mm": ("addmm", "linear", "addmv", "mm"),
     "bmm": ("baddbmm", "bmm"), "sum": ("expand",), "expand": ("sum", "mean"), "div": ("mean",),
     "gelu_backward": ("gelu",), "index_put": ("index",), "scatter_add": ("gather",), "slice_backward": ("slice",),
 }  # fmt: skip
