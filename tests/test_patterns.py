@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +18,10 @@ from tests.helpers import DEVICE
 
 
 @pytest.fixture(autouse=True)
-def _everything_pending(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _everything_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs before it is looked at."""
     for name, value in (("asynchronous", False), ("immediate_bytes", 0), ("max_pending_nodes", 100_000)):
         monkeypatch.setattr(settings, name, value)
-    return
 
 
 def _some(*shape: int) -> Tensor:

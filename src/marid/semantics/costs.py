@@ -83,7 +83,7 @@ def flops_of(recorded: Recorded, node: Node) -> int:
         out = tuple([spec.shape for spec in outputs])
         shape = out[0] if len(out) == 1 else out
         try:
-            return int(formula(*map(_shapes, args), **{k: _shapes(v) for k, v in kwargs}, out_shape=shape))
+            return int(formula(*map(_shapes, args), **{k: _shapes(v) for k, v in kwargs}, out_val=shape))
         except (AssertionError, TypeError, ValueError, IndexError):  # the formula is for other arguments than these
             pass
     if node.op.factory or node.op.name in _COPIES or node.op.name.endswith("_like"):

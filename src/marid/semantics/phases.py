@@ -59,7 +59,8 @@ def _steps(recorded: Recorded, matches: Sequence[Match]) -> list[tuple[int, str]
 
 def _module(match: Match) -> str | None:
     """The module that most of a match's operations were recorded in."""
-    paths = [node.scope.module_path for node in match.nodes if node.scope is not None and node.scope.module_path]
+    scopes = [node.scope for node in match.nodes if node.scope is not None]
+    paths = [scope.module_path for scope in scopes if scope.module_path is not None]
     return max(set(paths), key=paths.count) if paths else None
 
 
