@@ -105,7 +105,8 @@ def test_nodes_have_ids_operations_inputs_and_one_metadata_object() -> None:
     assert node.metadata is graph.nodes[-1].metadata
     assert node.operation == node.metadata.operation_type
     (product,) = [node for node in graph.nodes if node.metadata.pattern == "head" and node.metadata.flops > 1000]
-    assert product.inputs[1].metadata.module_path == "blocks.1"
+    assert [node.metadata.module_path for node in product.inputs] == [None, "head", "head"]
+    assert product.inputs[0].metadata.role == "parameter"
     assert product.metadata.written_as == "nn.Linear"
     assert product.metadata.modules == (("", "Model"), ("head", "Linear"))
     assert product.metadata.workload_hints["mode"] == "evaluation"

@@ -10,6 +10,7 @@ parents has the path of the parent that called it, and there is nothing to put r
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -87,6 +88,7 @@ BESIDE = " (in "
 """What stands between the user's line and that of the package in a text of both."""
 
 
+@functools.lru_cache(512)
 def _instruction_lines(code: CodeType) -> list[tuple[int, int, int]]:
     spans = []
     for start, end, line in code.co_lines():
