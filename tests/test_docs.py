@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EXECUTED = ["tutorial", "howto/operator", "howto/pass", "howto/engine", "howto/counter"]
+EXECUTED = ["tutorial", "howto/operator", "howto/pass", "howto/engine", "howto/counter", "semantics"]
 
 
 @pytest.mark.in_process("starts a process of its own")

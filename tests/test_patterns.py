@@ -305,6 +305,19 @@ def test_what_is_found_in_models_is_what_their_modules_say() -> None:
 
 
 @pytest.mark.conformance
+def test_backwards_of_all_families_have_the_modules_that_autograd_names() -> None:
+    pytest.importorskip("transformers")
+    from tests.backward_modules import compared_with_autograd
+    from tests.families import FAMILIES
+
+    counts = {name: compared_with_autograd(case) for name, case in FAMILIES.items()}
+    right, wrong = (sum(pair[place] for pair in counts.values()) for place in (0, 1))
+    print({name: round(pair[0] / sum(pair), 3) for name, pair in counts.items()})
+    assert right / (right + wrong) >= 0.97, counts
+    assert all(pair[0] / sum(pair) >= 0.8 for pair in counts.values()), counts
+
+
+@pytest.mark.conformance
 def test_what_is_found_in_all_families_is_what_their_modules_say() -> None:
     from tests.families import FAMILIES
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import marid
 from marid.semantics import roofline
 from marid.settings import settings
-from tests.backward_modules import backward_of
+from tests.backward_modules import backward_of, compared
 from tests.helpers import DEVICE
 
 
@@ -182,19 +181,8 @@ def test_operations_of_a_backward_have_the_module_of_their_forward(again: bool) 
     """That of which autograd says that it made the node that ran them."""
     model, ids = _model(again)
     truth = backward_of(model, lambda: _loss(model, ids))
-    spans = sorted(truth)
     graph = marid.graph(*[p.grad for p in model.parameters()])
-    right, wrong = 0, []
-    for node in graph.nodes:
-        place = bisect.bisect_right(spans, (node.id, 1 << 60)) - 1
-        if node.scope is None or node.scope.phase != "backward" or node.scope.module_path is not None:
-            continue
-        if place < 0 or not spans[place][0] < node.id < spans[place][1]:
-            continue
-        if node.metadata.module_path == truth[spans[place]]:
-            right += 1
-        else:
-            wrong.append((node, truth[spans[place]], node.metadata.module_path))
+    right, wrong = compared(graph, truth)
     assert right > 50
     assert len(wrong) <= 0.05 * right, wrong
 

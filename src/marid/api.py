@@ -116,7 +116,8 @@ def _remote() -> RemoteStats | None:
 @folded
 def mark(tensor: torch.Tensor, *, role: str) -> torch.Tensor:
     """Say what a tensor is for ("weight", "gradient", "optimizer state", "activation", "kv cache", or a word of yours):
-    a hint for where memory and traffic are accounted; values never depend on it. Returns the tensor.
+    a hint for where memory and traffic are accounted, and the ``role`` that graphs show; values never depend on it.
+    Returns the tensor.
 
     Raises ``TypeError`` for anything that is not a lazy tensor.
     """

@@ -63,5 +63,6 @@ def _written_by(node: Node) -> str | None:
     assert node.scope is not None
     if node.scope.module_path is None:
         return None
-    counts = node.spec is not None and not node.spec.shape
+    target = next(input_values(node), None)
+    counts = target is not None and target.spec is not None and not target.spec.shape
     return BUFFER if counts or "batch_norm" in node.op.name else CACHE
