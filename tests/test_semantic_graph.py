@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +370,23 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 # --- what it must not do ---------------------------------------------------------------------------------------------
+
+
+def test_an_analysis_keeps_nothing_alive() -> None:
+    """What was recorded goes with the graph, at once: no cycle holds it."""
+    model, ids = _model()
+    loss = _loss(model, ids)
+    graph = marid.graph(loss)
+    assert graph.regions.find("pattern")
+    assert len([node.metadata for node in graph.nodes]) == len(graph)
+    node = weakref.ref(loss._value.node)  # type: ignore[attr-defined]
+    gc.collect()
+    gc.disable()
+    try:
+        del loss, graph
+        assert node() is None
+    finally:
+        gc.enable()
 
 
 def test_hints_change_no_value_and_nothing_runs() -> None:

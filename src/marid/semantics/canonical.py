@@ -80,6 +80,11 @@ class Canonical:
             if "bypassed" in one.meta and not one.users:
                 self.graph.erase_node(one)
 
+    def forget(self) -> None:
+        """Let go of what was recorded: graphs of FX are cycles, which nobody may wait for."""
+        for node in self.graph.nodes:
+            node.meta.clear()
+
     # --- values -----------------------------------------------------------------------------------------------------
 
     def value(self, value: Value) -> fx.Node:

@@ -36,6 +36,9 @@ def matches_of(recorded: Recorded, known: Mapping[Value, str]) -> list[Match]:
             here += [*_heads(canonical), *_residuals(canonical), *_caches(canonical, known)]
             here += _averages(canonical, known)
             found += [match for match in here if describe(match, canonical)]
+            for match in here:
+                match.inputs = match.results = ()
+            canonical.forget()
     found += _optimizers(others)
     for match in found:
         match.nodes = sorted(match.nodes, key=order.__getitem__)
@@ -193,7 +196,8 @@ def _caches(canonical: Canonical, known: Mapping[Value, str]) -> list[Match]:
         if not read and grown:
             continue
         name, variant = ("kv cache", "grown" if grown else "static") if read else ("recurrent state", "written")
-        found.append(Match(name, list(nodes_of(canonical, [node])), variant, {}, [source], [node]))
+        memory = [source.meta["value"].node if source.op == "placeholder" else source.meta["nodes"][0], recorded]
+        found.append(Match(name, list(nodes_of(canonical, [node])), variant, {}, [source], [node], memory))
     return found
 
 

@@ -32,7 +32,8 @@ class Match:
     """A pattern that was found: its ``name``, a ``variant``, its recorded ``nodes`` in program order, and ``details``.
 
     ``inputs`` and ``results`` are the canonical nodes that it reads, in the order of their first use, and those that it
-    gives.
+    gives; they are there while the graph is gone through. ``memory`` are the recorded nodes whose memory a cache or a
+    state is.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Match:
     details: dict[str, Any] = field(default_factory=dict)
     inputs: Sequence[fx.Node] = ()
     results: Sequence[fx.Node] = ()
+    memory: Sequence[Node] = ()
 
 
 Look = Callable[[Match, Canonical], bool]

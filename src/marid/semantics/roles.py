@@ -35,11 +35,9 @@ def roles_of(recorded: Recorded, known: Mapping[Value, str], matches: Sequence[M
     for value, role in _by_use(recorded):
         of.setdefault(value, role)
     for match in matches:
-        if match.name in ("kv cache", "recurrent state"):
-            for one in (*match.inputs, *match.results):
-                for node in [one.meta["value"].node] if one.op == "placeholder" else one.meta["nodes"][:1]:
-                    if of.get(root_of(node)) not in (PARAMETER, BUFFER, GRADIENT, STATE):
-                        of[root_of(node)] = match.name
+        for node in match.memory:
+            if of.get(root_of(node)) not in (PARAMETER, BUFFER, GRADIENT, STATE):
+                of[root_of(node)] = match.name
     found = {source: _role(source, of) or "input" for source in recorded.sources}
     asked = {value.node for value in recorded.asked}
     for node in recorded.operations:
