@@ -21,20 +21,10 @@ def shown(
         for index, slot in enumerate(program.input_slots)
     }
 
-    def argument(arg: Any) -> Any:
-        if isinstance(arg, Slot):
-            return values[arg.index]
-        if isinstance(arg, Param):
-            return params[arg.index] if arg.index < len(params) else None
-        if isinstance(arg, ListOf):
-            return tuple([argument(item) for item in arg.items])
-        assert isinstance(arg, Constant)
-        return arg.value
-
     nodes = []
     for index, (instruction, site, scope) in enumerate(zip(program.instructions, sites, scopes, strict=True)):
-        args = tuple([argument(arg) for arg in instruction.args])
-        kwargs = tuple([(name, argument(arg)) for name, arg in instruction.kwargs])
+        args = tuple([_argument(arg, values, params) for arg in instruction.args])
+        kwargs = tuple([(name, _argument(arg, values, params)) for name, arg in instruction.kwargs])
         first = next(values_in(args), None)
         root = root_of(first) if instruction.op.view and first is not None else None
         node = Node(index, instruction.op, args, kwargs, None, root, site, scope)
@@ -52,6 +42,17 @@ def shown(
             node.outs = outs  # pyright: ignore[reportAttributeAccessIssue]
         nodes.append(node)
     return nodes
+
+
+def _argument(arg: Any, values: dict[int, Value], params: Sequence[Any]) -> Any:
+    if isinstance(arg, Slot):
+        return values[arg.index]
+    if isinstance(arg, Param):
+        return params[arg.index] if arg.index < len(params) else None
+    if isinstance(arg, ListOf):
+        return tuple([_argument(item, values, params) for item in arg.items])
+    assert isinstance(arg, Constant)
+    return arg.value
 
 
 class Held:

@@ -226,14 +226,6 @@ def nodes_of(canonical: Canonical, own: Iterable[fx.Node]) -> set[Node]:
     mains, recorded = canonical.mains, canonical.recorded
     inside: dict[Node, bool] = dict.fromkeys(found, True)
 
-    def leads_back(node: Node) -> bool:
-        """Whether it is made of what the canonical nodes made, with nothing of others between."""
-        if node not in inside:
-            inside[node] = False
-            if node in recorded.arguments and node not in mains:
-                inside[node] = any(leads_back(value.node) for value in recorded.inputs_of(node))
-        return inside[node]
-
     waiting = list(found)
     while waiting:
         node = waiting.pop()
@@ -241,7 +233,19 @@ def nodes_of(canonical: Canonical, own: Iterable[fx.Node]) -> set[Node]:
             maker = value.node
             if maker in found or maker not in recorded.arguments or maker in mains or maker.op is None:
                 continue
-            if leads_back(maker) or ((maker.op.view or base_name(maker) in CASTS) and maker.scope is node.scope):
+            if _leads_back(maker, inside, canonical) or (
+                (maker.op.view or base_name(maker) in CASTS) and maker.scope is node.scope
+            ):
                 found.add(maker)
                 waiting.append(maker)
     return found
+
+
+def _leads_back(node: Node, inside: dict[Node, bool], canonical: Canonical) -> bool:
+    """Whether a node is made of those that are ``inside``, with nothing that stands for something else between."""
+    if node not in inside:
+        inside[node] = False
+        if node in canonical.recorded.arguments and node not in canonical.mains:
+            inputs = canonical.recorded.inputs_of(node)
+            inside[node] = any(_leads_back(value.node, inside, canonical) for value in inputs)
+    return inside[node]
