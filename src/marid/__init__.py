@@ -16,7 +16,7 @@ _collects = gc.isenabled()
 gc.disable()  # or it looks through all that PyTorch has loaded because these files make so many objects
 try:
     from marid import errors
-    from marid.api import epoch, explain, graph, mark, materialize, reset_stats, stats
+    from marid.api import epoch, explain, graph, mark, materialize, programs, reset_stats, stats
     from marid.execute.compiled.passes.registry import register_pass, unregister_pass
     from marid.frontend.capture import capture
     from marid.frontend.materialize import no_sync
@@ -30,7 +30,9 @@ try:
     from marid.report.explain import Explanation
     from marid.report.stats import FunctionStats, Stats
     from marid.report.traffic import RemoteStats, budget
+    from marid.semantics.analysis import register_enricher, unregister_enricher
     from marid.semantics.metadata import SemanticMetadata
+    from marid.semantics.registry import register_pattern, unregister_pattern
     from marid.semantics.scopes import phase
     from marid.settings import Settings, settings
 finally:
@@ -96,10 +98,15 @@ __all__ = [
     "no_sync",
     "phase",
     "process_group",
+    "programs",
+    "register_enricher",
     "register_pass",
+    "register_pattern",
     "reset_stats",
     "settings",
     "stats",
     "uninstall",
+    "unregister_enricher",
     "unregister_pass",
+    "unregister_pattern",
 ]

@@ -11,6 +11,7 @@ from marid.frontend.device import memory_allocated, peak_memory
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.materialize import holders, pending_nodes, read_value, wait_anyway
 from marid.frontend.materialize import materialize as _materialize
+from marid.frontend.meaning import understand
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value, root_of
 from marid.report.builds import builds
@@ -18,10 +19,11 @@ from marid.report.differences import recompiles
 from marid.report.explain import Explanation, Resident, cuts_of, fallbacks_of
 from marid.report.stats import Stats, counters, functions
 from marid.report.traffic import RemoteStats, traffic
+from marid.semantics.analysis import Analysis
 from marid.semantics.marks import marks
 from marid.semantics.tracebacks import folded
 
-__all__ = ["epoch", "explain", "graph", "mark", "materialize", "reset_stats", "stats"]
+__all__ = ["epoch", "explain", "graph", "mark", "materialize", "programs", "reset_stats", "stats"]
 
 
 @folded
@@ -40,13 +42,20 @@ def graph(*tensors: Any) -> ComputationGraph:
             raise TypeError(f"marid.graph() takes lazy tensors, but got {type(tensor).__name__}")
     if not tensors:
         everything = [node for index in range(handles.device_count) for node in handles.tape(index).pending()]
-        return ComputationGraph(everything, [], read_value)
+        return ComputationGraph(everything, [], read_value, understand)
     nodes = []
     for index in sorted({t._value.spec.device for t in tensors}):
         asked = [node for t in tensors if t._value.spec.device == index for node in pending_nodes(t)]
         nodes += handles.tape(index).cut(asked)
     values: list[Value] = [t._value for t in tensors]
-    return ComputationGraph(nodes, values, read_value)
+    return ComputationGraph(nodes, values, read_value, understand)
+
+
+def programs() -> list[ComputationGraph]:
+    """The programs that were built since ``marid.reset_stats()``, as graphs, the oldest first: the newest ones, some
+    20,000 operations in all. Nothing of them is held or runs; values have no names, so roles are told by use."""
+    new = [build for build in builds.kept() if builds.is_new(build)]
+    return [ComputationGraph(build.nodes(), [], read_value, Analysis) for build in new]
 
 
 def epoch() -> int:
@@ -107,7 +116,8 @@ def _remote() -> RemoteStats | None:
 @folded
 def mark(tensor: torch.Tensor, *, role: str) -> torch.Tensor:
     """Say what a tensor is for ("weight", "gradient", "optimizer state", "activation", "kv cache", or a word of yours):
-    a hint for where memory and traffic are accounted; values never depend on it. Returns the tensor.
+    a hint for where memory and traffic are accounted, and the ``role`` that graphs show; values never depend on it.
+    Returns the tensor.
 
     Raises ``TypeError`` for anything that is not a lazy tensor.
     """

@@ -6,8 +6,8 @@ operators of a model; ``gemm/`` multiplies matrices, and has a page of its own (
 this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python module: ``kernels.cpp``, ``call.cpp`` and
 ``record.cpp`` record the usual operations, ``known_calls.cpp`` finds what is known of such calls,
 ``resident.cpp`` counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums
-of gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them, ``derive.cpp`` says
-what they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands
+of gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them, ``derive.cpp``
+says what they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands
 out their results, ``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp``
 runs operations as they are called.
 

@@ -84,7 +84,10 @@ __all__ = [
 ]
 
 TICKET_BYTES = 32
-ROLES = ("activation", "other", "input", "gradient", "optimizer state", "kv cache", "weight")
+ROLES = (
+    *("activation", "other", "input", "gradient", "optimizer state"),
+    *("recurrent state", "kv cache", "buffer", "weight"),
+)
 """What memory is for; what is spilled first comes first."""
 OPERATIONS = ("sum", "mean", "max", "min")
 """How tensors may be reduced."""
