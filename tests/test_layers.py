@@ -20,7 +20,7 @@ LAYERS = [
     {"native"},
     {"graph"},
     {"semantics"},
-    {"report.builds", "report.stats", "report.traffic", "report.units"},
+    {"report.builds", "report.hooks", "report.operators", "report.stats", "report.traffic", "report.units"},
     {"optimize"},
     {"execute"},
     {"engine"},

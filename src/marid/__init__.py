@@ -16,7 +16,19 @@ _collects = gc.isenabled()
 gc.disable()  # or it looks through all that PyTorch has loaded because these files make so many objects
 try:
     from marid import errors
-    from marid.api import epoch, explain, graph, mark, materialize, reset_stats, stats
+    from marid.api import (
+        epoch,
+        explain,
+        graph,
+        mark,
+        materialize,
+        on_build,
+        on_materialize,
+        on_record,
+        on_run,
+        reset_stats,
+        stats,
+    )
     from marid.execute.compiled.passes.registry import register_pass, unregister_pass
     from marid.frontend.capture import capture
     from marid.frontend.materialize import no_sync
@@ -29,6 +41,7 @@ try:
     from marid.replay.function import compile
     from marid.report.explain import Explanation
     from marid.report.stats import FunctionStats, Stats
+    from marid.report.tracing import trace
     from marid.report.traffic import RemoteStats, budget
     from marid.semantics.metadata import SemanticMetadata
     from marid.semantics.scopes import phase
@@ -94,12 +107,17 @@ __all__ = [
     "mark_dynamic",
     "materialize",
     "no_sync",
+    "on_build",
+    "on_materialize",
+    "on_record",
+    "on_run",
     "phase",
     "process_group",
     "register_pass",
     "reset_stats",
     "settings",
     "stats",
+    "trace",
     "uninstall",
     "unregister_pass",
 ]

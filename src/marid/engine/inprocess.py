@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Task, bind, deliver
 from marid.graph.twister import Twisters
 from marid.native import library, module, omp_pause
+from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
 
 __all__ = ["InProcessEngine", "concretely"]
@@ -108,8 +110,9 @@ class InProcessEngine:
             task = bind(nodes)
             if room is not None:
                 refuse_beyond(room, task)
+            program = self.programs.find(task)
             with concretely():
-                form = best(self.programs.find(task), task, room)
+                form = best(program, task, room)
             if ahead and room is None and self._launch(task, form, give_back):
                 return form.transient_bytes
             self._drain()
@@ -137,6 +140,7 @@ class InProcessEngine:
             replay = Replay(prepared, inputs, params)
             with concretely():
                 form = best(prepared.ready, replay, None)
+            began = time.perf_counter() if ran.listeners else 0.0
             self._depth += 1
             try:
                 with KernelWarnings(), concretely(), self.arena.run(form.placement):
@@ -148,8 +152,9 @@ class InProcessEngine:
                 failure = explain(prepared.nodes[stop.index], stop.error)
                 failure.__cause__ = stop.error.with_traceback(None)
             else:
-                counters.ops_executed += len(prepared.nodes)
-                counters.epoch += 1
+                _count(replay)
+                if began:
+                    _tell(replay, form, began)
                 return results
             finally:
                 self._depth -= 1
@@ -225,16 +230,19 @@ class InProcessEngine:
     def _perform(self, task: Task, form: Way) -> None:
         """Run a task on this thread, now that nothing is in flight."""
         task.resolve()
+        began = time.perf_counter() if ran.listeners else 0.0
         self._depth += 1
         try:
             with KernelWarnings(), concretely(), self.arena.run(form.placement):
                 self._conclude(task, lambda: form.run(task, self._twisters.at))
         finally:
             self._depth -= 1
+        if began:
+            _tell(task, form, began)
 
     def _launch(self, task: Task, form: Way, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
-        if self._depth or not form.in_cpp:
+        if self._depth or not form.in_cpp or torch._C._autograd._profiler_enabled():  # profilers see this thread
             return False
         while len(self._flights) >= _IN_FLIGHT:
             self._wait_for(self._flights[0].number)
@@ -292,6 +300,7 @@ class InProcessEngine:
             self._forget(flight)
             _count(flight.task)
             flight.warn()
+            flight.tell()
         if self._flights and library.marid_queue_halted():
             self._recover()
 
@@ -359,9 +368,14 @@ class InProcessEngine:
                     continue  # kept by the operation that failed, for whoever reads it
 
 
-def _count(task: Task) -> None:
+def _count(task: Task | Replay) -> None:
     counters.ops_executed += len(task.nodes)
     counters.epoch += 1
+
+
+def _tell(task: Task | Replay, form: Way, began: float) -> None:
+    """Tell listeners of a run on this thread, which has just ended."""
+    ran.tell(Ran(*run_of(task.nodes), began, time.perf_counter(), began, "user", form.compiled, task.timing))
 
 
 def _concrete_of(value: Value) -> Any:

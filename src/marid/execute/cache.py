@@ -8,6 +8,7 @@ from marid.execute.flat import FlatProgram
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task
 from marid.optimize.forecast import forecast
+from marid.report import hooks
 from marid.report.builds import builds
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
@@ -46,6 +47,8 @@ class ProgramCache:
         ):
             _, oldest = self._programs.popitem(last=False)
             self._instructions -= len(oldest.program.instructions)
+        if hooks.built.listeners:
+            hooks.tell_built(built.program, current_site())
         return built
 
     def __len__(self) -> int:

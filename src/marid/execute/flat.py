@@ -8,6 +8,7 @@ failed and which results exist by then.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,7 @@ _FORMS = 16  # specs for which a program keeps a plan
 _USES = 3  # runs with the same specs that make up for the plan
 _WASTED = 4  # times that they did not, after which a program (whose sizes keep changing) is planned no more
 _SEEN = 256  # specs that are remembered to have come once
+_Range: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
 _ONCE: list[tuple[()]] = [()]
 
 
@@ -59,6 +61,10 @@ class FlatProgram:
         self._prepared: Table | None = None
         self._untranslatable = False
         self.unsettled = unsettled_slots(program)
+        self.origins: list[int] | None = None
+        """For each instruction the recorded one that it stands for, where these are others."""
+        self.profiles: list[Any] = []
+        """Sums of what its runs took (``report/operators.py``)."""
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""
         self.ran: Callable[[float], None] | None = None
@@ -133,9 +139,15 @@ class FlatProgram:
             returned: list[Any] = []
             at.now = index, returned
             instruction = self.program.instructions[index]
+            began = 0 if frame.timing is None else time.perf_counter_ns()
             args, kwargs = _arguments(instruction, frame.tensors, frame.params, frame.generator)
+            call = partial(instruction.op.call, *args, **kwargs)
+            if frame.labels is not None:
+                call = partial(_within, frame.labels[index], call)
             # An interrupt comes when a call is over: had it not been noted in C by then, the operator would run twice.
-            returned.extend(starmap(partial(instruction.op.call, *args, **kwargs), _ONCE))
+            returned.extend(starmap(call, _ONCE))
+            if frame.timing is not None:
+                frame.timing.note(index, began, time.perf_counter_ns())
             if not self._take_one(instruction, returned[0], frame, args):
                 self.take(index, returned[0], frame)
             self.drop(index, frame, kept)
@@ -179,6 +191,12 @@ class FlatProgram:
     def stopped(self, index: int, frame: Frame, error: BaseException) -> Interrupted:
         """What is known when a run stops before an instruction."""
         return Interrupted(index, False, frame.tensors, error)
+
+
+def _within(label: str, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns, in a range that an active profiler shows."""
+    with _Range(label):
+        return call()
 
 
 class _Place:

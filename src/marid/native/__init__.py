@@ -122,6 +122,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_job_state": (_INT, [_POINTER]),
     "marid_job_watched": (_POINTER, [_POINTER]),
     "marid_job_left": (_INT, [_POINTER]),
+    "marid_job_began": (ctypes.c_double, [_POINTER]),
     "marid_job_seconds": (ctypes.c_double, [_POINTER]),
     "marid_job_warnings": (_POINTER, [_POINTER]),
     "marid_job_free": (None, [_POINTER]),

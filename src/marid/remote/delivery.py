@@ -34,6 +34,7 @@ from marid.remote.work import (
     UploadWork,
     Work,
 )
+from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
 from marid.report.traffic import SocketCounts, traffic
 from marid.uninterrupted import Uninterrupted
@@ -83,6 +84,8 @@ class Delivery:
         self._asked: deque[tuple[int, Work]] = deque()  # sent and not answered, by sequence number
         self._since = 0.0  # when something was sent to a worker that had nothing to do
         self._counted = vars(SocketCounts())
+        self._events: list[Ran] = []
+        self._answered = 0.0  # when the latest of these came
         self.holding = False
         """Whether nothing may be freed now."""
         self.closed = False
@@ -302,6 +305,9 @@ class Delivery:
         if self.link.warnings:
             texts, self.link.warnings = self.link.warnings, []
             warn_of(texts)
+        events, self._events = self._events, []
+        for event in events:
+            ran.tell(event)
 
     def _take_answers(self, applied: int) -> Work:
         """Those up to this number, of which there are some; the last step that was answered."""
@@ -310,6 +316,8 @@ class Delivery:
             seq, step = self._asked.popleft()
             if mispredictions and isinstance(step, RunWork):
                 report_mispredictions(mispredictions, seq, step)
+            if isinstance(step, RunWork) and step.queued:
+                self._add_event(step)
             step.done(self.link.take(seq))
             if isinstance(step, UploadWork):
                 self._progress.done(step.contents[0].nbytes)
@@ -319,6 +327,14 @@ class Delivery:
             self._losses = 0
             if not self._asked or self._asked[0][0] > applied:
                 return step
+
+    def _add_event(self, step: RunWork) -> None:
+        """A run is over that listeners are to be told of; what was sent later than an answer came began then."""
+        now = time.perf_counter()
+        began = max(step.queued, self._answered)
+        self._answered = now
+        device = next((spec.device for spec in step.sized.specs if spec is not None), 0)
+        self._events.append(Ran(*run_of(step.recorded_nodes), began, now, step.queued, f"worker {device}"))
 
     def count(self, round_trips: int = 0) -> None:
         """Add to the statistics what went over the socket since the last time."""

@@ -13,6 +13,7 @@ from marid.graph.program import Program, Task
 from marid.optimize.forecast import forecast
 from marid.remote.buffers import extent_of, geometry_of_spec
 from marid.remote.programs import body_of, digest_of, geometry_of
+from marid.report import hooks
 from marid.report.builds import builds
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
@@ -111,4 +112,6 @@ class Programs:
         ):
             _, oldest = self._programs.popitem(last=False)
             self._instructions -= len(oldest.program.instructions)
+        if hooks.built.listeners:
+            hooks.tell_built(program, current_site())
         return known

@@ -3,6 +3,7 @@ worker that has lost everything."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ from marid.remote.requests import (
 from marid.remote.residency import ORDER
 from marid.remote.roles import role_of
 from marid.remote.switches import Switches, current
+from marid.report.hooks import ran
 from marid.report.traffic import traffic
 
 __all__ = [
@@ -223,6 +225,7 @@ class RunWork(Work):
         self.stopped: tuple[int, tuple[int, ...]] | None = None
         """Where it has failed, and the slots that existed then."""
         self.task: Task | None = None
+        self.queued = time.perf_counter() if ran.listeners else 0.0
         self._switches = current()
         self._give_back: GiveBack | None = None
         self._kept: list[tuple[Any, ...]] = []

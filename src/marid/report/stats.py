@@ -6,6 +6,7 @@ import threading
 import weakref
 from dataclasses import dataclass, field, replace
 
+from marid.report.operators import OperatorStats
 from marid.report.traffic import RemoteStats
 from marid.semantics.scopes import Site
 
@@ -84,7 +85,8 @@ class Stats:
     ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` forms that
     were no faster; ``compile_workers`` worker processes started, ``compile_workers_lost`` that died;
     ``compile_damaged`` entries of the disk cache that were damaged, ``compile_unstored`` parts that did not get there;
-    ``remote`` what went to workers and came from them, where there are any.
+    ``remote`` what went to workers and came from them, where there are any; ``operators`` the time of each operator by
+    module and line, slowest first, of what ran in this process under ``settings.profile_operators``.
     """
 
     ops_captured: int
@@ -120,6 +122,7 @@ class Stats:
     compile_damaged: int
     compile_unstored: int
     remote: RemoteStats | None = None
+    operators: list[OperatorStats] = field(default_factory=list)
 
 
 @dataclass

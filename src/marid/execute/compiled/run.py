@@ -26,6 +26,7 @@ from marid.graph.operators import slots_of
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library
+from marid.report.operators import operator_times
 from marid.report.stats import counters
 
 __all__ = ["Bound", "Checked", "CompiledProgram"]
@@ -56,8 +57,9 @@ class CompiledProgram(FlatProgram):
     """
 
     def __init__(self, flat: FlatProgram, form: Form) -> None:
-        program, self._origins = assemble(flat.program, [part.part for part in form.parts], _operation())
+        program, origins = assemble(flat.program, [part.part for part in form.parts], _operation())
         super().__init__(program, flat.transient_bytes)
+        self.origins: list[int] = origins
         self.flat = flat
         self.compiled = form
         self.runs = 1  # not to be interpreted first
@@ -78,12 +80,12 @@ class CompiledProgram(FlatProgram):
         return Interrupted(self._origin(index, frame), False, frame.tensors, error)
 
     def settle(self, index: int, frame: Frame) -> None:
-        node = frame.task.nodes[min(self._origins[index], len(frame.task.nodes) - 1)]
+        node = frame.task.nodes[min(self.origins[index], len(frame.task.nodes) - 1)]
         settle(self.program.instructions[index], node, frame.tensors, frame.task.specs, frame.params, self.unsettled)
 
     def _origin(self, index: int, frame: Frame) -> int:
         """The instruction of ``flat`` to go on with. Behind a part, its views come first."""
-        while index < len(self._origins) and self._is_again(index):
+        while index < len(self.origins) and self._is_again(index):
             try:
                 self.steps(frame, index, index + 1)
             except Interrupted as stop:
@@ -95,10 +97,10 @@ class CompiledProgram(FlatProgram):
 
     def _is_again(self, index: int) -> bool:
         """Whether an instruction is one that is made again behind a part."""
-        return self._after(index + 1) == self._origins[index]
+        return self._after(index + 1) == self.origins[index]
 
     def _after(self, index: int) -> int:
-        return self._origins[index] if index < len(self._origins) else len(self.flat.program.instructions)
+        return self.origins[index] if index < len(self.origins) else len(self.flat.program.instructions)
 
 
 class _Here:
@@ -106,6 +108,7 @@ class _Here:
 
     __slots__ = ()
     in_cpp = False
+    compiled = False
 
     def start(self, _task: Task | Replay) -> None:
         return None
@@ -122,6 +125,8 @@ class _Here:
 
 class Bound(_Here):
     """A run with the compiled parts."""
+
+    compiled = True
 
     __slots__ = ("_form", "_params", "_program", "_refused", "output_slots", "transient_bytes")
 
@@ -181,6 +186,7 @@ class Checked(_Here):
     def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
         flat, position = self._flat, 0
         frame = Frame.of(task, task.params, generator)
+        frame.timing = task.timing = operator_times.timing(flat, task)
         tensors = frame.tensors
         bad: set[int] = set()
         number, left = self._form.checked, self._seconds
