@@ -155,7 +155,8 @@ def test_fx_nodes_carry_metadata() -> None:
     assert output.meta["val"].shape == (1, 2)
     assert output.meta["val"].device.type == "meta"
     assert __file__ in output.meta["stack_trace"]
-    assert list(output.meta["nn_module_stack"].values()) == [("0", "Linear")]
+    assert list(output.meta["nn_module_stack"].values()) == [("", "Sequential"), ("0", "Linear")]
+    assert output.meta["marid"].written_as == "nn.Linear"
 
 
 def test_to_networkx_is_the_same_graph() -> None:

@@ -12,6 +12,7 @@ from marid.frontend.device import memory_allocated, peak_memory
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.materialize import holders, pending_nodes, read_value, wait_anyway
 from marid.frontend.materialize import materialize as _materialize
+from marid.frontend.meaning import understand
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value, root_of
 from marid.report import hooks
@@ -56,13 +57,13 @@ def graph(*tensors: Any) -> ComputationGraph:
             raise TypeError(f"marid.graph() takes lazy tensors, but got {type(tensor).__name__}")
     if not tensors:
         everything = [node for index in range(handles.device_count) for node in handles.tape(index).pending()]
-        return ComputationGraph(everything, [], read_value)
+        return ComputationGraph(everything, [], read_value, understand)
     nodes = []
     for index in sorted({t._value.spec.device for t in tensors}):
         asked = [node for t in tensors if t._value.spec.device == index for node in pending_nodes(t)]
         nodes += handles.tape(index).cut(asked)
     values: list[Value] = [t._value for t in tensors]
-    return ComputationGraph(nodes, values, read_value)
+    return ComputationGraph(nodes, values, read_value, understand)
 
 
 def epoch() -> int:

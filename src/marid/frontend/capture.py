@@ -17,6 +17,7 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import hold_back, read_value
 from marid.frontend.observe import observer
+from marid.frontend.meaning import understand
 from marid.graph.computation import ComputationGraph
 
 __all__ = ["capture", "lift", "lifts_everything"]
@@ -66,7 +67,7 @@ def capture(device: int | None = None) -> Iterator[ComputationGraph]:
     leaves nothing behind after an exception.
     """
     index = handles.current_device() if device is None else device
-    graph = ComputationGraph([], [], read_value)
+    graph = ComputationGraph([], [], read_value, understand)
     tape = handles.tape(index)
     start = next(tape.sequence)
     _depth.captures += 1

@@ -1,7 +1,7 @@
 """Recorded operations as a ``torch.fx.GraphModule``, the common tongue of PyTorch's tools.
 
 In-place writes stay in-place writes, in program order; ``node.meta`` has ``val`` (a meta tensor), ``stack_trace``,
-``nn_module_stack`` and ``marid_phase``.
+``nn_module_stack`` (with those of the forward for what a backward runs) and ``marid``: what ``semantics`` knows of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Read = Callable[[Value], torch.Tensor]
 Recorded = tuple[Node, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
-def to_fx(operations: list[Recorded], asked: list[Value], bring: Read) -> torch.fx.GraphModule:
+def to_fx(
+    operations: list[Recorded], asked: list[Value], bring: Read, metadata: Callable[[Node], Any]
+) -> torch.fx.GraphModule:
     """A graph module of ``(node, args, kwargs)`` in program order, returning ``asked`` or else all unread values.
 
     Placeholders are the values made outside, in order of first use; ``inputs()`` on the module reads them.
@@ -39,7 +41,7 @@ def to_fx(operations: list[Recorded], asked: list[Value], bring: Read) -> torch.
     read: set[Value] = set()
     for index, value in enumerate(sources):
         items[value] = fx.placeholder(f"source_{index}")
-        _annotate(items[value], value.node, value.spec)
+        _annotate(items[value], value.node, value.spec, metadata)
 
     def item_of(value: Value) -> torch.fx.Node:
         if value not in items:
@@ -48,7 +50,7 @@ def to_fx(operations: list[Recorded], asked: list[Value], bring: Read) -> torch.
             for step in value.path:
                 item = fx.call_function(_getitem, (item, step))
             items[value] = item
-            _annotate(item, value.node, value.spec)
+            _annotate(item, value.node, value.spec, metadata)
         return items[value]
 
     def convert(arg: Any) -> Any:
@@ -65,7 +67,7 @@ def to_fx(operations: list[Recorded], asked: list[Value], bring: Read) -> torch.
         calls[node] = fx.call_function(target, tuple(convert(arg) for arg in args), named)
         if node.outs is None:
             items[node] = calls[node]
-        _annotate(calls[node], node, node.spec)
+        _annotate(calls[node], node, node.spec, metadata)
     results = [item_of(value) for value in asked]
     if not results:
         results = [item for value, item in items.items() if value not in read and value.node in inside]
@@ -88,13 +90,11 @@ def _drawn(func: Any, draw: Draw) -> Any:
     return random
 
 
-def _annotate(item: torch.fx.Node, node: Node, spec: Spec | None) -> None:
+def _annotate(item: torch.fx.Node, node: Node, spec: Spec | None, metadata: Callable[[Node], Any]) -> None:
     if spec is not None:
         item.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
     if node.site is not None:
         item.meta["stack_trace"] = f'File "{node.site.file}", line {node.site.line}, in {node.site.function}'
-    scope = node.scope
-    if scope is not None:
-        item.meta["marid_phase"] = scope.phase
-        if scope.module_path is not None:
-            item.meta["nn_module_stack"] = {scope.module_path: (scope.module_path, scope.module_type)}
+    item.meta["marid"] = known = metadata(node)
+    if known.modules:
+        item.meta["nn_module_stack"] = {path: (path, kind) for path, kind in known.modules}

@@ -19,7 +19,7 @@ using marid::Ref;
 
 // --- what `configure_stack` is told ----------------------------------------------------------------------------------
 
-PyObject *sites, *internal, *site_table, *site_at, *called_in, *thread_state, *child_scope, *optimizer_scope, *meet;
+PyObject *sites, *internal, *site_table, *site_at, *called_in, *thread_state, *child_scope, *meet;
 PyObject* walk;
 PyCodeObject *module_code, *optimizer_code;
 Py_ssize_t optimizer_self;
@@ -126,7 +126,12 @@ struct Inside {
   PyObject* scope;
 };
 auto& insides = *new std::unordered_map<Key, Inside, Hash>;  // stays when the interpreter is gone
-auto& optimizers = *new std::unordered_map<PyObject*, Ref>;  // that `meet` was told of; weak references
+// The scope of an optimizer's step, which `meet` has said; as long as it is the same object.
+struct Step {
+  Ref optimizer;  // a weak reference
+  PyObject* scope;
+};
+auto& optimizers = *new std::unordered_map<PyObject*, Step>;
 constexpr size_t kMany = 1 << 14;  // entries, before those of objects that are gone are forgotten with the others
 
 bool is_of(const Ref& weak, PyObject* object) {
@@ -160,14 +165,17 @@ PyObject* inside(PyObject* scope, PyObject* parent, PyObject* module) {
   return made;
 }
 
-bool met(PyObject* optimizer) {
+// Borrowed; null after an error.
+PyObject* met(PyObject* optimizer) {
   auto found = optimizers.find(optimizer);
-  if (found != optimizers.end() && is_of(found->second, optimizer)) return true;
+  if (found != optimizers.end() && is_of(found->second.optimizer, optimizer)) return found->second.scope;
   Ref weak(PyWeakref_NewRef(optimizer, nullptr));
-  if (!weak || !Ref(PyObject_CallOneArg(meet, optimizer))) return false;
+  Ref scope(weak ? PyObject_CallOneArg(meet, optimizer) : nullptr);
+  if (!scope) return nullptr;
   if (optimizers.size() >= kMany) optimizers.clear();
-  optimizers.insert_or_assign(optimizer, std::move(weak));
-  return true;
+  PyObject* kept = scope.get();  // scopes live for good
+  optimizers.insert_or_assign(optimizer, Step{std::move(weak), kept});
+  return kept;
 }
 
 #endif
@@ -211,9 +219,10 @@ bool marid::where(Ref* site, Ref* scope) {
   }
   if (site != nullptr && !*site) *site = package ? std::move(package) : Ref::to(Py_None);
   if (scope == nullptr) return true;
-  if (optimizer != nullptr && !met(optimizer)) return false;
-  if (modules.empty() && optimizer != nullptr) {
-    *scope = Ref::to(optimizer_scope);
+  PyObject* step = optimizer != nullptr ? met(optimizer) : nullptr;
+  if (optimizer != nullptr && step == nullptr) return false;
+  if (modules.empty() && step != nullptr) {
+    *scope = Ref::to(step);
     return true;
   }
   Ref outside(PyObject_GetAttr(thread_state, outside_name));
@@ -241,7 +250,7 @@ PyObject* configure_stack(PyObject*, PyObject*, PyObject* names) {
   std::pair<const char*, PyObject**> wanted[] = {
       {"sites", &sites}, {"internal", &internal}, {"site_table", &site_table}, {"site_at", &site_at},
       {"called_in", &called_in},
-      {"state", &thread_state}, {"child_scope", &child_scope}, {"optimizer_scope", &optimizer_scope}, {"meet", &meet},
+      {"state", &thread_state}, {"child_scope", &child_scope}, {"meet", &meet},
       {"walk", &walk}, {"module_code", &module}, {"optimizer_code", &optimizer}, {"optimizer_self", &self}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);

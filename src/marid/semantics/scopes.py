@@ -37,6 +37,8 @@ __all__ = [
     "current_site",
     "is_of_the_standard_library",
     "meet_optimizers",
+    "met_optimizers",
+    "outermost",
     "phase",
     "site_table",
     "use",
@@ -93,26 +95,52 @@ def _instruction_lines(code: CodeType) -> list[tuple[int, int, int]]:
 
 
 class Scope:
-    """A module path (``None`` outside of modules, ``""`` in the outermost module) and a phase; interned."""
+    """A module path (``None`` outside of modules, ``""`` in the outermost module) and a phase; interned.
 
-    __slots__ = ("backward", "children", "module_path", "module_type", "phase")
+    ``parent`` is the scope that the module was called in, ``module_class`` the full name of its class. In an
+    optimizer's step, both names of a class are the optimizer's.
+    """
 
-    def __init__(self, module_path: str | None, module_type: str | None, phase: str) -> None:
+    __slots__ = ("backward", "children", "module_class", "module_path", "module_type", "parent", "phase")
+
+    def __init__(
+        self,
+        module_path: str | None,
+        module_type: str | None,
+        phase: str,
+        parent: Scope | None = None,
+        module_class: str | None = None,
+    ) -> None:
         self.module_path = module_path
         self.module_type = module_type
+        self.module_class = module_class
         self.phase = phase
+        self.parent = parent
         self.children: dict[tuple[str, str], Scope] = {}
-        self.backward = self if phase == BACKWARD else Scope(module_path, module_type, BACKWARD)
+        self.backward = self
+        if phase != BACKWARD:
+            above = parent.backward if parent is not None else None
+            self.backward = Scope(module_path, module_type, BACKWARD, above, module_class)
 
-    def child(self, path: str, module_type: str) -> Scope:
+    def child(self, path: str, module_type: str, module_class: str | None = None) -> Scope:
         found = self.children.get((path, module_type))
         if found is None:
-            found = self.children[path, module_type] = Scope(path, module_type, self.phase)
+            found = self.children[path, module_type] = Scope(path, module_type, self.phase, self, module_class)
         return found
+
+    def calls(self) -> list[Scope]:
+        """The scopes of the module calls that this is in, from the outermost inward."""
+        found: list[Scope] = []
+        at: Scope | None = self
+        while at is not None and at.module_path is not None:
+            found.append(at)
+            at = at.parent
+        return found[::-1]
 
 
 _OUTSIDE = Scope(None, None, FORWARD)
-_OUTSIDE_OPTIMIZER = Scope(None, None, OPTIMIZER)
+_steps: dict[type, Scope] = {}
+"""The scopes of the steps of optimizers, by their class; kept for good, as all scopes."""
 _phases: dict[str, Scope] = {}
 
 
@@ -213,7 +241,6 @@ def use(module: Any) -> None:
         called_in=_called_in,
         state=_state,
         child_scope=child_scope,
-        optimizer_scope=_OUTSIDE_OPTIMIZER,
         meet=_meet,
         walk=_walk,
         module_code=_MODULE_CALL,
@@ -259,6 +286,10 @@ _names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, tuple[weakref.ref[t
 )
 
 
+outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Modules that were called by no other, and recorded something."""
+
+
 def _name_under(parent: torch.nn.Module, module: torch.nn.Module) -> str | None:
     """The name of ``module`` below ``parent`` as ``named_modules`` gives it; None when it is not below it."""
     known = _names.get(parent)
@@ -275,11 +306,13 @@ def _name_under(parent: torch.nn.Module, module: torch.nn.Module) -> str | None:
 def child_scope(scope: Scope, parent: torch.nn.Module | None, module: torch.nn.Module) -> Scope:
     """The scope inside of ``module`` when ``parent``, or nobody, calls it in ``scope``."""
     kind = type(module).__name__
+    full = f"{type(module).__module__}.{type(module).__qualname__}"
     if parent is None:
-        return scope.child("", kind)
+        outermost.add(module)
+        return scope.child("", kind, full)
     name = _name_under(parent, module) if parent is not module else None
     own = name if name is not None else f"<{kind}>"
-    return scope.child(f"{scope.module_path}.{own}" if scope.module_path else own, kind)
+    return scope.child(f"{scope.module_path}.{own}" if scope.module_path else own, kind, full)
 
 
 # What PyTorch runs a module in, and an optimizer's step; both have it as the local variable `self`.
@@ -302,9 +335,9 @@ def _scope_of(frame: FrameType | None) -> Scope:
         if frame.f_code is _MODULE_CALL:
             modules.append(frame.f_locals["self"])
         elif frame.f_code is _OPTIMIZER_STEP:
-            _meet(frame.f_locals["self"])
+            step = _meet(frame.f_locals["self"])
             if not modules:
-                return _OUTSIDE_OPTIMIZER
+                return step
             break  # what is outside of it has not called these
         frame = frame.f_back
     scope, parent = _state.outside, None
@@ -323,10 +356,20 @@ _after_step: Callable[..., None] | None = None
 _met: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
-def _meet(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer records something in its step."""
+def _meet(optimizer: torch.optim.Optimizer) -> Scope:
+    """An optimizer records something in its step: the scope of that, which has its class for a module's."""
     if _after_step is not None and optimizer not in _met:
         _met[optimizer] = optimizer.register_step_post_hook(_after_step)
+    kind = type(optimizer)
+    if kind not in _steps:
+        full = f"{kind.__module__}.{kind.__qualname__}"
+        _steps[kind] = Scope(None, kind.__name__, OPTIMIZER, module_class=full)
+    return _steps[kind]
+
+
+def met_optimizers() -> list[torch.optim.Optimizer]:
+    """The optimizers whose steps have recorded something, and that are alive."""
+    return list(_met)
 
 
 def meet_optimizers(after_step: Callable[..., None]) -> Callable[[], None]:
