@@ -39,6 +39,7 @@ try:
     from marid.guest import uninstall
     from marid.replay.dynamic import mark_dynamic
     from marid.replay.function import compile
+    from marid.report.document import report
     from marid.report.explain import Explanation
     from marid.report.stats import FunctionStats, Stats
     from marid.report.tracing import trace
@@ -114,6 +115,7 @@ __all__ = [
     "phase",
     "process_group",
     "register_pass",
+    "report",
     "reset_stats",
     "settings",
     "stats",

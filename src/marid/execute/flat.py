@@ -61,6 +61,8 @@ class FlatProgram:
         self._prepared: Table | None = None
         self._untranslatable = False
         self.unsettled = unsettled_slots(program)
+        self.recorded = program
+        """The program that was recorded, which this one stands for."""
         self.origins: list[int] | None = None
         """For each instruction the recorded one that it stands for, where these are others."""
         self.profiles: list[Any] = []

@@ -47,6 +47,8 @@ class Owner(Protocol):
     """A program that runs."""
 
     program: Program
+    recorded: Program
+    """The same where that is as it was recorded, else what was."""
     origins: list[int] | None
     """For each instruction the recorded one that it stands for, where these are others."""
     profiles: list[Any]
@@ -79,10 +81,13 @@ class Profile:
     """Sums over the runs of one program, of one set of sizes and written at the same places: for each instruction the
     nanoseconds and the runs, one after the other."""
 
-    __slots__ = ("address", "generation", "origins", "places", "program", "specs", "sums")
+    __slots__ = ("address", "generation", "origins", "params", "places", "program", "recorded", "specs", "sums")
 
-    def __init__(self, owner: Owner, places: tuple[Any, ...], specs: tuple[Spec | None, ...], generation: int) -> None:
+    def __init__(self, owner: Owner, task: Any, places: tuple[Any, ...], generation: int) -> None:
+        specs: tuple[Spec | None, ...] = task.specs
         self.program = owner.program
+        self.recorded = owner.recorded
+        self.params: list[Any] = list(task.params)
         self.origins = owner.origins
         self.places = places
         self.specs = specs
@@ -93,6 +98,10 @@ class Profile:
     def where(self, index: int) -> tuple[Site | None, Scope | None]:
         """Where an instruction was written, and in which module and phase."""
         return where_of(self.places, self.origins, index)
+
+    def place(self, index: int) -> tuple[Site | None, Scope | None]:
+        """The same of an instruction of ``recorded``."""
+        return where_of(self.places, None, index)
 
     def rows(self) -> Iterator[OperatorStats]:
         """One for each instruction that ran."""
@@ -135,17 +144,21 @@ class OperatorTimes:
         """Where a run of ``task`` is to note what it takes; None where nobody wants to know."""
         if not self.wanted:
             return None
-        return Timing(self._profile(owner, module.places_of(task.nodes), task.specs), self.traced > 0)
+        return Timing(self._profile(owner, task, module.places_of(task.nodes)), self.traced > 0)
 
-    def _profile(self, owner: Owner, places: tuple[Any, ...], specs: tuple[Spec | None, ...]) -> Profile:
-        kept = owner.profiles
+    def profiles(self) -> list[Profile]:
+        """The sums that are kept apart."""
+        return list(self._profiles)
+
+    def _profile(self, owner: Owner, task: Any, places: tuple[Any, ...]) -> Profile:
+        kept, specs = owner.profiles, task.specs
         for profile in kept:
             if profile.generation == self._generation and profile.specs == specs and profile.places == places:
                 return profile
         if len(self._profiles) >= _PROFILES:
             self._merge()
         kept[:] = [profile for profile in kept if profile.generation == self._generation]
-        made = Profile(owner, places, specs, self._generation)
+        made = Profile(owner, task, places, self._generation)
         kept.append(made)
         self._profiles.append(made)
         return made

@@ -59,6 +59,7 @@ class CompiledProgram(FlatProgram):
     def __init__(self, flat: FlatProgram, form: Form) -> None:
         program, origins = assemble(flat.program, [part.part for part in form.parts], _operation())
         super().__init__(program, flat.transient_bytes)
+        self.recorded = flat.program
         self.origins: list[int] = origins
         self.flat = flat
         self.compiled = form
