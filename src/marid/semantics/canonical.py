@@ -18,7 +18,10 @@ from torch import fx
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Output, Value, root_of
 
-__all__ = ["Canonical"]
+__all__ = ["CASTS", "Canonical", "base_name", "rank"]
+
+CASTS = {"clone", "_to_copy", "contiguous", "to", "_unsafe_view"}
+"""Copies that change a type or a layout only."""
 
 _SAME = {
     "view", "_unsafe_view", "reshape", "clone", "_to_copy", "contiguous", "alias", "detach", "expand", "t", "transpose",
@@ -370,7 +373,7 @@ def _through(gate: fx.Node, x: fx.Node, depth: int = 5) -> list[fx.Node] | None:
         inner = at.all_input_nodes
         if x in inner:
             cubes = [arg for arg in inner if arg is not x]
-            return [*path, *cubes] if all(arg.target == "pow" and arg.args[0] is x for arg in cubes) else None
+            return [*path, *cubes] if all(arg.target in ("pow", "square") and arg.args[0] is x for arg in cubes) else None
         if len(inner) != 1:
             return None
         at = inner[0]

@@ -13,12 +13,16 @@ from marid.semantics.patterns import Match
 __all__ = ["describe"]
 
 _MASK_DEPTH = 40
+_SUMS = {"sum", "linalg_vector_norm", "norm"}
+"""What makes of a root mean square the length of a vector."""
 
 
 def describe(match: Match, canonical: Canonical) -> None:
     """Fill in the details of a match."""
     if match.name == "attention":
         _attention(match, canonical)
+    if match.name == "norm" and match.variant == "rms" and any(base_name(node) in _SUMS for node in match.nodes):
+        match.name, match.variant = "unit vectors", None
 
 
 def _attention(match: Match, canonical: Canonical) -> None:

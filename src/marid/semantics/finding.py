@@ -77,6 +77,8 @@ def _by_operator(canonical: Canonical) -> list[Match]:
     for one in canonical.graph.nodes:
         for node in one.meta.get("nodes", ())[:1]:
             named = OPERATORS.get(node.op.name)
+            if node.op.name == "aten::index" and len(one.args) == 2 and canonical.is_weight(one.args[0]):
+                named = ("embedding", "indexed")
             if named is not None:
                 nodes = list(nodes_of(canonical, [one]))
                 found.append(Match(named[0], nodes, named[1] or None, {}, one.all_input_nodes, [one]))
@@ -94,14 +96,20 @@ def _heads(canonical: Canonical) -> list[Match]:
         for node in canonical.graph.nodes
         if node.target == "embedding" and (shape := node.args[0].meta.get("shape"))
     }
+    asked = {value.node for value in canonical.recorded.asked}
     found = []
     for node in canonical.graph.nodes:
         if node.target != "linear" or not node.meta.get("shape"):
             continue
         width = node.meta["shape"][-1]
-        if any(user.target in _READS_LOGITS for user in node.users) or (width in vocabularies and _ends(node)):
+        if any(user.target in _READS_LOGITS for user in node.users) or (width in vocabularies and _ends(node)) or _is_result(node, asked):
             found.append(Match("head", list(nodes_of(canonical, [node])), None, {}, node.all_input_nodes, [node]))
     return found
+
+
+def _is_result(node: fx.Node, asked: set[Node]) -> bool:
+    """Whether it is asked for and read by nothing."""
+    return not node.users and any(recorded in asked for recorded in node.meta["nodes"])
 
 
 def _ends(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Operation, Output, Spec, Value
-from marid.semantics.canonical import Canonical, rank
+from marid.semantics.canonical import CASTS, Canonical, base_name, rank
 
 __all__ = ["Match", "Pattern", "matches_in", "register_pattern", "registered", "unregister_pattern"]
 
@@ -263,17 +263,28 @@ def _own(match: InternalMatch) -> set[fx.Node]:
 
 
 def nodes_of(canonical: Canonical, own: Iterable[fx.Node]) -> set[Node]:
-    """The recorded nodes of canonical ones, with the views, casts and copies that they read."""
-    found: set[Node] = set()
-    waiting = [node for one in own for node in one.meta["nodes"]]
-    recorded, mains = canonical.recorded, canonical.mains
+    """The recorded nodes of canonical ones, with what lies between them, and the views and casts that their own modules
+    make of what they read."""
+    found = {node for one in own for node in one.meta["nodes"]}
+    mains, recorded = canonical.mains, canonical.recorded
+    inside: dict[Node, bool] = dict.fromkeys(found, True)
+
+    def leads_back(node: Node) -> bool:
+        """Whether it is made of what the canonical nodes made, with nothing of others between."""
+        if node not in inside:
+            inside[node] = False
+            if node in recorded.arguments and node not in mains:
+                inside[node] = any([leads_back(value.node) for value in recorded.inputs_of(node)])
+        return inside[node]
+
+    waiting = list(found)
     while waiting:
         node = waiting.pop()
-        if node in found:
-            continue
-        found.add(node)
         for value in recorded.inputs_of(node):
             maker = value.node
-            if maker in recorded.arguments and maker not in mains:
+            if maker in found or maker not in recorded.arguments or maker in mains or maker.op is None:
+                continue
+            if leads_back(maker) or ((maker.op.view or base_name(maker) in CASTS) and maker.scope is node.scope):
+                found.add(maker)
                 waiting.append(maker)
     return found
