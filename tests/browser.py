@@ -59,10 +59,14 @@ class Browser:
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
     """A Chromium without a display, ended afterwards."""
-    driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    driver = subprocess.Popen(
+        ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
         assert driver.stdout is not None
-        port = next(int(line.split("on port ")[1].rstrip(".\n")) for line in driver.stdout if "successfully on port " in line)
+        port = next(
+            int(line.split("on port ")[1].rstrip(".\n")) for line in driver.stdout if "successfully on port " in line
+        )
         address = f"http://127.0.0.1:{port}"
         # As root, Chromium has no sandbox; the page is one of ours.
         options = {"args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]}

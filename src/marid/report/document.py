@@ -22,7 +22,7 @@ from marid.api import explain, stats
 from marid.frontend.meaning import understand
 from marid.report.explain import short
 from marid.report.operators import operator_times
-from marid.report.programs import ShownProgram, held_by, shown
+from marid.report.programs import Alive, ShownProgram, held_by, shown
 from marid.report.units import bytes_text, seconds_text
 from marid.semantics.regions import Region
 from marid.semantics.roofline import machine
@@ -49,7 +49,9 @@ def report(path: str | os.PathLike[str] = "report.html", *, title: str | None = 
     import jinja2
 
     page = resources.files("marid.report") / "page"
-    texts = {name: (page / name).read_text("utf-8") for name in ("report.html.j2", "report.css", "report.js", "dagre.min.js")}
+    texts = {
+        name: (page / name).read_text("utf-8") for name in ("report.html.j2", "report.css", "report.js", "dagre.min.js")
+    }
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {"bytes": bytes_text, "seconds": seconds_text, "count": "{:,}".format, "flops": _flops_text}
     data = data_of()
@@ -100,9 +102,7 @@ def data_of() -> dict[str, Any]:
         "rows": rows,
         "programs": [_program(one) for one in programs[:_GRAPHS]],
         "patterns": _patterns(programs),
-        "waits": [
-            {**asdict(sync), **_line(sync.source)} for sync in explained.syncs[:_LINES]
-        ],
+        "waits": [{**asdict(sync), **_line(sync.source)} for sync in explained.syncs[:_LINES]],
         "recompiles": [
             {
                 **_line(one.source),
@@ -186,7 +186,7 @@ def _program(one: ShownProgram) -> dict[str, Any]:
         "count": len(operations),
         "timeline": held.timeline,
         "peak": held.peak,
-        "alive": [_alive(block, operations, one) for block in held.alive[:_ALIVE]],
+        "alive": [_alive(block, operations) for block in held.alive[:_ALIVE]],
         "more": sum(block.nbytes for block in held.alive[_ALIVE:]),
         "groups": groups,
         "nodes": [],
@@ -207,7 +207,7 @@ def _program(one: ShownProgram) -> dict[str, Any]:
     return found
 
 
-def _alive(block: Any, operations: list[Any], one: ShownProgram) -> dict[str, Any]:
+def _alive(block: Alive, operations: list[Any]) -> dict[str, Any]:
     node = operations[block.instruction]
     known = node.metadata
     return {
@@ -233,11 +233,16 @@ def _chains(root: Region, count: int, places: dict[int, int]) -> tuple[list[list
 
     def enter(region: Region) -> None:
         if region.kind != "graph":
-            groups.append([region.kind, region.name, region.type or ""])
+            own: dict[tuple[int, ...], int] = {}  # what lies across phases is a group in each
             for node in region.nodes:
-                chains[places[node]].append(len(groups) - 1)
-        # A pattern first: of what it lies across, the modules are then inside of it.
-        for child in sorted(region.children, key=lambda child: child.kind != "pattern"):
+                chain = chains[places[node]]
+                group = own.setdefault(tuple(chain), len(groups))
+                if group == len(groups):
+                    groups.append([region.kind, region.name, region.type or ""])
+                chain.append(group)
+        # A pattern before modules: of what it lies across, the modules are then inside of it.
+        order = ("phase", "pattern", "module")
+        for child in sorted(region.children, key=lambda child: order.index(child.kind)):
             enter(child)
 
     enter(root)
@@ -268,4 +273,3 @@ def _remote(remote: Any) -> dict[str, Any] | None:
     moved = [{**asdict(one), **_line(one.source)} for one in remote.moved[:_LINES]]
     workers = [{"device": index, "bytes": said.get("bytes", 0)} for index, said in remote.workers.items()]
     return {"totals": {name: getattr(remote, name) for name in names}, "moved": moved, "workers": workers}
-

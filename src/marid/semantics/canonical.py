@@ -373,7 +373,9 @@ def _through(gate: fx.Node, x: fx.Node, depth: int = 5) -> list[fx.Node] | None:
         inner = at.all_input_nodes
         if x in inner:
             cubes = [arg for arg in inner if arg is not x]
-            return [*path, *cubes] if all(arg.target in ("pow", "square") and arg.args[0] is x for arg in cubes) else None
+            return (
+                [*path, *cubes] if all(arg.target in ("pow", "square") and arg.args[0] is x for arg in cubes) else None
+            )
         if len(inner) != 1:
             return None
         at = inner[0]

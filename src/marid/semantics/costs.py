@@ -77,13 +77,15 @@ def flops_of(recorded: Recorded, node: Node) -> int:
         return 0
     packet = node.op.func.overloadpacket
     outputs = outputs_of(node)
-    formula = _OWN.get(node.op.name) or flop_registry.get(packet)
+    own = _OWN.get(node.op.name)
+    formula = own or flop_registry.get(packet)
     if formula is not None:
         args, kwargs = recorded.arguments[node]
         out = tuple([spec.shape for spec in outputs])
-        shape = out[0] if len(out) == 1 else out
+        # PyTorch's own are wrapped: they take results, or shapes in place of them.
+        shape = {"out_shape" if own else "out_val": out[0] if len(out) == 1 else out}
         try:
-            return int(formula(*map(_shapes, args), **{k: _shapes(v) for k, v in kwargs}, out_shape=shape))
+            return int(formula(*map(_shapes, args), **{k: _shapes(v) for k, v in kwargs}, **shape))
         except (AssertionError, TypeError, ValueError, IndexError):  # the formula is for other arguments than these
             pass
     if node.op.factory or node.op.name in _COPIES:

@@ -102,7 +102,11 @@ def _heads(canonical: Canonical) -> list[Match]:
         if node.target != "linear" or not node.meta.get("shape"):
             continue
         width = node.meta["shape"][-1]
-        if any(user.target in _READS_LOGITS for user in node.users) or (width in vocabularies and _ends(node)) or _is_result(node, asked):
+        if (
+            any(user.target in _READS_LOGITS for user in node.users)
+            or (width in vocabularies and _ends(node))
+            or _is_result(node, asked)
+        ):
             found.append(Match("head", list(nodes_of(canonical, [node])), None, {}, node.all_input_nodes, [node]))
     return found
 

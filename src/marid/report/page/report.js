@@ -148,7 +148,7 @@
     const body = at("operator-table").tBodies[0];
     body.replaceChildren(...rows.slice(0, MOST).map((row) => {
       const name = make("td", { class: "text" }, short(row.operator));
-      const beside = [row.phase, row.pattern, row.compiled ? "compiled" : ""].filter(Boolean).join(", ");
+      const beside = [...new Set([row.phase, row.pattern, row.compiled ? "compiled" : ""])].filter(Boolean).join(", ");
       name.append(" ", make("span", { class: "dim" }, beside));
       return make("tr", {}, name, make("td", {}, seconds(row.seconds)), make("td", {}, plain(row.count)),
         make("td", {}, row.rate ? row.rate.toFixed(1) : ""), make("td", {}, bytes(row.bytes)), make("td", { class: "text" }, row.module), place(row));
@@ -192,7 +192,7 @@
         if (!graph.hasNode(own)) {
           const open = own !== id;
           const beside = kind === "module" && name !== "" ? type : "";
-          const size = open ? {} : { width: width(label.length > beside.length ? label : beside), height: beside ? 48 : 36 };
+          const size = open ? {} : { width: width(label.length + 2 > beside.length ? `▸ ${label}` : beside), height: beside ? 48 : 36 };
           graph.setNode(own, { kind, label, beside, group, open, note: `${plain(counts.get(group))} operations, ${seconds(taken.get(group)) || "not timed"}`, ...size });
           if (parent !== undefined) graph.setParent(own, parent);
         }
