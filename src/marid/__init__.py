@@ -41,6 +41,7 @@ try:
     from marid.replay.function import compile
     from marid.report.document import report
     from marid.report.explain import Explanation
+    from marid.report.nans import FirstNan, first_nan
     from marid.report.stats import FunctionStats, Stats
     from marid.report.tracing import trace
     from marid.report.traffic import RemoteStats, budget
@@ -86,6 +87,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ComputationGraph",
     "Explanation",
+    "FirstNan",
     "FunctionStats",
     "LazyTensor",
     "LazyTuple",
@@ -102,6 +104,7 @@ __all__ = [
     "epoch",
     "errors",
     "explain",
+    "first_nan",
     "graph",
     "load_file",
     "mark",
