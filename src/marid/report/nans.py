@@ -180,7 +180,7 @@ def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
         copy.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
         copy = torch._C._conj(copy) if tensor.is_conj() else copy  # pyright: ignore[reportAttributeAccessIssue]
-        found.append(torch._neg_view(copy) if tensor.is_neg() else copy)
+        found.append(torch.ops.aten._neg_view(copy) if tensor.is_neg() else copy)
     return found
 
 
