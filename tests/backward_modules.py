@@ -18,7 +18,7 @@ def backward_of(model: nn.Module, run: Any) -> dict[tuple[int, int], str]:
     spans: list[tuple[int, int, str]] = []
     begun: list[int] = []
     hooks: list[Any] = []
-    number = torch.autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+    number = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_: begun.append(number())))
         hooks.append(module.register_forward_hook(lambda *_, p=path: spans.append((begun.pop(), number(), p))))

@@ -155,7 +155,7 @@ def _calls(model: nn.Module) -> Iterator[dict[str, collections.Counter[str]]]:
             handle.remove()
 
 
-# --- what is found -----------------------------------------------------------------------------------------------------
+# --- what is found --------------------------------------------------------------------------------------------------
 
 _MOVES = {"aten::clone", "aten::_to_copy", "aten::cat", "aten::expand", "aten::where"}
 
@@ -221,7 +221,7 @@ def compared(case: Case, train: bool) -> tuple[dict[str, Score], marid.Computati
         score = scores[kind] = Score(sum(there.values()), len(found[kind]))
         left = collections.Counter(there)
         for path in found[kind]:
-            fits = [known for known in left if left[known] and (path == known or path.startswith(f"{known}.") or known == "")]
+            fits = [known for known in left if left[known] and (known in ("", path) or path.startswith(f"{known}."))]
             if fits:
                 left[max(fits, key=len)] -= 1
                 score.right += 1

@@ -26,6 +26,7 @@ try:
         on_materialize,
         on_record,
         on_run,
+        programs,
         reset_stats,
         stats,
     )
@@ -45,7 +46,9 @@ try:
     from marid.report.stats import FunctionStats, Stats
     from marid.report.tracing import trace
     from marid.report.traffic import RemoteStats, budget
+    from marid.semantics.analysis import register_enricher, unregister_enricher
     from marid.semantics.metadata import SemanticMetadata
+    from marid.semantics.registry import register_pattern, unregister_pattern
     from marid.semantics.scopes import phase
     from marid.settings import Settings, settings
 finally:
@@ -117,12 +120,17 @@ __all__ = [
     "on_run",
     "phase",
     "process_group",
+    "programs",
+    "register_enricher",
     "register_pass",
+    "register_pattern",
     "report",
     "reset_stats",
     "settings",
     "stats",
     "trace",
     "uninstall",
+    "unregister_enricher",
     "unregister_pass",
+    "unregister_pattern",
 ]

@@ -23,6 +23,7 @@ from marid.report.hooks import Built, Handle, Materialized, Ran, Recorded
 from marid.report.operators import operator_times
 from marid.report.stats import Stats, counters, functions
 from marid.report.traffic import RemoteStats, traffic
+from marid.semantics.analysis import Analysis
 from marid.semantics.marks import marks
 from marid.semantics.tracebacks import folded
 
@@ -36,6 +37,7 @@ __all__ = [
     "on_materialize",
     "on_record",
     "on_run",
+    "programs",
     "reset_stats",
     "stats",
 ]
@@ -64,6 +66,13 @@ def graph(*tensors: Any) -> ComputationGraph:
         nodes += handles.tape(index).cut(asked)
     values: list[Value] = [t._value for t in tensors]
     return ComputationGraph(nodes, values, read_value, understand)
+
+
+def programs() -> list[ComputationGraph]:
+    """The programs that were built since ``marid.reset_stats()``, as graphs, the oldest first: the newest ones, some
+    20,000 operations in all. Nothing of them is held or runs; values have no names, so roles are told by use."""
+    new = [build for build in builds.kept() if builds.is_new(build)]
+    return [ComputationGraph(build.nodes(), [], read_value, Analysis) for build in new]
 
 
 def epoch() -> int:

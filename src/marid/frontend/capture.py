@@ -16,8 +16,8 @@ from marid.engine.snapshot import snapshot
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import hold_back, read_value
-from marid.frontend.observe import observer
 from marid.frontend.meaning import understand
+from marid.frontend.observe import observer
 from marid.graph.computation import ComputationGraph
 
 __all__ = ["capture", "lift", "lifts_everything"]

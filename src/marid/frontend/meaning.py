@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from marid.frontend import handles
 from marid.graph.computation import Meaning, Recorded
 from marid.graph.node import Value, root_of

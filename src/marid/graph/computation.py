@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,7 +58,7 @@ class Meaning(Protocol):
     def metadata(self, node: GraphNode) -> Any:
         """The one metadata object of a node."""
 
-    def costs(self, nodes: list[GraphNode], by: str) -> Any:
+    def costs(self, nodes: list[GraphNode], by: str, measured: Mapping[int, float]) -> Any:
         """What groups of nodes cost."""
 
 
@@ -202,10 +202,14 @@ class ComputationGraph:
         See ``marid.semantics.regions.Region``."""
         return self._meaning.regions
 
-    def costs(self, by: str = "module") -> Any:
+    def costs(self, by: str = "module", measured: Mapping[int, float] | None = None) -> Any:
         """What the graph costs by "module", "phase", "pattern", "operation" or "node": a dict of
-        ``marid.semantics.costs.Cost`` by name. A module's cost includes that of the modules in it."""
-        return self._meaning.costs(self.nodes, by)
+        ``marid.semantics.costs.Cost`` by name. A module's cost includes that of the modules in it. ``measured`` are
+        seconds by node id, which then stand beside the predicted ones.
+
+        The first call on a machine measures its speed, for some tenths of a second. Raises ``ValueError`` for another
+        ``by``."""
+        return self._meaning.costs(self.nodes, by, measured or {})
 
     def __len__(self) -> int:
         return len(self.sources) + len(self.operations)

@@ -21,7 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["ORDER", "Residency"]
 
-ORDER = ("activation", "other", "input", "gradient", "optimizer state", "kv cache", "weight")
+ORDER = (
+    *("activation", "other", "input", "gradient", "optimizer state"),
+    *("recurrent state", "kv cache", "buffer", "weight"),
+)
 """Roles, those that go first in front. They travel as positions in this."""
 
 _USUAL = ORDER.index("activation")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
+from marid.graph.node import Node, Spec
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task
-from marid.semantics.scopes import Site
+from marid.graph.shown import shown
+from marid.semantics.scopes import Scope, Site
 
 __all__ = ["Build", "Builds", "builds"]
 
@@ -21,13 +24,21 @@ _INSTRUCTIONS = 20_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Build:
-    """One program that was built: ``number`` counts them, ``site`` is the line that made it run, ``sites`` are the
-    lines of its instructions."""
+    """One program that was built: ``number`` counts them, ``site`` is the line that made it run, ``sites`` and
+    ``scopes`` are the lines of its instructions and the modules that they were in, ``specs`` its tensors by slot and
+    ``params`` the numbers of its first run."""
 
     number: int
     program: Program
     site: Site | None
     sites: tuple[Site | None, ...]
+    scopes: tuple[Scope | None, ...] = ()
+    specs: tuple[Spec | None, ...] = ()
+    params: tuple[Any, ...] = ()
+
+    def nodes(self) -> list[Node]:
+        """Its instructions as nodes, to be looked at."""
+        return shown(self.program, self.specs, self.params, self.sites, self.scopes)
 
 
 class Builds:
@@ -41,8 +52,10 @@ class Builds:
 
     def note(self, task: Task | Prepared, program: Program, site: Site | None) -> None:
         """``program`` was built for ``task``, which ran because of ``site``."""
-        # Lines only: who held a node would make its value count as a result that is used.
-        self._kept.append(Build(self._count, program, site, tuple([node.site for node in task.nodes])))
+        # Lines and scopes only: who held a node would make its value count as a result that is used.
+        sites, scopes = tuple([node.site for node in task.nodes]), tuple([node.scope for node in task.nodes])
+        params = tuple(task.params) if isinstance(task, Task) else ()
+        self._kept.append(Build(self._count, program, site, sites, scopes, task.specs, params))
         self._count += 1
         self._instructions += len(program.instructions)
         while len(self._kept) > 1 and (len(self._kept) > _PROGRAMS or self._instructions > _INSTRUCTIONS):

@@ -54,7 +54,6 @@ class Analysis:
         self._recorded = recorded
         self._known = known
         self._metadata: dict[Node, SemanticMetadata] = {}
-        self.measured: dict[Node, float] = {}
 
     @cached_property
     def scopes(self) -> dict[Node, Scope]:
@@ -87,7 +86,7 @@ class Analysis:
         """The phase of each operation: "prefill" or "decode" where attention reads a cache, else as recorded."""
         from marid.semantics.phases import phases_of
 
-        return phases_of(self._recorded, self.scopes, self.matches)
+        return phases_of(self._recorded, self.scopes, self.matches, self.mode)
 
     @cached_property
     def mode(self) -> str:
@@ -151,7 +150,7 @@ class Analysis:
         found = [(match.name, match.variant, [node.seq for node in match.nodes]) for match in self.matches]
         return regions_of(places, found)
 
-    def costs(self, nodes: list[GraphNode], by: str) -> dict[str, Cost]:
+    def costs(self, nodes: list[GraphNode], by: str, measured: Mapping[int, float]) -> dict[str, Cost]:
         """Costs of groups of nodes. Raises ``ValueError`` for a ``by`` that there is not."""
         from marid.semantics.costs import costs_by
         from marid.semantics.roofline import machine
@@ -161,7 +160,7 @@ class Analysis:
         names = _GROUPS[by]
         operations = [node for node in nodes if node.node in self._recorded.arguments]
         rows = [(names(node), node.node, node.metadata.flops, node.metadata.bytes) for node in operations]
-        return costs_by(rows, machine(), self.measured)
+        return costs_by(rows, machine(), measured)
 
 
 def _modules(node: GraphNode) -> list[str]:

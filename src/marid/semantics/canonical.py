@@ -1,12 +1,14 @@
 """A graph in one spelling: what patterns are matched on, and what patterns are made into.
 
-Views, casts, copies, dropout, and arithmetic with numbers fall away; operators that mean the same have one name; writes
-give new values. So ``softmax(q @ k.mT / 8 + mask) @ v`` and its transposed, half-precision, masked-by-``where`` relatives
-are all ``matmul(softmax(matmul(q, k)), v)``. What is left is a ``torch.fx.Graph`` whose nodes are called by name
-(``call_method``), take tensors only, and know in ``meta["nodes"]`` the recorded nodes that they stand for.
+Views, casts, copies, dropout, and arithmetic with numbers fall away; operators that mean the same have one name;
+writes give new values. So ``softmax(q @ k.mT / 8 + mask) @ v`` and its transposed, half-precision,
+masked-by-``where`` relatives are all ``matmul(softmax(matmul(q, k)), v)``. What is left is a ``torch.fx.Graph`` whose
+nodes are called by name (``call_method``), take tensors only, and know in ``meta["nodes"]`` the recorded nodes that
+they stand for. What is computed twice is one node.
 
 Arguments of sums and products come in the order of their names; what is equal in name keeps its order.
 """
+# ruff: noqa: ARG002 -- handlers have one signature, and each reads what it needs of it
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _SAME = {
     "permute", "unsqueeze", "squeeze", "flatten", "unflatten", "to", "lift_fresh", "view_as", "expand_as", "numpy_T",
     "movedim", "swapaxes", "native_dropout", "clamp", "clamp_min", "clamp_max", "nan_to_num", "_conj", "resolve_conj",
     "repeat", "repeat_interleave", "roll", "flip", "constant_pad_nd", "mkldnn_reorder", "reflection_pad1d",
-    "dropout", "feature_dropout", "_reshape_alias", "diagonal", "unfold", "as_strided", "masked_scatter", "_fused_dropout",
+    "dropout", "feature_dropout", "_reshape_alias", "diagonal", "unfold", "as_strided", "masked_scatter",
+    "_fused_dropout",
 }  # fmt: skip
 """What leaves values as they are, so far as patterns go: the first tensor that it takes is what it gives."""
 _PARTS = {"slice", "select", "split", "split_with_sizes", "unbind", "chunk", "narrow", "tensor_split", "index_select"}
@@ -41,10 +44,13 @@ _NAMES = {
     "sub": "sub", "square": "square", "addbmm": "matmul", "bmm": "matmul", "matmul": "matmul", "amax": "max",
     "nll_loss_forward": "nll_loss", "nll_loss2d_forward": "nll_loss", "linalg_vector_norm": "norm", "norm": "norm",
     "convolution": "conv", "_convolution": "conv", "convolution_overrideable": "conv", "mkldnn_convolution": "conv",
-    "native_batch_norm": "batch_norm", "_native_batch_norm_legit": "batch_norm", "_batch_norm_with_update": "batch_norm",
+    "native_batch_norm": "batch_norm", "_native_batch_norm_legit": "batch_norm",
+    "_batch_norm_with_update": "batch_norm",
     "_native_batch_norm_legit_no_training": "batch_norm", "native_group_norm": "group_norm",
     "native_layer_norm": "layer_norm", "_fused_rms_norm": "rms_norm", "argmax": "argmax", "logsumexp": "logsumexp",
 }  # fmt: skip
+_ONCE = {"sigmoid", "tanh", "exp", "mean", "square", "sub", "var", "sqrt", "rsqrt", "one_minus", "max", "part", "neg"}
+"""What is one node however often it is written."""
 _COMMUTE = {"add", "mul", "maximum", "minimum"}
 _KEEP_STATIC = {"mul", "add", "sub", "div", "sqrt", "rsqrt", "mean", "square", "part", "reciprocal", "one_minus", "var"}
 """Of weights they make weights."""
@@ -66,6 +72,7 @@ class Canonical:
         self._of: dict[Value, fx.Node] = {}
         self._current: dict[Value, fx.Node] = {}
         self._static: set[fx.Node] = set()
+        self._once: dict[Any, fx.Node] = {}
         self.mains: set[Node] = set()
         for node in operations:
             self._add(node)
@@ -73,7 +80,7 @@ class Canonical:
             if "bypassed" in one.meta and not one.users:
                 self.graph.erase_node(one)
 
-    # --- values --------------------------------------------------------------------------------------------------------
+    # --- values -----------------------------------------------------------------------------------------------------
 
     def value(self, value: Value) -> fx.Node:
         """What stands for a value now, after the writes so far."""
@@ -98,7 +105,12 @@ class Canonical:
     def _call(self, name: str, args: Sequence[fx.Node], node: Node) -> fx.Node:
         if name in _COMMUTE:
             args = sorted(args, key=rank)
+        key = (name, tuple(args), self._numbers(node)) if name in _ONCE else None
+        if key in self._once:
+            return self._join(self._once[key], node)
         made = self.graph.call_method(name, tuple(args))
+        if key is not None:
+            self._once[key] = made
         spec = node.spec
         if spec is None and node.outs:
             spec = next((out.spec for ref in node.outs if (out := ref()) is not None), None)
@@ -107,6 +119,11 @@ class Canonical:
         if name in _KEEP_STATIC and args and all(arg in self._static for arg in args):
             self._static.add(made)
         return made
+
+    def _numbers(self, node: Node) -> str:
+        """What an operator takes beside tensors."""
+        args, kwargs = self.recorded.arguments[node]
+        return repr([arg for arg in (*args, *kwargs) if not isinstance(arg, (Node, Output))])
 
     def _bypass(self, *nodes: Any) -> None:
         """What stood for these stands for them no more, unless somebody else reads them."""
@@ -121,7 +138,7 @@ class Canonical:
             self.mains.add(node)
         return into
 
-    # --- operations ----------------------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------------------------
 
     def _add(self, node: Node) -> None:
         if node.op is None or node not in self.recorded.arguments:
@@ -163,9 +180,17 @@ class Canonical:
     def _part(self, of: fx.Node, node: Node, out: Output | Node) -> fx.Node:
         if of.target in ("softmax", "random") or (out.spec is not None and of.meta.get("shape") == out.spec.shape):
             return of
-        made = self._call("part", (of,), node)
+        made = self._part_of(of, node, out)
         made.meta["shape"] = out.spec.shape if out.spec is not None else None
         return made
+
+    def _part_of(self, of: fx.Node, node: Node, out: Output | Node) -> fx.Node:
+        if isinstance(out, Output):  # several of one operator
+            made = self.graph.call_method("part", (of,))
+            made.meta["nodes"] = [node]
+            self.mains.add(node)
+            return made
+        return self._call("part", (of,), node)
 
     def _made(self, name: str, node: Node, tensors: list[fx.Node], args: tuple[Any, ...]) -> fx.Node:
         if name.endswith("_like") or name.startswith("new_"):
@@ -187,7 +212,7 @@ class Canonical:
     def _activation(self, node: Node, of: fx.Node) -> fx.Node:
         return self._join(of, node) if of.target == "act" else self._call("act", (of,), node)
 
-    # --- handlers: None where the operator is as any other -------------------------------------------------------------
+    # --- handlers: None where the operator is as any other ----------------------------------------------------------
 
     def _mul(self, node: Node, tensors: list[fx.Node], args: tuple[Any, ...]) -> fx.Node | None:
         if len(tensors) == 1:
@@ -197,7 +222,7 @@ class Canonical:
             if other.target == "random":
                 return x
             if self._is_number(other, x):
-                return self._call("clip", (x, other), node) if other.target == "reciprocal" else x
+                return self._call("clip", (x, other), node) if other.target in ("reciprocal", "rsqrt") else x
             path = _through(other, x) if other.target in _GATES else None
             if path is not None:
                 made = self._activation(node, x)
@@ -247,10 +272,11 @@ class Canonical:
         a, b = tensors[:2]
         if a.target == "mean" and b.target == "square":
             inner, other = a.args[0], b.args[0]
-            if isinstance(inner, fx.Node) and isinstance(other, fx.Node) and inner.target == "square":
-                if other.target == "mean" and other.args[0] is inner.args[0]:
-                    self._bypass(a, b, inner, other)
-                    return self._call("var", inner.args, node)  # pyright: ignore[reportArgumentType]
+            assert isinstance(inner, fx.Node)
+            assert isinstance(other, fx.Node)
+            if inner.target == "square" and other.target == "mean" and other.args[0] is inner.args[0]:
+                self._bypass(a, b, inner, other)
+                return self._call("var", inner.args, node)  # pyright: ignore[reportArgumentType]
         return self._call("sub", (a, b), node)
 
     def _pow(self, node: Node, tensors: list[fx.Node], args: tuple[Any, ...]) -> fx.Node | None:
@@ -326,14 +352,16 @@ class Canonical:
         made = self._call("softmax", (product,), node)
         for one in between:
             made.meta["nodes"] += one.meta["nodes"]
-        self._bypass(*between)
+        self._bypass(*between, *(arg for one in between for arg in one.all_input_nodes if arg.target == "max"))
         made.meta["between"] = between
         return made
 
     def _copy(self, node: Node, tensors: list[fx.Node], args: tuple[Any, ...]) -> fx.Node:
         target = args[0]
-        partly = isinstance(target, (Node, Output)) and target.root is not None
-        return self._call("write", tensors[:2], node) if partly and len(tensors) > 1 else tensors[-1]
+        whole = not isinstance(target, (Node, Output)) or target.root is None
+        if len(tensors) < 2 or (whole and tensors[0].op != "placeholder"):
+            return tensors[-1]  # all of it, and what was there is nobody's
+        return self._call("write", tensors[:2], node)
 
     def _random(self, node: Node, tensors: list[fx.Node], args: tuple[Any, ...]) -> fx.Node:
         return self._call("random", (), node)
@@ -365,7 +393,7 @@ def rank(node: fx.Node) -> str:
 
 
 def _through(gate: fx.Node, x: fx.Node, depth: int = 5) -> list[fx.Node] | None:
-    """The nodes of a gate that is made of ``x`` alone: ``sigmoid(1.7 x)``, ``tanh(x + x ** 3)``, ``tanh(softplus(x))``."""
+    """The nodes of a gate that is made of ``x`` alone, as ``sigmoid(1.7 x)``, ``tanh(x + x ** 3)``."""
     path: list[fx.Node] = []
     at = gate
     while len(path) < depth:

@@ -77,18 +77,16 @@ def flops_of(recorded: Recorded, node: Node) -> int:
         return 0
     packet = node.op.func.overloadpacket
     outputs = outputs_of(node)
-    own = _OWN.get(node.op.name)
-    formula = own or flop_registry.get(packet)
+    formula = _OWN.get(node.op.name) or flop_registry.get(packet)
     if formula is not None:
         args, kwargs = recorded.arguments[node]
         out = tuple([spec.shape for spec in outputs])
-        # PyTorch's own are wrapped: they take results, or shapes in place of them.
-        shape = {"out_shape" if own else "out_val": out[0] if len(out) == 1 else out}
+        shape = out[0] if len(out) == 1 else out
         try:
-            return int(formula(*map(_shapes, args), **{k: _shapes(v) for k, v in kwargs}, **shape))
+            return int(formula(*map(_shapes, args), **{k: _shapes(v) for k, v in kwargs}, out_val=shape))
         except (AssertionError, TypeError, ValueError, IndexError):  # the formula is for other arguments than these
             pass
-    if node.op.factory or node.op.name in _COPIES:
+    if node.op.factory or node.op.name in _COPIES or node.op.name.endswith("_like"):
         return 0
     specs = [*outputs, *(spec for value in recorded.inputs_of(node) if (spec := value.spec) is not None)]
     if node.op.name.startswith("aten::_foreach"):
@@ -102,16 +100,16 @@ def _shapes(arg: Any) -> Any:
     return arg
 
 
-def _linear(x: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _linear(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[-2] * (width + value[-1])
 
 
-def _attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, out_shape: Any = None, **___: Any) -> int:
+def _attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[-2] * (3 * width + 2 * value[-1])
 
@@ -154,12 +152,12 @@ def _bytes(value: Value) -> int:
 
 
 def costs_by(
-    nodes: Iterable[tuple[Iterable[str], Node, int, int]], machine: Machine, measured: Mapping[Node, float]
+    nodes: Iterable[tuple[Iterable[str], Node, int, int]], machine: Machine, measured: Mapping[int, float]
 ) -> dict[str, Cost]:
     """Costs by name: of nodes that count for several names, with their FLOPs and bytes."""
     found: dict[str, Cost] = {}
     for names, node, flops, nbytes in nodes:
         seconds = machine.seconds(flops, nbytes, torch.float32 if node.spec is None else node.spec.dtype)
         for name in names:
-            found.setdefault(name, Cost()).add(flops, nbytes, seconds, measured.get(node))
+            found.setdefault(name, Cost()).add(flops, nbytes, seconds, measured.get(node.seq))
     return found

@@ -1,5 +1,5 @@
-"""What is found in a recorded graph: patterns of functions, operators that are one by themselves, and what only the whole
-graph tells (heads, residual branches, caches, steps of optimizers, moving averages)."""
+"""What is found in a recorded graph: patterns of functions, operators that are one by themselves, and what only the
+whole graph tells (heads, residual branches, caches, steps of optimizers, moving averages)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from marid.graph.node import Node, Value, root_of
 from marid.semantics.canonical import Canonical
 from marid.semantics.details import describe
 from marid.semantics.library import OPERATORS, patterns
-from marid.semantics.patterns import Match, matches_in, nodes_of, registered
+from marid.semantics.patterns import Match, matches_in, nodes_of
+from marid.semantics.registry import registered
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
 
 __all__ = ["matches_of"]
@@ -32,11 +33,9 @@ def matches_of(recorded: Recorded, known: Mapping[Value, str]) -> list[Match]:
         if operations:
             canonical = Canonical(recorded, operations, weight)
             here = [*_by_operator(canonical), *matches_in(canonical, [*registered(), *patterns()])]
-            here += [*_heads(canonical), *_residuals(canonical, order), *_caches(canonical, known, order)]
+            here += [*_heads(canonical), *_residuals(canonical), *_caches(canonical, known)]
             here += _averages(canonical, known)
-            for match in here:
-                describe(match, canonical)
-            found += here
+            found += [match for match in here if describe(match, canonical)]
     found += _optimizers(others)
     for match in found:
         match.nodes = sorted(match.nodes, key=order.__getitem__)
@@ -131,7 +130,7 @@ def _ends(node: fx.Node) -> bool:
     return True
 
 
-def _residuals(canonical: Canonical, order: Mapping[Node, int]) -> list[Match]:
+def _residuals(canonical: Canonical) -> list[Match]:
     """Sums of something and what was made of it, with all that lies between."""
     places = {node: index for index, node in enumerate(canonical.graph.nodes)}
     found = []
@@ -169,24 +168,32 @@ def _between(start: fx.Node, end: fx.Node, places: Mapping[fx.Node, int]) -> set
     return reached if end in reached else set()
 
 
-def _caches(canonical: Canonical, known: Mapping[Value, str], order: Mapping[Node, int]) -> list[Match]:
-    """What is written into memory of before, or put behind it, and read by attention (or by nothing yet)."""
+_WRITES = ("index_copy", "index_put", "write", "scatter", "slice_scatter", "copy")
+_FRESH = ("zeros", "empty", "full", "new_zeros", "new_empty", "zeros_like", "empty_like")
+
+
+def _caches(canonical: Canonical, known: Mapping[Value, str]) -> list[Match]:
+    """What is written into memory of before, or put behind it, in a module: read by attention, or a recurrent state."""
     found = []
     for node in canonical.graph.nodes:
-        if node.target == "grow":
-            variant = "grown"
-        elif node.target in ("index_copy", "index_put", "write", "scatter", "slice_scatter"):
-            variant = "static"
-        else:
+        grown = node.target == "grow"
+        if not grown and node.target not in _WRITES:
             continue
-        source = node.args[0] if node.args else None
-        while isinstance(source, fx.Node) and source.target in ("grow", "index_copy", "index_put", "write", "part"):
+        recorded: Node = node.meta["nodes"][0]
+        if recorded.scope is None or recorded.scope.module_path is None:
+            continue
+        source = node.args[0]
+        while isinstance(source, fx.Node) and source.target in ("grow", "part", *_WRITES):
             source = source.args[0]
-        if not isinstance(source, fx.Node) or source.op != "placeholder":
+        if not isinstance(source, fx.Node) or not (source.op == "placeholder" or source.target in _FRESH):
             continue
-        if known.get(root_of(source.meta["value"])) == "parameter" or not _leads_to_attention(node):
+        if source.op == "placeholder" and known.get(root_of(source.meta["value"])) in ("parameter", "buffer"):
             continue
-        found.append(Match("kv cache", list(nodes_of(canonical, [node])), variant, {}, node.all_input_nodes, [node]))
+        read = _leads_to_attention(node)
+        if not read and grown:
+            continue
+        name, variant = ("kv cache", "grown" if grown else "static") if read else ("recurrent state", "written")
+        found.append(Match(name, list(nodes_of(canonical, [node])), variant, {}, [source], [node]))
     return found
 
 
@@ -216,7 +223,7 @@ def _leads_to_attention(node: fx.Node, depth: int = 8) -> bool:
 
 
 def _averages(canonical: Canonical, known: Mapping[Value, str]) -> list[Match]:
-    """Weights that follow parameters slowly: ``average.lerp_(parameter, 0.01)``, ``average.mul_(a).add_(parameter, alpha=b)``."""
+    """Weights that follow parameters slowly: ``average.lerp_(parameter, 0.01)``, ``average.mul_(a).add_(p)``."""
     found = []
     for node in canonical.graph.nodes:
         if node.target not in ("lerp", "add") or len(node.args) != 2 or not node.meta["nodes"][0].op.mutates:

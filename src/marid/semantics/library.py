@@ -85,6 +85,14 @@ def _rms_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True))
 
 
+def _layer_norm_late(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True))
+
+
+def _rms_norm_late(x: Tensor, w: Tensor) -> Tensor:
+    return (w * x) * torch.rsqrt(x.square().mean(-1, keepdim=True))
+
+
 def _cross_entropy(x: Tensor, target: Tensor) -> Tensor:
     return F.nll_loss(F.log_softmax(x, -1), target)
 
@@ -123,7 +131,7 @@ def _rwkv7(state: Tensor, decay: Tensor, a: Tensor, b: Tensor, v: Tensor, k: Ten
 
 
 def _scan(decay: Tensor, state: Tensor, fed: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    state = torch.exp(decay)[:, 0] * state + fed
+    state = decay * state + fed
     return state @ c, state
 
 
@@ -181,8 +189,10 @@ def patterns() -> tuple[Pattern, ...]:
         pattern("gated mlp", "glu", _glu, x, _weight(16, 8), w),
         pattern("mlp", None, _plain, x, w, _weight(8, 8)),
         pattern("norm", "layer", lambda x, w: w * _layer_norm(x), x, _weight(8)),
+        pattern("norm", "layer", _layer_norm_late, x, _weight(8)),
         pattern("norm", "layer", _layer_norm, x),
         pattern("norm", "rms", lambda x, w: w * _rms_norm(x), x, _weight(8)),
+        pattern("norm", "rms", _rms_norm_late, x, _weight(8)),
         pattern("norm", "rms", _rms_norm, x),
         pattern("convolution", "norm and activation", lambda x, k: F.relu(batch_norm(F.conv2d(x, k))), image, kernel),
         pattern("convolution", "norm", lambda x, k: batch_norm(F.conv2d(x, k)), image, kernel),
@@ -208,7 +218,7 @@ def patterns() -> tuple[Pattern, ...]:
             _some(2, 4, 1),
             _some(2, 1, 4),
         ),
-        pattern("mamba", "scan", _scan, _some(2, 1, 4, 3), _some(2, 4, 3), _some(2, 4, 3), _some(2, 3, 1)),
+        pattern("mamba", "scan", _scan, _some(2, 4, 3), _some(2, 4, 3), _some(2, 4, 3), _some(2, 3, 1)),
         pattern("lora", None, _lora, x, w, _weight(2, 8), _weight(8, 2)),
         pattern("mixture of experts", "router", _router, x, w),
         pattern("mixture of experts", "router", _router_late, x, w),

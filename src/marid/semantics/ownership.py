@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from marid.graph.computation import Recorded, spec_of
@@ -21,7 +21,8 @@ from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER, Scope
 __all__ = ["scopes_of"]
 
 _BACKWARD_OF: dict[str, tuple[str, ...]] = {
-    "threshold_backward": ("relu",), "nll_loss_backward": ("nll_loss_forward",), "mm": ("addmm", "linear", "addmv", "mm"),
+    "threshold_backward": ("relu",), "nll_loss_backward": ("nll_loss_forward",),
+    "mm": ("addmm", "linear", "addmv", "mm"),
     "bmm": ("baddbmm", "bmm"), "sum": ("expand",), "expand": ("sum", "mean"), "div": ("mean",),
     "gelu_backward": ("gelu",), "index_put": ("index",), "scatter_add": ("gather",), "slice_backward": ("slice",),
 }  # fmt: skip
@@ -38,6 +39,9 @@ def scopes_of(recorded: Recorded) -> dict[Node, Scope]:
     forward, runs = _parted(recorded)
     if runs:
         rows = _Rows(recorded, forward)
+        for node, first in rows.first.items():
+            if first.scope is not None:
+                scopes[node] = first.scope.backward
         for run in runs:
             for node, owner in rows.owners(run).items():
                 scope = scopes.get(owner)
@@ -72,22 +76,50 @@ class _Rows:
         self._place: dict[Node, int] = {}
         self._at: dict[int, Node] = {}
         self._touching: dict[Value, list[Node]] = defaultdict(list)
-        known: dict[tuple[str | None, str], list[int]] = defaultdict(list)
-        again: dict[tuple[str | None, str], int] = defaultdict(int)
-        for node in forward:
-            assert node.op is not None
-            key = (node.scope.module_path if node.scope is not None else None, node.op.name)
-            if node.scope is not None and node.scope.phase == BACKWARD:  # run again: where it was first
-                places = known[key]
-                place = places[again[key] % len(places)] if places else len(self._at)
-                again[key] += 1
-            else:
-                place = len(self._at)
-                known[key].append(place)
+        self.first: dict[Node, Node] = {}
+        for node, place in self._placed(forward):
             self._place[node] = place
             self._at.setdefault(place, node)
             for value in {self._base(value) for value in (*recorded.inputs_of(node), node)}:
                 self._touching[value].append(node)
+
+    def _placed(self, forward: Sequence[Node]) -> Iterator[tuple[Node, int]]:
+        """Operations and their places. What a checkpoint runs again has the place of what it repeats, which is told by
+        the first weight that both read; ``first`` has these."""
+        readers: dict[tuple[str, Value], int] = {}
+        originals: list[Node] = []
+        groups: list[list[Node]] = []
+        before: Node | None = None
+        for node in forward:
+            if node.scope is None or node.scope.phase != BACKWARD:
+                for value in self._sources(node):
+                    readers.setdefault((base_name(node), value), len(originals))
+                yield node, len(originals)
+                originals.append(node)
+            elif before is not None and before.scope is not None and before.scope.phase == BACKWARD:
+                groups[-1].append(node)
+            else:
+                groups.append([node])
+            before = node
+        for group in groups:
+            start = self._start(group, readers)
+            for offset, node in enumerate(group):
+                place = len(originals) if start is None else min(start + offset, len(originals) - 1)
+                if start is not None and originals[place].op is node.op:
+                    self.first[node] = originals[place]
+                yield node, place
+
+    def _sources(self, node: Node) -> list[Value]:
+        inputs = (self._base(value) for value in self._recorded.inputs_of(node))
+        return [value for value in inputs if value.node not in self._recorded.arguments]
+
+    def _start(self, group: Sequence[Node], readers: Mapping[tuple[str, Value], int]) -> int | None:
+        for offset, node in enumerate(group):
+            for value in self._sources(node):
+                place = readers.get((base_name(node), value))
+                if place is not None and place >= offset:
+                    return place - offset
+        return None
 
     def _base(self, value: Value) -> Value:
         """The value that views and casts show: an operation may have saved either."""
@@ -149,7 +181,7 @@ class _Rows:
         best: _Chain | None = None
         for index, node in enumerate(run):
             fresh: list[_Chain] = []
-            for place, weight in self._evidence(node, saved[node]).items():
+            for place, weight in sorted(self._evidence(node, saved[node]).items(), reverse=True):
                 above = _heaviest(chains, place)
                 fresh.append(_Chain(index, place, weight + (above.weight if above is not None else 0.0), above))
             for chain in fresh:

@@ -1,7 +1,7 @@
 """Patterns: parts of graphs that mean something together.
 
-A pattern is a function in plain PyTorch. It runs once, on small tensors of the CPU, and what it did is made canonical as
-graphs are; PyTorch's ``SubgraphMatcher`` finds that in the canonical graph of what was recorded. Sums and products of
+A pattern is a function in plain PyTorch. It runs once, on small tensors of the CPU, and what it did is made canonical
+as graphs are; PyTorch's ``SubgraphMatcher`` finds that in the canonical graph. Sums and products of
 which the matcher cannot know the order are tried in both. ``library.py`` has Marid's own.
 """
 
@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Operation, Output, Spec, Value
+from marid.graph.shown import Held
 from marid.semantics.canonical import CASTS, Canonical, base_name, rank
 
-__all__ = ["Match", "Pattern", "matches_in", "register_pattern", "registered", "unregister_pattern"]
+__all__ = ["Match", "Pattern", "matches_in", "nodes_of"]
 
 
 @dataclass(eq=False)
@@ -68,43 +69,7 @@ class Pattern:
         return frozenset(node.target for node in self.matchers[0].pattern.nodes if node.op == "call_method")
 
 
-_registered: dict[str, Pattern] = {}
-
-
-def register_pattern(
-    name: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor], *, variant: str | None = None
-) -> None:
-    """Have graphs say where the work of ``function`` is done in them: ``metadata.pattern`` and regions are then
-    ``name``. ``inputs`` are example tensors for it, of any sizes and on any device; those that are ``nn.Parameter``
-    stand for weights, all others for anything. How it is spelled does not matter much: see ``docs/semantics.md``.
-
-    Raises ``ValueError`` when the name is taken, or when nothing is left of the function that could be looked for.
-    """
-    if name in _registered:
-        raise ValueError(f"a pattern named {name!r} is registered already; unregister_pattern({name!r}) first")
-    given = tuple(_example(tensor) for tensor in inputs)
-    pattern = Pattern(name, function, given, variant)
-    if not pattern.targets:
-        raise ValueError(f"nothing is left of the pattern {name!r} but views, casts and copies")
-    _registered[name] = pattern
-
-
-def unregister_pattern(name: str) -> None:
-    """Take a pattern of yours out again. Raises ``KeyError`` when there is none of that name."""
-    del _registered[name]
-
-
-def registered() -> list[Pattern]:
-    """The users' patterns."""
-    return list(_registered.values())
-
-
-def _example(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return torch.nn.Parameter(made, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else made
-
-
-# --- a function as a canonical graph -----------------------------------------------------------------------------------
+# --- a function as a canonical graph --------------------------------------------------------------------------------
 
 
 class _Tracer(TorchDispatchMode):
@@ -166,19 +131,9 @@ class _Tracer(TorchDispatchMode):
         ]
         for out, item in zip(outs, results, strict=True):
             self._keep(item, out)
-        node.outs = [_Held(out) for out in outs]  # pyright: ignore[reportAttributeAccessIssue]
+        node.outs = [Held(out) for out in outs]  # pyright: ignore[reportAttributeAccessIssue]
         self.nodes.append(node)
         return made
-
-
-class _Held:
-    """Stands for a weak reference."""
-
-    def __init__(self, value: Output) -> None:
-        self._value = value
-
-    def __call__(self) -> Output:
-        return self._value
 
 
 def _tuples(arg: Any) -> Any:
@@ -233,7 +188,7 @@ def _is_open(node: fx.Node) -> bool:
     return a is not b and ("placeholder" in (a.op, b.op) or rank(a) == rank(b))
 
 
-# --- finding -----------------------------------------------------------------------------------------------------------
+# --- finding --------------------------------------------------------------------------------------------------------
 
 
 def matches_in(canonical: Canonical, patterns: Iterable[Pattern]) -> list[Match]:
@@ -274,7 +229,7 @@ def nodes_of(canonical: Canonical, own: Iterable[fx.Node]) -> set[Node]:
         if node not in inside:
             inside[node] = False
             if node in recorded.arguments and node not in mains:
-                inside[node] = any([leads_back(value.node) for value in recorded.inputs_of(node)])
+                inside[node] = any(leads_back(value.node) for value in recorded.inputs_of(node))
         return inside[node]
 
     waiting = list(found)

@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def ridge(self) -> float:
-        """The arithmetic intensity, in FLOPs a byte, above which arithmetic bounds the time and below which memory does."""
+        """The arithmetic intensity, in FLOPs a byte, above which arithmetic bounds the time; below it memory does."""
         return self.flops / self.bandwidth
 
 
@@ -56,7 +56,7 @@ _known: dict[int, Machine] = {}
 
 
 def machine() -> Machine:
-    """This machine: as it was measured before with so many threads, else measured now, which takes some tenths of a second."""
+    """This machine: as it was measured before with so many threads, else measured now, for some tenths of a second."""
     threads = torch.get_num_threads()
     if threads not in _known:
         path = settings.cache_dir / f"machine-{_name(threads)}.json"

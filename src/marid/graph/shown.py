@@ -1,0 +1,66 @@
+"""A program as recorded nodes again, to be looked at: nothing of it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from marid.graph.node import Node, Output, Spec, Value, root_of, values_in
+from marid.graph.program import Constant, ListOf, Param, Program, Slot
+
+__all__ = ["Held", "shown"]
+
+
+def shown(
+    program: Program, specs: Sequence[Spec | None], params: Sequence[Any], sites: Sequence[Any], scopes: Sequence[Any]
+) -> list[Node]:
+    """Nodes that stand for a program's instructions, with ``specs`` by slot, the numbers of one run (none where they
+    are not known), and the line and scope of each instruction. Its inputs are nodes without an operator."""
+    values: dict[int, Value] = {
+        slot: Node(index - len(program.input_slots), None, None, None, specs[slot], None, None, None)
+        for index, slot in enumerate(program.input_slots)
+    }
+
+    def argument(arg: Any) -> Any:
+        if isinstance(arg, Slot):
+            return values[arg.index]
+        if isinstance(arg, Param):
+            return params[arg.index] if arg.index < len(params) else None
+        if isinstance(arg, ListOf):
+            return tuple([argument(item) for item in arg.items])
+        assert isinstance(arg, Constant)
+        return arg.value
+
+    nodes = []
+    for index, (instruction, site, scope) in enumerate(zip(program.instructions, sites, scopes, strict=True)):
+        args = tuple([argument(arg) for arg in instruction.args])
+        kwargs = tuple([(name, argument(arg)) for name, arg in instruction.kwargs])
+        first = next(values_in(args), None)
+        root = root_of(first) if instruction.op.view and first is not None else None
+        node = Node(index, instruction.op, args, kwargs, None, root, site, scope)
+        outs = []
+        for result in instruction.results:
+            spec = specs[result.slot]
+            if result.path or spec is None:
+                assert spec is not None
+                values[result.slot] = out = Output(node, result.path, spec, root)
+                outs.append(Held(out))
+            else:
+                node.spec = spec
+                values[result.slot] = node
+        if node.spec is None:
+            node.outs = outs  # pyright: ignore[reportAttributeAccessIssue]
+        nodes.append(node)
+    return nodes
+
+
+class Held:
+    """Stands for a weak reference to a value."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Output) -> None:
+        self._value = value
+
+    def __call__(self) -> Output:
+        return self._value
