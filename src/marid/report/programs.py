@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from marid.graph.computation import ComputationGraph, Meaning, Recorded
-from marid.graph.node import Node, Output, Value, input_values, root_of
-from marid.graph.operators import shared_slots, written_slots
-from marid.graph.program import Constant, Instruction, ListOf, Param, Slot
+from marid.graph.node import Node, Value, input_values, root_of, values_in
+from marid.graph.operators import written_arguments
+from marid.graph.shown import shown as nodes_of
 from marid.report.operators import Profile
 
 __all__ = ["Alive", "Held", "ShownProgram", "held_by", "shown"]
@@ -28,70 +27,37 @@ class ShownProgram:
     seconds: list[float]
     counts: list[int]
     compiled: dict[int, int]
-    _outputs: list[Output] = field(default_factory=list)  # kept alive: nodes refer to them weakly
 
 
 def shown(profile: Profile, understand: Callable[[Recorded], Meaning]) -> ShownProgram:
-    """The program of a profile as a graph."""
-    values: dict[int, Value] = {}
-    outputs: list[Output] = []
+    """The program of a profile as a graph, in which reads come behind the writes that they see."""
+    recorded = profile.recorded
+    places = [profile.place(index) for index in range(len(recorded.instructions))]
+    sites, scopes = [site for site, _ in places], [scope for _, scope in places]
+    nodes = nodes_of(recorded, profile.specs, profile.params, sites, scopes)
     last_write: dict[Value, Node] = {}
-    for slot in profile.recorded.input_slots:
-        values[slot] = Node(slot, None, None, None, profile.specs[slot], None, None, None)
-    first = profile.recorded.slot_count
-    nodes = []
-    for index, instruction in enumerate(profile.recorded.instructions):
-        node = _node(profile, instruction, first + index, values, outputs)
-        site, scope = profile.place(index)
-        node.site, node.scope = site, scope
-        read = [root_of(values[slot]) for slot in _slots(instruction)]
-        after = dict.fromkeys(last_write[root] for root in read if root in last_write)
-        node.after = tuple(after) or None
-        for slot in written_slots(instruction):
-            last_write[root_of(values[slot])] = node
-        nodes.append(node)
-    asked = [values[slot] for slot in profile.recorded.output_slots if slot in values]
+    values: dict[int, Value] = {}
+    for node, instruction in zip(nodes, recorded.instructions, strict=True):
+        read = [root_of(value) for value in input_values(node)]
+        node.after = tuple(dict.fromkeys(last_write[root] for root in read if root in last_write)) or None
+        for root in _written(node):
+            last_write[root] = node
+        outs = {out.path: out for ref in node.outs or () if (out := ref()) is not None}
+        values.update((result.slot, outs.get(result.path, node)) for result in instruction.results)
+    asked = [values[slot] for slot in recorded.output_slots if slot in values]
     graph = ComputationGraph(nodes, asked, _unreadable, understand)
-    seconds, counts, compiled = _measured(profile)
-    return ShownProgram(profile, graph, nodes, seconds, counts, compiled, outputs)
+    return ShownProgram(profile, graph, nodes, *_measured(profile))
 
 
-def _node(
-    profile: Profile, instruction: Instruction, number: int, values: dict[int, Value], outputs: list[Output]
-) -> Node:
-    def value_of(arg: Any) -> Any:
-        if isinstance(arg, Slot):
-            return values[arg.index]
-        if isinstance(arg, Param):
-            return profile.params[arg.index] if arg.index < len(profile.params) else None
-        if isinstance(arg, ListOf):
-            return tuple([value_of(item) for item in arg.items])
-        return arg.value if isinstance(arg, Constant) else arg
-
-    args = tuple([value_of(arg) for arg in instruction.args])
-    kwargs = tuple([(name, value_of(arg)) for name, arg in instruction.kwargs])
-    node = Node(number, instruction.op, args, kwargs, None, None, None, None)
-    shared = {slot: root_of(values[of]) for slot, of in shared_slots(instruction).items()}
-    results = instruction.results
-    if len(results) == 1 and not results[0].path:
-        node.spec, node.root = profile.specs[results[0].slot], shared.get(results[0].slot)
-        values[results[0].slot] = node
-        return node
-    made = []
-    for result in results:
-        spec = profile.specs[result.slot]
-        assert spec is not None
-        made.append(Output(node, result.path, spec, shared.get(result.slot)))
-        values[result.slot] = made[-1]
-    node.outs = [weakref.ref(one) for one in made]
-    outputs += made
-    return node
-
-
-def _slots(instruction: Instruction) -> list[int]:
-    given = [*instruction.args, *(value for _, value in instruction.kwargs)]
-    flat = [item for arg in given for item in (arg.items if isinstance(arg, ListOf) else (arg,))]
-    return [item.index for item in flat if isinstance(item, Slot)]
+def _written(node: Node) -> list[Value]:
+    """The memory that a node writes, as the values that made it."""
+    assert node.op is not None
+    if not node.op.mutates:
+        return []
+    formals = [formal.name for formal in node.op.func._schema.arguments]
+    given = {**dict(zip(formals, node.args or (), strict=False)), **dict(node.kwargs or ())}
+    marked = zip(formals, written_arguments(node.op.func), strict=True)
+    return [root_of(value) for name, is_written in marked if is_written for value in values_in((given.get(name),))]
 
 
 def _unreadable(_value: Value) -> Any:
