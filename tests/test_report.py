@@ -18,6 +18,7 @@ from marid.frontend.engines import local_engine as engine
 from marid.report.document import data_of
 from tests.browser import Browser, browser, is_there
 from tests.helpers import DEVICE
+from tests.remote_helpers import connected
 
 pytestmark = pytest.mark.in_process("operations on a worker are not timed one by one")
 
@@ -120,6 +121,22 @@ def test_without_times_there_is_a_report_all_the_same(tmp_path: Path) -> None:
     text = marid.report(tmp_path / "report.html", title="a & b").read_text()
     assert "profile_operators" in text
     assert "a &amp; b" in text
+
+
+def test_traffic_of_workers_is_shown_by_line(tmp_path: Path) -> None:
+    """What ran there has no times of operators, but lines and bytes."""
+    marid.reset_stats()
+    with connected(0):
+        x = torch.ones(1000).to(DEVICE)  # sent
+        (x * 2).sum().item()
+        found = data_of()
+        text = marid.report(tmp_path / "report.html").read_text()
+    remote = found["remote"]
+    assert remote["totals"]["bytes_up"] > 4000
+    assert [one["code"] for one in remote["moved"] if one["up"] >= 4000] == ["x = torch.ones(1000).to(DEVICE)  # sent"]
+    assert [one["device"] for one in remote["workers"]] == [0]
+    assert 'id="workers"' in text
+    marid.reset_stats()
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------

@@ -150,8 +150,8 @@
       const name = make("td", { class: "text" }, short(row.operator));
       const beside = [...new Set([row.phase, row.pattern, row.compiled ? "compiled" : ""])].filter(Boolean).join(", ");
       name.append(" ", make("span", { class: "dim" }, beside));
-      return make("tr", {}, name, make("td", {}, seconds(row.seconds)), make("td", {}, plain(row.count)),
-        make("td", {}, row.rate ? row.rate.toFixed(1) : ""), make("td", {}, bytes(row.bytes)), make("td", { class: "text" }, row.module), place(row));
+      return make("tr", {}, name, make("td", {}, seconds(row.seconds)), make("td", { class: "minor" }, plain(row.count)),
+        make("td", { class: "minor" }, row.rate ? row.rate.toFixed(1) : ""), make("td", { class: "minor" }, bytes(row.bytes)), make("td", { class: "text module minor" }, row.module), place(row));
     }));
     at("operator-more").textContent = rows.length > MOST ? `${plain(rows.length - MOST)} more rows are not shown; search for them.` : "";
   });
@@ -374,7 +374,7 @@
     const rows = program ? [...program.alive].sort(order) : [];
     at("memory-table").tBodies[0].replaceChildren(...rows.map((row) => {
       const name = make("td", { class: "text" }, short(row.operator), " ", make("span", { class: "dim" }, [row.role, row.phase].filter(Boolean).join(", ")));
-      return make("tr", {}, make("td", {}, bytes(row.bytes)), name, make("td", { class: "text" }, row.module || ""), place(row));
+      return make("tr", {}, make("td", {}, bytes(row.bytes)), name, make("td", { class: "text module minor" }, row.module || ""), place(row));
     }));
   });
   at("memory-program").addEventListener("change", showMemory);
