@@ -137,6 +137,25 @@ def test_it_is_checked_swapped_in_and_takes_numbers(answer: Callable[[str], None
     assert (stats.programs_compiled, stats.compile_failures, stats.compile_mismatches) == (1, 0, 0)
 
 
+def test_it_is_one_operation_where_operations_are_timed(
+    answer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the line of its first one, beside those that are not compiled; the run that compares counts each."""
+    answer("right")
+    monkeypatch.setattr(marid.settings, "profile_operators", True)
+    lazy = torch.randn(40_000).to(DEVICE)
+    for _ in range(20):
+        _chain(lazy).cumsum(0).sum().item()
+    found = marid.stats()
+    counts = {row.operator: row.count for row in found.operators}
+    assert counts["marid::compiled"] == found.compiled_runs >= 12
+    assert counts["aten::cumsum"] == counts["aten::sum"] == 20
+    assert counts["aten::tanh"] == 20 - found.compiled_runs
+    (part,) = [row for row in found.operators if row.operator == "marid::compiled"]
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "return torch.exp" in text)
+    assert part.source == f"{__file__}:{line}"
+
+
 def test_it_is_checked_where_work_runs_ahead(answer: Callable[[str], None]) -> None:
     """The run that compares is not for the device's own thread."""
     answer("right")

@@ -10,7 +10,7 @@ from torch import nn
 
 import marid
 from marid.remote import connect as connecting
-from marid.remote.roles import role_of
+from marid.remote.client.memory import role_of
 
 WORKER = "remote_accelerator:6"
 

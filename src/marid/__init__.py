@@ -16,7 +16,20 @@ _collects = gc.isenabled()
 gc.disable()  # or it looks through all that PyTorch has loaded because these files make so many objects
 try:
     from marid import errors
-    from marid.api import epoch, explain, graph, mark, materialize, programs, reset_stats, stats
+    from marid.api import (
+        epoch,
+        explain,
+        graph,
+        mark,
+        materialize,
+        on_build,
+        on_materialize,
+        on_record,
+        on_run,
+        programs,
+        reset_stats,
+        stats,
+    )
     from marid.execute.compiled.passes.registry import register_pass, unregister_pass
     from marid.frontend.capture import capture
     from marid.frontend.materialize import no_sync
@@ -27,8 +40,11 @@ try:
     from marid.guest import uninstall
     from marid.replay.dynamic import mark_dynamic
     from marid.replay.function import compile
+    from marid.report.document import report
     from marid.report.explain import Explanation
+    from marid.report.nans import FirstNan, first_nan
     from marid.report.stats import FunctionStats, Stats
+    from marid.report.tracing import trace
     from marid.report.traffic import RemoteStats, budget
     from marid.semantics.analysis import register_enricher, unregister_enricher
     from marid.semantics.metadata import SemanticMetadata
@@ -74,6 +90,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ComputationGraph",
     "Explanation",
+    "FirstNan",
     "FunctionStats",
     "LazyTensor",
     "LazyTuple",
@@ -90,21 +107,28 @@ __all__ = [
     "epoch",
     "errors",
     "explain",
+    "first_nan",
     "graph",
     "load_file",
     "mark",
     "mark_dynamic",
     "materialize",
     "no_sync",
+    "on_build",
+    "on_materialize",
+    "on_record",
+    "on_run",
     "phase",
     "process_group",
     "programs",
     "register_enricher",
     "register_pass",
     "register_pattern",
+    "report",
     "reset_stats",
     "settings",
     "stats",
+    "trace",
     "uninstall",
     "unregister_enricher",
     "unregister_pass",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,16 +15,32 @@ from marid.frontend.materialize import materialize as _materialize
 from marid.frontend.meaning import understand
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value, root_of
+from marid.report import hooks
 from marid.report.builds import builds
 from marid.report.differences import recompiles
 from marid.report.explain import Explanation, Resident, cuts_of, fallbacks_of
+from marid.report.hooks import Built, Handle, Materialized, Ran, Recorded
+from marid.report.operators import operator_times
 from marid.report.stats import Stats, counters, functions
 from marid.report.traffic import RemoteStats, traffic
 from marid.semantics.analysis import Analysis
 from marid.semantics.marks import marks
 from marid.semantics.tracebacks import folded
 
-__all__ = ["epoch", "explain", "graph", "mark", "materialize", "programs", "reset_stats", "stats"]
+__all__ = [
+    "epoch",
+    "explain",
+    "graph",
+    "mark",
+    "materialize",
+    "on_build",
+    "on_materialize",
+    "on_record",
+    "on_run",
+    "programs",
+    "reset_stats",
+    "stats",
+]
 
 
 @folded
@@ -103,6 +120,7 @@ def stats() -> Stats:
         compile_damaged=counters.compile_damaged,
         compile_unstored=counters.compile_unstored,
         remote=_remote(),
+        operators=operator_times.snapshot(),
     )
 
 
@@ -160,5 +178,35 @@ def reset_stats() -> None:
     wait_anyway()
     builds.reset()
     traffic.reset()
+    operator_times.reset()
     recorded = sum(handles.tape(index).recorded for index in range(handles.device_count))
     counters.reset(recorded, handles.ops_immediate())
+
+
+def on_record(listener: Callable[[Recorded], object]) -> Handle:
+    """Call ``listener`` before each operation that is recorded (or runs at once, where it cannot be), with a
+    ``Recorded``: operator, module, phase and line. Recording is several times slower meanwhile.
+
+    What the listener raises reaches the line, and the operation is not recorded. The handle ends it: ``remove()``, or a
+    ``with`` block. Raises ``TypeError`` for what cannot be called.
+    """
+    return hooks.recorded.add(listener)
+
+
+def on_build(listener: Callable[[Built], object]) -> Handle:
+    """Call ``listener`` after each program that is built, before it first runs, with a ``Built``: its operators, and
+    the line that made it run. What it raises reaches that line; handle and errors as ``on_record``."""
+    return hooks.built.add(listener)
+
+
+def on_run(listener: Callable[[Ran], object]) -> Handle:
+    """Call ``listener`` after each program that has run with a ``Ran``: its operators, when it was queued, began and
+    ended, and where. For what ran on another thread or a worker that is when the user's thread next comes by; what it
+    raises reaches the line there. Handle and errors as ``on_record``."""
+    return hooks.ran.add(listener)
+
+
+def on_materialize(listener: Callable[[Materialized], object]) -> Handle:
+    """Call ``listener`` after each wait for a value with a ``Materialized``: why, where, and the seconds. What it
+    raises reaches the line that reads; the value is there by then. Handle and errors as ``on_record``."""
+    return hooks.materialized.add(listener)

@@ -41,6 +41,23 @@ def run(as_cuda: bool, no_summary: bool, explain: bool, script: str, arguments: 
     return runner.Job(script, arguments, as_cuda=as_cuda, summary=not no_summary, explain=explain)
 
 
+@commands.command(context_settings={"allow_interspersed_args": False})
+@click.option("-o", "--output", default="report.html", show_default=True, metavar="FILE", help="Where to write it.")
+@click.option(
+    "--as-cuda", is_flag=True, help='Map every use of "cuda" to the device; the default device stays the CPU.'
+)
+@click.argument("script", metavar="SCRIPT")
+@click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
+def report(output: str, as_cuda: bool, script: str, arguments: tuple[str, ...]) -> runner.Job:
+    """Run a Python script as `marid run`, and write what it did as one HTML file: time, FLOPs and memory by module, its
+    programs as graphs, and each wait, recompile and fallback by line.
+
+    Everything after SCRIPT belongs to the script.
+    """
+    path = str(Path(output).resolve())  # also when the script goes elsewhere
+    return runner.Job(script, arguments, as_cuda=as_cuda, summary=False, report=path)
+
+
 @commands.command()
 @click.option("--prompt", help="Go on from this text; without it, chat.")
 @click.option("--worker", metavar="ADDRESS", help="Compute there: tcp://host:7070. Weights and state stay there.")

@@ -18,6 +18,8 @@ from marid import frameworks
 from marid.api import explain, stats
 from marid.frontend import handles, printing
 from marid.registration import first_use
+from marid.report.document import report
+from marid.settings import settings
 
 __all__ = ["Job"]
 
@@ -33,6 +35,8 @@ class Job:
     as_cuda: bool = False
     summary: bool = True
     explain: bool = False
+    report: str | None = None
+    """Where the HTML report is to be written at the end, if anywhere."""
 
     def run(self) -> None:
         """Run the script as ``__main__`` in this process.
@@ -43,6 +47,10 @@ class Job:
         path = os.path.join(os.getcwd(), self.script)  # not normalised, as python does it
         source = _read(path)
         self._prepare_device()
+        if self.report is not None:
+            settings.profile_operators = True
+            settings.immediate_bytes = 0  # what runs at once is in no program
+            atexit.register(_report, os.getpid(), self.report, self.script)
         if self.summary or self.explain:
             from marid.report import summary  # noqa: F401  (now: a script may have modules of the same names as rich)
 
@@ -110,3 +118,13 @@ def _summarise(process: int, explained: bool) -> None:
         from marid.report import summary
 
         summary.show(explain() if explained else summary.render(stats()))
+
+
+def _report(process: int, path: str, script: str) -> None:
+    if os.getpid() == process:  # not in a fork of the script
+        try:
+            written = report(path, title=os.path.basename(script))
+        except OSError as error:
+            print(f"marid: the report cannot be written: {error}", file=sys.stderr)
+        else:
+            print(f"marid: report written to {written}", file=sys.stderr)

@@ -35,7 +35,9 @@ class Settings:
     full_traceback: bool = False
     """Tracebacks of errors show Marid's own frames."""
     log_intercepts: bool = False
-    """Log every recorded operation to the logger ``marid``."""
+    """Log every recorded operation to the logger ``marid``; printed to standard error where logging is not set up."""
+    profile_operators: bool = False
+    """Measure what each operation of a program takes: ``marid.stats().operators``."""
     max_pending_nodes: int = 10_000
     """The tape is cut and run before more live nodes than this are pending (from half of it on; after an optimizer's
     step from an eighth, and from a 64th where a loop takes many steps without a read)."""

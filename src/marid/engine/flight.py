@@ -6,6 +6,7 @@ What a value holds in place of its tensor until then is the flight that makes it
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from marid.execute.table import TableRun
 from marid.graph.node import Node, Value, finish, input_values, root_of
 from marid.graph.program import Task
 from marid.native import int64s, library, module
+from marid.report.hooks import Ran, ran, run_of
 
 __all__ = ["Flight", "Positioned"]
 
@@ -39,6 +41,7 @@ class Flight:
         "give_back",
         "job",
         "number",
+        "queued",
         "roots",
         "run",
         "runnable",
@@ -58,6 +61,7 @@ class Flight:
         self.run = run
         self.give_back = give_back
         self.number = 0
+        self.queued = time.perf_counter() if ran.listeners else 0.0
         writes = [node for node in task.nodes if node.op is not None and node.op.mutates]
         self.roots = [root_of(value) for node in writes for value in input_values(node)]
         self._kept: list[tuple[Any, ...]] = []
@@ -95,6 +99,13 @@ class Flight:
         self.run.tensors(self.runnable.output_slots, self.task)
         self._note_memory(True)
         self.runnable.ran(library.marid_job_seconds(self.job))
+
+    def tell(self) -> None:
+        """Tell listeners that it is done."""
+        if self.queued and ran.listeners:
+            began = library.marid_job_began(self.job)
+            ended = began + library.marid_job_seconds(self.job)
+            ran.tell(Ran(*run_of(self.task.nodes), began, ended, self.queued, "device", False, self.task.timing))
 
     def take_back(self) -> None:
         """It will not run, or did not come to its end: let its nodes be pending again."""

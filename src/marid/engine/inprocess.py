@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Task, bind, deliver
 from marid.graph.twister import Twisters
 from marid.native import library, module, omp_pause
+from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
 
 __all__ = ["InProcessEngine", "concretely"]
@@ -137,6 +139,7 @@ class InProcessEngine:
             replay = Replay(prepared, inputs, params)
             with concretely():
                 runnable = best(prepared.ready, replay, None)
+            began = time.perf_counter() if ran.listeners else 0.0
             self._depth += 1
             try:
                 with KernelWarnings(), concretely(), self.arena.run(runnable.placement):
@@ -148,8 +151,9 @@ class InProcessEngine:
                 failure = explain(prepared.nodes[stop.index], stop.error)
                 failure.__cause__ = stop.error.with_traceback(None)
             else:
-                counters.ops_executed += len(prepared.nodes)
-                counters.epoch += 1
+                _count(replay)
+                if began:
+                    _tell(replay, runnable, began)
                 return results
             finally:
                 self._depth -= 1
@@ -225,16 +229,19 @@ class InProcessEngine:
     def _perform(self, task: Task, runnable: Runnable) -> None:
         """Run a task on this thread, now that nothing is in flight."""
         task.resolve()
+        began = time.perf_counter() if ran.listeners else 0.0
         self._depth += 1
         try:
             with KernelWarnings(), concretely(), self.arena.run(runnable.placement):
                 self._conclude(task, lambda: runnable.run(task, self._twisters.at))
         finally:
             self._depth -= 1
+        if began:
+            _tell(task, runnable, began)
 
     def _launch(self, task: Task, runnable: Runnable, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
-        if self._depth or not runnable.in_cpp:
+        if self._depth or not runnable.in_cpp or torch._C._autograd._profiler_enabled():  # profilers see this thread
             return False
         while len(self._flights) >= policy.IN_FLIGHT:
             self._wait_for(self._flights[0].number)
@@ -292,6 +299,7 @@ class InProcessEngine:
             self._forget(flight)
             _count(flight.task)
             flight.warn()
+            flight.tell()
         if self._flights and library.marid_queue_halted():
             self._recover()
 
@@ -359,9 +367,14 @@ class InProcessEngine:
                     continue  # kept by the operation that failed, for whoever reads it
 
 
-def _count(task: Task) -> None:
+def _count(task: Task | Replay) -> None:
     counters.ops_executed += len(task.nodes)
     counters.epoch += 1
+
+
+def _tell(task: Task | Replay, runnable: Runnable, began: float) -> None:
+    """Tell listeners of a run on this thread, which has just ended."""
+    ran.tell(Ran(*run_of(task.nodes), began, time.perf_counter(), began, "user", runnable.compiled, task.timing))
 
 
 def _concrete_of(value: Value) -> Any:

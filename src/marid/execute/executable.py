@@ -8,6 +8,7 @@ failed and which results exist by then.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,7 @@ from marid.settings import settings
 
 __all__ = ["Executable", "Fallback", "may_be_stopped"]
 
+_Range: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
 _ONCE: list[tuple[()]] = [()]
 
 
@@ -74,6 +76,12 @@ class Executable:
         self._wasted = 0
         self._prepared: Table | None = None
         self._untranslatable = False
+        self.recorded = program
+        """The program that was recorded, which this one stands for."""
+        self.origins: list[int] | None = None
+        """For each instruction the recorded one that it stands for, where these are others."""
+        self.profiles: list[Any] = []
+        """Sums of what its runs took (``report/operators.py``)."""
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""
         self.ran: Callable[[float], None] | None = None
@@ -155,9 +163,15 @@ class Executable:
             returned: list[Any] = []
             at.now = index, returned
             instruction = self.program.instructions[index]
+            began = 0 if frame.timing is None else time.perf_counter_ns()
             args, kwargs = _arguments(instruction, frame.tensors, frame.params, frame.generator)
+            call = partial(instruction.op.call, *args, **kwargs)
+            if frame.labels is not None:
+                call = partial(_within, frame.labels[index], call)
             # An interrupt comes when a call is over: had it not been noted in C by then, the operator would run twice.
-            returned.extend(starmap(partial(instruction.op.call, *args, **kwargs), _ONCE))
+            returned.extend(starmap(call, _ONCE))
+            if frame.timing is not None:
+                frame.timing.note(index, began, time.perf_counter_ns())
             if not self._take_one(instruction, returned[0], frame, args):
                 self.take(index, returned[0], frame)
             self.drop(index, frame, kept)
@@ -203,6 +217,12 @@ class Executable:
         """What is known when a run stops before an instruction."""
         recorded = index if self._fallback is None else self._fallback.recorded(frame, index)
         return Interrupted(recorded, False, frame.tensors, error)
+
+
+def _within(label: str, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns, in a range that an active profiler shows."""
+    with _Range(label):
+        return call()
 
 
 class _Place:

@@ -11,10 +11,11 @@ import torch
 
 from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
-from marid.execute.table import DONE, DRAWS, RAISED, TableRun
+from marid.execute.table import DONE, DRAWS, RAISED, Seen, TableRun
 from marid.graph.node import Draw
 from marid.graph.prepared import Replay
 from marid.graph.program import Param, Task
+from marid.report.operators import Timing, labels_of, operator_times
 
 if TYPE_CHECKING:
     from marid.execute.executable import Executable
@@ -32,6 +33,10 @@ class Frame:
     tensors: dict[int, Any]
     params: list[Any]
     generator: Positioned
+    timing: Timing | None = None
+    """Where the time of each instruction is noted, where that is asked for."""
+    labels: tuple[str, ...] | None = None
+    """What profilers call the instructions, where one is at work."""
 
     @classmethod
     def of(cls, task: Task | Replay, params: list[Any], generator: Positioned) -> Frame:
@@ -41,6 +46,9 @@ class Frame:
 
 class Runnable(Protocol):
     """How a task is run."""
+
+    compiled: bool
+    """Whether compiled parts stand for some of its operations."""
 
     @property
     def placement(self) -> Placement | None:
@@ -89,6 +97,7 @@ class Specialisation:
     """A program as it runs for certain specs, with planned memory, or (without a placement) for any."""
 
     __slots__ = ("_owner", "planned", "uses")
+    compiled = False
 
     def __init__(self, owner: Executable, planned: Placement | None) -> None:
         self._owner = owner
@@ -132,15 +141,24 @@ class Specialisation:
     def _run(self, task: Task | Replay, generator: Positioned, params: list[Any]) -> list[torch.Tensor]:
         owner, table = self._owner, self._owner.prepared()
         owner.runs += 1
+        seen = self._seen(task)
         if table is not None:
             receiver = task if isinstance(task, Task) else None
             try:
-                found = table.run(task.inputs, params, self._donors(), task.specs, self.output_slots, receiver)
+                found = table.run(task.inputs, params, self._donors(), task.specs, self.output_slots, receiver, seen)
             except OverflowError:  # a number of more than 64 bits
                 pass
             else:
                 return found if isinstance(found, list) else self._finish(*found, task, generator, params)
-        return owner.interpret(Frame.of(task, params, generator), 0)
+        frame = Frame.of(task, params, generator)
+        frame.timing, frame.labels = task.timing, seen[2]
+        return owner.interpret(frame, 0)
+
+    def _seen(self, task: Task | Replay) -> Seen:
+        """What is to be measured of a run, which notes it."""
+        task.timing = timing = operator_times.timing(self._owner, task)
+        sums, spans = (None, None) if timing is None else timing.addresses
+        return sums, spans, labels_of(self._owner, task.nodes)
 
     def start(self, task: Task | Replay) -> TableRun | None:
         """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
@@ -148,7 +166,7 @@ class Specialisation:
         if table is None:
             return None
         try:
-            run = table.start(task.inputs, task.params, self._donors(), task.specs)
+            run = table.start(task.inputs, task.params, self._donors(), task.specs, self._seen(task))
         except OverflowError:
             return None
         self._owner.runs += 1
@@ -160,6 +178,7 @@ class Specialisation:
         """Go on in Python where a run has stopped: to raise what the operation raises, or with its result laid out as
         recorded. Raises ``Interrupted``."""
         owner, frame = self._owner, Frame(task, run.existing(), task.params if params is None else params, generator)
+        frame.timing = task.timing if owner.origins is None else None  # a compiled program goes on in the recorded one
         index, differs = run.next, run.differs
         del run
         if differs:

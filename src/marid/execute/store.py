@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from marid.graph.node import Spec
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task
+from marid.report import hooks
 from marid.report.builds import builds
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
@@ -50,6 +51,8 @@ class ProgramStore(Generic[T]):
         ):
             _, (_, count) = self._stored.popitem(last=False)
             self._instructions -= count
+        if hooks.built.listeners:
+            hooks.tell_built(program, current_site())
         return made
 
     def values(self) -> list[T]:

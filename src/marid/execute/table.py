@@ -36,6 +36,10 @@ _MEMORY_FORMATS = [
 
 
 Specs = tuple[Spec | None, ...] | None
+Seen = tuple[int | None, int | None, tuple[str, ...] | None]
+"""Where a run adds what its instructions take, and notes when they begin and end (``report/operators.py``: ``Timing``),
+and what profilers call them."""
+UNSEEN: Seen = None, None, None
 
 
 class Untranslatable(Exception):
@@ -54,10 +58,11 @@ class Table:
         self.slot_count = program.slot_count
         self._input_slots = program.input_slots
 
-    def start(self, inputs: list[Any], params: list[Any], donors: Any, specs: Specs) -> TableRun:
+    def start(self, inputs: list[Any], params: list[Any], donors: Any, specs: Specs, seen: Seen = UNSEEN) -> TableRun:
         """A run on concrete tensors, not begun; inputs that are no tensors come later. ``donors`` is an array of the
-        function of that name, or None. Raises ``OverflowError`` for a number that does not fit into 64 bits."""
-        pointer = module.run_begin(self.pointer, self._input_slots, _address(donors), inputs, params, specs)
+        function of that name, or None; ``seen`` says what is to be measured. Raises ``OverflowError`` for a number that
+        does not fit into 64 bits."""
+        pointer = module.run_begin(self.pointer, self._input_slots, _address(donors), inputs, params, specs, *seen)
         return TableRun(self, pointer, specs)
 
     def run(
@@ -68,11 +73,12 @@ class Table:
         specs: Specs,
         outputs: tuple[int, ...],
         task: Task | None,
+        seen: Seen = UNSEEN,
     ) -> list[torch.Tensor] | tuple[int, TableRun]:
         """The same, begun: the tensors in the slots ``outputs`` after a whole run, which ``task`` has been given by
         then; else how far it came (see ``TableRun.go``), and the run."""
         begun = self.pointer, self._input_slots, _address(donors), inputs, params, specs
-        found = module.run_once(*begun, outputs, policy.UNHEARD_SECONDS, task)
+        found = module.run_once(*begun, *seen, outputs, policy.UNHEARD_SECONDS, task)
         return found if type(found) is list else (found[0], TableRun(self, found[1], specs))
 
 

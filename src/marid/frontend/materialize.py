@@ -20,6 +20,7 @@ from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
 from marid.graph.tape import Tape, traffic
 from marid.native import module
+from marid.report.hooks import Materialized, materialized, recorded
 from marid.report.stats import counters
 from marid.semantics.scopes import Site, current_site
 from marid.settings import settings
@@ -56,6 +57,7 @@ def _settings_changed() -> None:
 
 
 settings.when_changed(_settings_changed)
+recorded.when_changed(_settings_changed)
 
 
 class _Restraint(threading.local):
@@ -116,7 +118,13 @@ def materialize(tensors: Iterable[Any], reason: str, need: Need = "run") -> None
     for device in list(asked):
         waited |= _run_for(handles.tape(device), asked.pop(device), reason, site, need)
     if waited:
-        counters.count_sync(site, reason, time.perf_counter() - started)
+        _count_wait(site, reason, time.perf_counter() - started)
+
+
+def _count_wait(site: Site | None, reason: str, seconds: float) -> None:
+    counters.count_sync(site, reason, seconds)
+    if materialized.listeners:
+        materialized.tell(Materialized(reason, None if site is None else str(site), seconds))
 
 
 def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, need: Need) -> bool:
@@ -177,6 +185,7 @@ def _plan(tape: Tape, site: Site | None) -> int:
 def may_be_immediate(tape: Tape) -> bool:
     """Whether operations may run at once on the thread that calls them."""
     allowed = settings.immediate_bytes > 0 and not settings.memory_limit and not settings.log_intercepts
+    allowed = allowed and not recorded.listeners
     return allowed and not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
 
 
@@ -260,7 +269,7 @@ def taken(tensor: Any, index: int, reason: str) -> Any | None:
             fail_dependents()
             continue  # it is raised if the tensor needs what failed
         if buffer is not None:
-            counters.count_sync(current_site(), reason, time.perf_counter() - started)
+            _count_wait(current_site(), reason, time.perf_counter() - started)
         return buffer
 
 

@@ -8,6 +8,7 @@ run`` both read.
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.observe import observer
+from marid.graph.html import table_html
 from marid.settings import settings
 
-__all__ = ["show_as_python_does", "text_of"]
+__all__ = ["html_of", "show_as_python_does", "text_of"]
 
 _PREFIX = "tensor("
 _names_current_device = True
@@ -50,6 +52,29 @@ def text_of(tensor: Any, asked: bool, contents: str | None = None) -> str:
             return _description(tensor)
     text = _tensor_str._add_suffixes(_PREFIX + contents, _suffixes(tensor, asked), len(_PREFIX), False)
     return f"Parameter containing:\n{text}" if isinstance(tensor, torch.nn.Parameter) else text
+
+
+def html_of(tensor: Any) -> str:
+    """A lazy tensor for notebooks: its values where they are here, and what is known of it. Runs nothing."""
+    value = tensor._value
+    spec, node = value.spec, value.node
+    if _is_here(tensor):
+        state = "computed"
+        content = f"<pre>{html.escape(_formatted(engine_of(spec.device).read(value.concrete)))}</pre>"
+    else:
+        state, content = ("computing" if value.concrete is not None else "not computed"), ""
+    known = {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": f"{handles.DEVICE_TYPE}:{spec.device}",
+        "operation": None if node.op is None else node.op.name,
+        "module": None if node.scope is None else node.scope.module_path,
+        "line": node.site,
+        "state": state,
+    }
+    rows = [(name, said) for name, said in known.items() if said is not None]
+    kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else type(tensor).__name__
+    return f"<b>{kind}</b>{content}{table_html(('', ''), rows)}"
 
 
 def _is_here(tensor: Any) -> bool:

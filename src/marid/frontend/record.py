@@ -10,6 +10,7 @@ and ``Recorder.append`` say what it does.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from sys import _getframe as getframe
 from types import FrameType
@@ -33,6 +34,7 @@ from marid.graph.program import operation_of
 from marid.graph.tape import Tape
 from marid.native import module
 from marid.ops.facts import facts_of
+from marid.report.hooks import Recorded, recorded
 from marid.semantics import scopes
 from marid.semantics.scopes import capture_site, current_scope, current_site
 from marid.semantics.tracebacks import fold
@@ -146,6 +148,8 @@ class Recorder:
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, whatever its form; the return value for the user."""
+        if recorded.listeners:
+            _tell(self.op.name)
         if self.dynamic and not (self.facts.mask == "read" and _indexes_by_number(args[1])):
             return _eagerly(self, args, kwargs, None)
         if self.facts.mask == "written" and not _fits_any_count(args[0], args[1], args[2]):
@@ -161,7 +165,7 @@ class Recorder:
         for index, spec in known.rule.resized:
             _set_geometry(call.tensors[index], spec)
         if settings.log_intercepts:
-            logger.info("recorded %s at %s", self.op.name, current_site())
+            _log(self.op.name)
         return self.append(known, call.args, call.kwargs, call.tensors, getframe())
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -298,7 +302,8 @@ class Known:
     def follow_settings(self) -> None:
         """Work out again what depends on ``marid.settings``."""
         self.cost = cost_of(self.rule.nbytes)
-        self.repeats = self.rule.eager is None and not self.rule.resized and not settings.log_intercepts
+        watched = settings.log_intercepts or recorded.listeners  # then each call comes by here
+        self.repeats = self.rule.eager is None and not self.rule.resized and not watched
 
 
 def _pattern(spec: Spec | None) -> int | None:
@@ -450,6 +455,21 @@ def _settings_changed() -> None:
 
 
 settings.when_changed(_settings_changed)
+recorded.when_changed(_settings_changed)
+
+
+def _tell(name: str) -> None:
+    site, scope = current_site(), current_scope()
+    scope = scope if current_graph_task() < 0 else scope.backward
+    recorded.tell(Recorded(name, scope.module_path, scope.phase, None if site is None else str(site)))
+
+
+def _log(name: str) -> None:
+    """Say that an operation is recorded: to the logger, or where nobody has set that up, to standard error."""
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info("recorded %s at %s", name, current_site())
+    else:
+        print(f"marid: recorded {name} at {current_site()}", file=sys.stderr)
 
 
 def recorder_of(func: Any) -> Recorder:

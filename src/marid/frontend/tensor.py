@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, materialize, pending_nodes, read
-from marid.frontend.printing import text_of
+from marid.frontend.printing import html_of, text_of
 from marid.frontend.uninitialized import converted
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
@@ -115,6 +115,9 @@ class LazyTensor(torch.Tensor):
     # --- printing ---
 
     @folded
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
         return text_of(self, False, tensor_contents)
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from marid.graph.fx import Read, to_fx
+from marid.graph.html import folded_html, table_html
 from marid.graph.node import Node, Spec, Value, values_in
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class GraphNode:
 
 
 SOURCE = "marid::source"
+_SHOWN = 200  # nodes in a notebook
 
 
 def spec_of(node: Node) -> Spec | None:
@@ -214,6 +216,19 @@ class ComputationGraph:
 
     def __repr__(self) -> str:
         return f"ComputationGraph({len(self.operations)} operations, {len(self.sources)} sources)"
+
+    def _repr_html_(self) -> str:
+        shown = self.nodes[-_SHOWN:]
+        rows = []
+        for node in shown:
+            scope, shape = node.scope, None if node.spec is None else list(node.spec.shape)
+            inputs = ", ".join(str(one.id) for one in node.inputs)
+            module, phase = (None, None) if scope is None else (scope.module_path, scope.phase)
+            rows.append((node.id, node.operation, inputs, shape, module, phase, node.site))
+        table = table_html(("id", "operation", "inputs", "shape", "module", "phase", "line"), rows)
+        left_out = len(self) - len(shown)
+        title = f"{len(self.operations):,} operations, {len(self.sources):,} sources"
+        return folded_html(title + (f"; the last {len(shown)} of them" if left_out else ""), table)
 
     def get_execution_order(self) -> list[GraphNode]:
         """All nodes so that each comes after everything it needs."""

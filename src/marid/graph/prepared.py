@@ -42,12 +42,13 @@ class Prepared:
 class Replay:
     """One run of a prepared program: what a ``Task`` is to a cut."""
 
-    __slots__ = ("_prepared", "inputs", "params")
+    __slots__ = ("_prepared", "inputs", "params", "timing")
 
     def __init__(self, prepared: Prepared, inputs: list[Any], params: list[Any]) -> None:
         self._prepared = prepared
         self.inputs = inputs
         self.params = params
+        self.timing: Any = None
 
     @property
     def nodes(self) -> list[Node]:

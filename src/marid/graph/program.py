@@ -121,6 +121,7 @@ class Task:
     ``nodes`` in program order; ``inputs`` are buffers, ``params`` the lifted numbers; ``slots`` maps every
     value of the cut to its slot; ``outputs`` are the values that outlive the run, in the program's output order.
     ``specs`` has the spec of every tensor, by slot: with the program, all that decides how much memory a run takes.
+    ``timing`` belongs to the executor (``report/operators.py``).
     """
 
     __slots__ = (
@@ -135,6 +136,7 @@ class Task:
         "results",
         "slots",
         "specs",
+        "timing",
     )
 
     def __init__(self, nodes: list[Node]) -> None:
@@ -149,6 +151,7 @@ class Task:
         self.results: list[list[Output] | None] = []
         self.outputs: list[Value] = []
         self.escaping: set[int] = set()
+        self.timing: Any = None
 
     def resolve(self) -> None:
         """Take the inputs again, now that none is in the making any more."""

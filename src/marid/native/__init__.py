@@ -3,13 +3,13 @@
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``rwkv7.cpp`` the
 operators of a model; ``gemm/`` multiplies matrices, and has a page of its own (``docs/matrix_kernels.md``). Kernels for
-this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python module: ``kernels.cpp``, ``call.cpp`` and
-``record.cpp`` record the usual operations, ``known_calls.cpp`` finds what is known of such calls,
-``resident.cpp`` counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums
-of gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them, ``derive.cpp``
-says what they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp`` begins runs and hands
-out their results, ``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp``
-runs operations as they are called.
+this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python module: ``kernels.cpp``, ``call.cpp``
+and ``record.cpp`` record the usual operations, ``known_calls.cpp`` finds what is known of such calls,
+``resident.cpp`` counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays
+sums of gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them,
+``derive.cpp`` says what they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp``
+begins runs and hands out their results, ``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp`` runs
+operations as they are called.
 
 Where it is not built and cannot be, the import raises ``ImportError``.
 """
@@ -123,6 +123,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_job_state": (_INT, [_POINTER]),
     "marid_job_watched": (_POINTER, [_POINTER]),
     "marid_job_left": (_INT, [_POINTER]),
+    "marid_job_began": (ctypes.c_double, [_POINTER]),
     "marid_job_seconds": (ctypes.c_double, [_POINTER]),
     "marid_job_warnings": (_POINTER, [_POINTER]),
     "marid_job_free": (None, [_POINTER]),

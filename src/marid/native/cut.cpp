@@ -13,7 +13,7 @@ using marid::Ref;
 using marid::Slots;
 
 Slots node, output, task, tape;
-enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kRoot, kAfter, kOverwrites, kOuts, kConcrete, kSpec };
+enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kRoot, kAfter, kOverwrites, kOuts, kConcrete, kSpec, kSite, kScope };
 enum OutputSlot { kOutputNode, kPath, kOutputRoot, kOutputConcrete, kOutputSpec };
 enum TaskSlot { kTaskKey, kInputs, kInputSlots, kParams, kTaskSlots, kResults, kOutputs, kEscaping, kNodes, kSpecs };
 enum TapeSlot { kEntries, kRecorded, kKept };
@@ -354,6 +354,18 @@ PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
+// places_of(nodes): the site and the scope of each, one after the other.
+PyObject* places_of(PyObject*, PyObject* nodes) {
+  Py_ssize_t count = PyList_GET_SIZE(nodes);
+  PyObject* places = PyTuple_New(2 * count);
+  for (Py_ssize_t i = 0; places != nullptr && i < count; i++) {
+    PyObject* of = PyList_GET_ITEM(nodes, i);
+    PyTuple_SET_ITEM(places, 2 * i, Py_NewRef(node.at(of, kSite)));
+    PyTuple_SET_ITEM(places, 2 * i + 1, Py_NewRef(node.at(of, kScope)));
+  }
+  return places;
+}
+
 // configure_cuts(**names): the classes of the graph layer.
 PyObject* configure_cuts(PyObject*, PyObject*, PyObject* names) {
   PyObject *node_type, *output_type, *task_type, *tape_type, *draws, *failures;
@@ -372,7 +384,8 @@ PyObject* configure_cuts(PyObject*, PyObject*, PyObject* names) {
   }
   for (int i = 0; i < 5; i++) minus[i] = PyLong_FromLong(-1 - i);
   bool found = node.find(
-                   node_type, {"seq", "op", "args", "kwargs", "root", "after", "overwrites", "outs", "concrete", "spec"}) &&
+                   node_type, {"seq", "op", "args", "kwargs", "root", "after", "overwrites", "outs", "concrete", "spec", "site",
+                              "scope"}) &&
       output.find(output_type, {"node", "path", "root", "concrete", "spec"}) &&
       task.find(
           task_type, {"key", "inputs", "input_slots", "params", "slots", "results", "outputs", "escaping", "nodes", "specs"}) &&
@@ -409,6 +422,7 @@ PyMethodDef cut_functions[] = {
     {"pending", pending, METH_O, nullptr},
     {"cut", fast(cut), METH_FASTCALL, nullptr},
     {"bind", fast(bind), METH_FASTCALL, nullptr},
+    {"places_of", places_of, METH_O, nullptr},
     {"configure_cuts", fast(configure_cuts), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -7,6 +7,8 @@
 // it; behind one that differs the run stops too, for Python to lay it out as recorded (execute/geometry.py).
 #include "execute.h"
 
+#include <ATen/record_function.h>
+
 #include <chrono>
 #include <memory>
 #include <stdexcept>
@@ -197,18 +199,54 @@ void execute(Run& run, const Instruction& instruction, int64_t donor, const at::
   for (int64_t slot : instruction.dying) run.slots[slot].reset();
 }
 
+int64_t nanoseconds(std::chrono::steady_clock::time_point at) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
+}
+
+// For a profiler: consecutive instructions with one label are within one range of that name.
+class Stretch {
+ public:
+  explicit Stretch(const Run& run) : run_(run) {}
+  void enter() {
+    if (run_.labels.empty() || (label_ != nullptr && *label_ == run_.labels[run_.next])) return;
+    label_ = &run_.labels[run_.next];
+    range_.reset();
+    range_.emplace(at::RecordScope::USER_SCOPE);
+    if (range_->isActive()) range_->before(*label_);
+  }
+
+ private:
+  const Run& run_;
+  const std::string* label_ = nullptr;
+  std::optional<at::RecordFunction> range_;
+};
+
 }  // namespace
 
 Status marid::go(Run& run, at::Generator from, double seconds) {
   const auto& instructions = run.program->instructions;
-  auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  auto start = std::chrono::steady_clock::now();
+  auto deadline = start + std::chrono::duration<double>(seconds);
+  int64_t before = nanoseconds(start);
+  Stretch stretch(run);
   while (run.next < instructions.size()) {
     const Instruction& instruction = instructions[run.next];
     if (instruction.draws && !from.defined()) return kRunDraws;
+    stretch.enter();
     try {
       execute(run, instruction, run.donors.empty() ? -1 : run.donors[run.next], from);
     } catch (...) {
       return kRunRaised;
+    }
+    if (run.sums != nullptr) {
+      int64_t after = nanoseconds(std::chrono::steady_clock::now());
+      run.sums[2 * run.next] += after - before;
+      run.sums[2 * run.next + 1]++;
+      if (run.spans != nullptr) {
+        run.spans[2 * run.next] = before;
+        run.spans[2 * run.next + 1] = after;
+      }
+      before = after;
     }
     from = at::Generator();
     run.next++;

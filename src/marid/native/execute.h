@@ -77,6 +77,9 @@ struct Run {
   std::vector<Parameter> params;
   std::vector<int64_t> donors;  // for each instruction the argument whose memory its result takes over, or -1
   size_t next = 0;
+  int64_t* sums = nullptr;  // for each instruction nanoseconds and runs, which this one adds to, if asked for
+  int64_t* spans = nullptr;  // for each instruction when it began and ended, in nanoseconds of a steady clock, if asked for
+  std::vector<std::string> labels;  // what profilers are to show each instruction under, where one is at work
   bool differs = false;  // the instruction before `next` gave something else than was recorded
   torch::jit::Stack stack;  // of the operation at hand
 };

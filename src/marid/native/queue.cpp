@@ -55,6 +55,7 @@ struct Job {
   void* watched = nullptr;
   int left = 0;
   double seconds = 0;
+  std::chrono::steady_clock::time_point began;
   void* warnings = nullptr;
 };
 
@@ -128,9 +129,9 @@ void work(Queue* own) {
     if (own->stopping) return;
     Job* job = own->jobs.front();
     held.unlock();
-    auto start = std::chrono::steady_clock::now();
+    job->began = std::chrono::steady_clock::now();
     State state = perform(*job, own->positioned);
-    job->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    job->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - job->began).count();
     held.lock();
     job->state = state;
     own->jobs.pop_front();
@@ -182,6 +183,10 @@ int marid_job_state(void* job) {
 }
 // What watched memory saw, once, or null.
 void* marid_job_watched(void* job) { return std::exchange(static_cast<Job*>(job)->watched, nullptr); }
+// When it began, in seconds of a steady clock.
+double marid_job_began(void* job) {
+  return std::chrono::duration<double>(static_cast<Job*>(job)->began.time_since_epoch()).count();
+}
 double marid_job_seconds(void* job) { return static_cast<Job*>(job)->seconds; }
 int marid_job_left(void* job) { return static_cast<Job*>(job)->left; }
 // What kernels warned of; ended by marid_warnings_free.

@@ -95,8 +95,26 @@ bool read_recorded(PyObject* specs, Run& run) {
   return true;
 }
 
+// An address of numbers, or None.
+bool read_numbers(PyObject* address, int64_t*& into) {
+  if (address == Py_None) return true;
+  into = static_cast<int64_t*>(PyLong_AsVoidPtr(address));
+  return into != nullptr;
+}
+
+// Texts for profilers, or None.
+bool read_labels(PyObject* labels, Run& run) {
+  if (labels == Py_None) return true;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(labels); i++) {
+    const char* text = PyUnicode_AsUTF8(PyTuple_GET_ITEM(labels, i));
+    if (text == nullptr) return false;
+    run.labels.emplace_back(text);
+  }
+  return true;
+}
+
 // Of a call's arguments: program, input slots (a tuple), donors (an address or None), inputs and params (lists), specs (a
-// tuple that outlives the run).
+// tuple that outlives the run), sums and spans (addresses of two numbers for each instruction, or None), labels (a tuple or None).
 std::unique_ptr<Run> begin(PyObject* const* given) {
   auto run = std::make_unique<Run>();
   run->program = static_cast<const Program*>(PyLong_AsVoidPtr(given[0]));
@@ -107,7 +125,8 @@ std::unique_ptr<Run> begin(PyObject* const* given) {
     if (donors == nullptr) return nullptr;
     run->donors.assign(donors, donors + run->program->instructions.size());
   }
-  bool read = read_inputs(given[3], given[1], *run) && read_recorded(given[5], *run);
+  bool read = read_inputs(given[3], given[1], *run) && read_recorded(given[5], *run) &&
+              read_numbers(given[6], run->sums) && read_numbers(given[7], run->spans) && read_labels(given[8], *run);
   return read && read_parameters(given[4], *run) ? std::move(run) : nullptr;
 }
 
@@ -148,16 +167,16 @@ std::vector<at::Tensor> in_slots(const Run& run, PyObject* slots) {
 PyObject* run_once(PyObject*, PyObject* const* given, Py_ssize_t) {
   std::unique_ptr<Run> run = begin(given);
   if (run == nullptr) return nullptr;
-  double seconds = PyFloat_AsDouble(given[7]);
+  double seconds = PyFloat_AsDouble(given[10]);
   PyThreadState* state = PyEval_SaveThread();
   Status status = go(*run, at::Generator(), seconds);
   PyEval_RestoreThread(state);
   if (status != kRunDone) return Py_BuildValue("iN", status, PyLong_FromVoidPtr(run.release()));
-  std::vector<at::Tensor> results = in_slots(*run, given[6]);
+  std::vector<at::Tensor> results = in_slots(*run, given[9]);
   state = PyEval_SaveThread();
   run.reset();  // what it frees takes its time
   PyEval_RestoreThread(state);
-  return delivered(results, given[8]);
+  return delivered(results, given[11]);
 }
 
 // run_tensors(run, slots, task or None): the tensors in these slots.

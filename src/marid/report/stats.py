@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
+from marid.graph.html import folded_html, table_html
+from marid.report.operators import OperatorStats
 from marid.report.traffic import RemoteStats
 from marid.semantics.scopes import Site
 
@@ -84,7 +86,8 @@ class Stats:
     ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` variants that
     were no faster; ``compile_workers`` worker processes started, ``compile_workers_lost`` that died;
     ``compile_damaged`` entries of the disk cache that were damaged, ``compile_unstored`` parts that did not get there;
-    ``remote`` what went to workers and came from them, where there are any.
+    ``remote`` what went to workers and came from them, where there are any; ``operators`` the time of each operator by
+    module and line, slowest first, of what ran in this process under ``settings.profile_operators``.
     """
 
     ops_captured: int
@@ -120,6 +123,27 @@ class Stats:
     compile_damaged: int
     compile_unstored: int
     remote: RemoteStats | None = None
+    operators: list[OperatorStats] = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        counts = [(name, f"{value:,}") for name, value in plain.items() if isinstance(value, int) and value]
+        tables = {name: value for name, value in plain.items() if isinstance(value, dict) and value}
+        lists = {name: value for name, value in plain.items() if isinstance(value, list) and value}
+        found = [folded_html("stats", table_html(("counter", "value"), counts))]
+        found += [folded_html(name, table_html(("name", "count"), value.items())) for name, value in tables.items()]
+        for name, value in lists.items():
+            columns = [one.name for one in fields(value[0])]
+            rows = [[_plain_text(getattr(row, column)) for column in columns] for row in value[:_SHOWN]]
+            found.append(folded_html(f"{name}: {len(value):,}", table_html(columns, rows)))
+        return "".join(found)
+
+
+_SHOWN = 50  # rows of a table in a notebook
+
+
+def _plain_text(value: object) -> object:
+    return f"{value:.6f}" if isinstance(value, float) else value
 
 
 @dataclass

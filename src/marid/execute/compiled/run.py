@@ -23,6 +23,7 @@ from marid.graph.node import Draw, Operation
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library
+from marid.report.operators import operator_times
 from marid.report.stats import counters
 
 __all__ = ["Bound", "Checked", "CompiledProgram"]
@@ -56,6 +57,7 @@ class CompiledProgram:
         program, self.origins = assemble(flat.program, [part.part for part in variant.parts], _operation())
         self.executable = Executable(program, flat.transient_bytes, self)
         self.executable.runs = 1  # not to be interpreted first
+        self.executable.recorded, self.executable.origins = flat.program, self.origins
         self.flat = flat
         self.compiled = variant
         self.left = False
@@ -96,6 +98,7 @@ class _Here:
 
     __slots__ = ()
     in_cpp = False
+    compiled = False
 
     def start(self, _task: Task | Replay) -> None:
         return None
@@ -112,6 +115,8 @@ class _Here:
 
 class Bound(_Here):
     """A run with the compiled parts."""
+
+    compiled = True
 
     __slots__ = ("_form", "_params", "_program", "_refused", "output_slots", "transient_bytes")
 
@@ -171,6 +176,7 @@ class Checked(_Here):
     def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
         flat, position = self._flat, 0
         frame = Frame.of(task, task.params, generator)
+        frame.timing = task.timing = operator_times.timing(flat, task)
         tensors = frame.tensors
         bad: set[int] = set()
         number, left = self._form.checked, self._seconds

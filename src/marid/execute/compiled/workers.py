@@ -16,11 +16,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from marid import policy
+from marid.report.hooks import Compiled, compiled
 from marid.report.stats import counters
 from marid.settings import settings
 
@@ -38,6 +40,7 @@ class Job:
     attempts: int = 0
     answer: dict[str, Any] | None = None
     number: int = field(default_factory=itertools.count(1).__next__)
+    asked: float = field(default_factory=time.perf_counter)
 
 
 class Compiler:
@@ -167,6 +170,9 @@ class Compiler:
         for job in self.jobs:
             if job.number == number:
                 job.answer = answer
+                if compiled.listeners:
+                    count = len(job.request["structure"]["part"]["instructions"])
+                    compiled.tell(Compiled(count, job.asked, time.perf_counter(), "error" not in answer))
         self.jobs = [job for job in self.jobs if job.answer is None]
         return True
 

@@ -19,6 +19,7 @@ from marid.remote.client.runs import ReplayStep, RunStep, report_mispredictions
 from marid.remote.client.steps import AskStep, RolesStep, Sent, Step
 from marid.remote.client.uploads import BATCH, Offers, UploadStep
 from marid.remote.client.window import LinkLost, RequestFailed
+from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
 from marid.report.traffic import SocketCounts, traffic
 from marid.uninterrupted import Uninterrupted
@@ -63,6 +64,8 @@ class Delivery:
         self._sent = Sent()
         self._since = 0.0  # when something was sent to a worker that had nothing to do
         self._counted = vars(SocketCounts())
+        self._events: list[Ran] = []
+        self._answered = 0.0  # when the latest of these came
         self.closed = False
         self.ending = False
         """Whether no other worker is to be taken if this one is lost."""
@@ -222,6 +225,9 @@ class Delivery:
         texts = self.link.warnings()
         if texts:
             warn_of(texts)
+        events, self._events = self._events, []
+        for event in events:
+            ran.tell(event)
 
     def _take_answers(self, applied: int) -> Step:
         """Those up to this number, of which there are some; the last step that was answered."""
@@ -230,6 +236,8 @@ class Delivery:
             seq, step = self.queue.asked.popleft()
             if mispredictions and isinstance(step, RunStep):
                 report_mispredictions(mispredictions, seq, step)
+            if isinstance(step, RunStep) and step.queued:
+                self._add_event(step)
             step.done(self.link.take(seq))
             if isinstance(step, UploadStep):
                 self.queue.progress.done(step.contents[0].nbytes)
@@ -239,6 +247,14 @@ class Delivery:
             self._losses = 0
             if not self.queue.asked or self.queue.asked[0][0] > applied:
                 return step
+
+    def _add_event(self, step: RunStep) -> None:
+        """A run is over that listeners are to be told of; what was sent later than an answer came began then."""
+        now = time.perf_counter()
+        began = max(step.queued, self._answered)
+        self._answered = now
+        device = next((spec.device for spec in step.specialization.specs if spec is not None), 0)
+        self._events.append(Ran(*run_of(step.recorded_nodes), began, now, step.queued, f"worker {device}"))
 
     def count(self, round_trips: int = 0) -> None:
         """Add to the statistics what went over the socket since the last time."""

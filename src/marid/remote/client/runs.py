@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from marid.remote.wire.codec import as_int, as_list
 from marid.remote.wire.kernel_settings import current
 from marid.remote.wire.programs import body_of, changes_between, digest_of, geometry_of, packed
 from marid.remote.wire.tensors import spec_from
+from marid.report.hooks import ran
 
 __all__ = ["EncodedProgram", "EncodedPrograms", "ReplayStep", "RunStep", "Specialization", "report_mispredictions"]
 
@@ -119,6 +121,7 @@ class RunStep(Step):
         self.stopped: tuple[int, tuple[int, ...]] | None = None
         """Where it has failed, and the slots that existed then."""
         self.task: Task | None = None
+        self.queued = time.perf_counter() if ran.listeners else 0.0
         self._settings = current()
         self._give_back: GiveBack | None = None
         self._kept: list[tuple[Any, ...]] = []

@@ -1,0 +1,25 @@
+"""Small tables for notebooks, with all text escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["folded_html", "table_html"]
+
+
+def table_html(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table; None is an empty cell."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def folded_html(title: str, content: str) -> str:
+    """``content``, which is HTML, below a title that folds it."""
+    return f"<details open><summary>{html.escape(title)}</summary>{content}</details>"
+
+
+def _cell(value: Any) -> str:
+    return f"<td>{'' if value is None else html.escape(str(value))}</td>"
