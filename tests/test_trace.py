@@ -11,6 +11,7 @@ import torch
 
 import marid
 from marid.execute.compiled.workers import Compiler, Job
+from marid.report.operators import operator_times
 from tests.helpers import DEVICE
 from tests.remote_helpers import connected
 
@@ -86,7 +87,7 @@ def test_programs_and_operators_with_module_and_line(tmp_path: Path) -> None:
     assert sum(e["args"]["operators"] for e in programs) == len(operators)
     recording = lane(events, "recording")
     assert {e["name"] for e in recording} == {"recording", "wait: item()"}
-    assert not marid.report.operators.operator_times.wanted  # pyright: ignore[reportAttributeAccessIssue]
+    assert not operator_times.wanted
 
 
 def test_what_runs_ahead_waits_in_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

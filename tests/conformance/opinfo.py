@@ -132,8 +132,10 @@ def cloned(sample: SampleInput) -> SampleInput:
     def plain_copy(thing: torch.Tensor) -> torch.Tensor:
         if thing.layout is not torch.strided:
             raise SparseSample
-        if thing.is_conj() or thing.is_neg():
-            return thing.detach().clone()
+        if thing.is_conj():  # a copy would be resolved, and some BLAS round a product with a conjugate view elsewhere
+            return plain_copy(thing.detach().conj()).conj()
+        if thing.is_neg():
+            return torch._neg_view(plain_copy(torch._neg_view(thing.detach())))
         plain, storage = thing.detach(), thing.untyped_storage()
         key = hash((storage._cdata, thing.dtype))
         if key not in memo:
