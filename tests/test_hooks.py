@@ -168,13 +168,13 @@ def test_operations_are_recorded_while_somebody_listens(monkeypatch: pytest.Monk
 
 
 def test_a_worker_is_a_lane() -> None:
-    with connected(0):
+    with connected(6):
         built: list[Any] = []
         ran: list[Any] = []
         with marid.on_run(ran.append), marid.on_build(built.append):
             for _ in range(2):
-                torch.full((3,), 0.25, device=DEVICE).acos().sum().item()
-        assert [event.lane for event in ran] == ["worker 0"] * 2
+                torch.full((3,), 0.25, device=f"{DEVICE}:6").acos().sum().item()
+        assert [event.lane for event in ran] == ["worker 6"] * 2
         assert all(event.operators[-1] == "aten::sum" and event.seconds > 0 for event in ran)
         assert len(built) == 1
 

@@ -113,6 +113,29 @@ def test_what_another_thread_reads_lets_nothing_run_where_that_is_forbidden(monk
         other.start()
         other.join()
         assert not (x + 1).materialized
+    (x + 1).sum().item()
+    assert (x + 1).materialized
+
+
+def test_operations_of_several_threads_are_recorded(at_once: None) -> None:
+    """While they live: what one runs at once may be what another is about to run with all else that is pending."""
+    x = torch.rand(4, device=DEVICE)
+    x + 1
+    assert (x + 1).materialized
+    used, done = threading.Event(), threading.Event()
+
+    def use() -> None:
+        (x * 2).sum().item()
+        used.set()
+        done.wait(60)
+
+    other = threading.Thread(target=use)
+    other.start()
+    assert used.wait(60)
+    assert not (x + 1).materialized
+    done.set()
+    other.join()
+    (x + 1).sum().item()
     assert (x + 1).materialized
 
 

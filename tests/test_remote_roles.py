@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import marid
-from marid.remote import connect as connecting
 from marid.remote.client.memory import role_of
+from marid.remote.launch import connect as connecting
 
 WORKER = "remote_accelerator:6"
 

@@ -126,15 +126,16 @@ def test_without_times_there_is_a_report_all_the_same(tmp_path: Path) -> None:
 def test_traffic_of_workers_is_shown_by_line(tmp_path: Path) -> None:
     """What ran there has no times of operators, but lines and bytes."""
     marid.reset_stats()
-    with connected(0):
-        x = torch.ones(1000).to(DEVICE)  # sent
+    device = f"{DEVICE}:6"
+    with connected(6):
+        x = torch.ones(1000).to(device)  # sent
         (x * 2).sum().item()
         found = data_of()
         text = marid.report(tmp_path / "report.html").read_text()
     remote = found["remote"]
     assert remote["totals"]["bytes_up"] > 4000
-    assert [one["code"] for one in remote["moved"] if one["up"] >= 4000] == ["x = torch.ones(1000).to(DEVICE)  # sent"]
-    assert [one["device"] for one in remote["workers"]] == [0]
+    assert [one["code"] for one in remote["moved"] if one["up"] >= 4000] == ["x = torch.ones(1000).to(device)  # sent"]
+    assert [one["device"] for one in remote["workers"]] == [6]
     assert 'id="workers"' in text
     marid.reset_stats()
 

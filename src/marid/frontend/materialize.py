@@ -186,7 +186,8 @@ def may_be_immediate(tape: Tape) -> bool:
     """Whether operations may run at once on the thread that calls them."""
     allowed = settings.immediate_bytes > 0 and not settings.memory_limit and not settings.log_intercepts
     allowed = allowed and not recorded.listeners
-    return allowed and not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
+    here = not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
+    return allowed and here and module.is_alone()
 
 
 def _begin_immediate(tape: Tape) -> None:

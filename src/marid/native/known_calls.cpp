@@ -129,11 +129,7 @@ bool read_words(const Operator& op, const c10::IValue* given, Call& call, Words&
 }
 
 PyObject* KnownCalls::find(const Words& words) {
-  if (generation_ != generation) {
-    entries_.clear();
-    generation_ = generation;
-    return nullptr;
-  }
+  if (generation_ != generation) return nullptr;
   auto [first, last] = entries_.equal_range(hash_of(words));
   for (auto at = first; at != last; ++at) {
     const std::vector<uint64_t>& own = at->second.words;
@@ -145,8 +141,10 @@ PyObject* KnownCalls::find(const Words& words) {
 }
 
 void KnownCalls::keep(const Words& words, Ref known, Ref keeps) {
+  // Freed at the end: Python may run then, and other threads meanwhile, which must find all in order.
+  std::unordered_multimap<uint64_t, Entry> outdated;
   if (generation_ != generation || entries_.size() >= kMost) {
-    entries_.clear();
+    outdated.swap(entries_);
     generation_ = generation;
   }
   Entry entry{{words.begin(), words.end()}, std::move(known), std::move(keeps)};

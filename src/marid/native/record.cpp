@@ -381,7 +381,7 @@ bool read_number(torch::jit::Stack* stack) {
   if (!value || !own || !is_value(value.get())) return false;
   Ref device(PyObject_GetAttr(spec_of(value.get()), device_name));
   PyObject* on = device ? PyList_GetItem(tapes, PyLong_AsSsize_t(device.get())) : nullptr;
-  if (on == nullptr || recording > 0 || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
+  if (on == nullptr || recording > 0 || threads > 1 || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
   if (own.get() != Py_None && last_write(own.get()) != nullptr) return false;
   at::Tensor concrete = concrete_tensor(value.get());
   if (!concrete.defined()) return false;
@@ -521,6 +521,7 @@ bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
 
 bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
+  count_this_thread();
   if (op.reads_number) return read_number(stack);
   PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
   if (by == nullptr) return false;
@@ -541,7 +542,7 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   if (one ? op.returns != 1 || op.returns_list : described == Py_None) return false;
   if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
   PyObject* on = known.at(found, kTape);
-  bool immediate = recording == 0 && tape.at(on, kImmediate) == Py_True;
+  bool immediate = recording == 0 && threads == 1 && tape.at(on, kImmediate) == Py_True;
   long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
   if (left < 0 && !immediate) return false;  // the tape may be full
   if ((draws || !immediate) && !store_call(op, given, call)) return false;
