@@ -56,15 +56,16 @@ PyObject* local(Frame* frame, Py_ssize_t index) {
 
 // --- the user's line -------------------------------------------------------------------------------------------------
 
-// What `sites` holds for a code object; both are kept for good.
-auto& tables = *new std::unordered_map<PyCodeObject*, PyObject*>;
+// What `sites` holds for a code object, which is kept for good.
+auto& tables = *new std::unordered_map<PyCodeObject*, Ref>;
 
+// Borrowed; null after an error.
 PyObject* table_of(PyCodeObject* code) {
   auto found = tables.find(code);
-  if (found != tables.end()) return found->second;
+  if (found != tables.end()) return found->second.get();
   Ref table(PyObject_CallOneArg(site_table, reinterpret_cast<PyObject*>(code)));
-  if (table) tables.emplace(code, table.get());
-  return table.get();
+  // Another thread may have come here meanwhile, with the same table.
+  return table ? tables.emplace(code, std::move(table)).first->second.get() : nullptr;
 }
 
 // The site in a frame, and whether that is in an installed package (whose tables are of a subclass of dict); empty where
@@ -95,14 +96,14 @@ struct TwoHash {
     return (reinterpret_cast<size_t>(two.first) >> 4) * 31 + (reinterpret_cast<size_t>(two.second) >> 4);
   }
 };
-auto& calls = *new std::unordered_map<std::pair<PyObject*, PyObject*>, PyObject*, TwoHash>;  // sites live for good
+auto& calls = *new std::unordered_map<std::pair<PyObject*, PyObject*>, Ref, TwoHash>;  // sites live for good
 
 // The user's site that has called a line of a package; empty after an error.
 Ref site_calling(PyObject* site, PyObject* package) {
   auto found = calls.find({site, package});
-  if (found != calls.end()) return Ref::to(found->second);
+  if (found != calls.end()) return Ref::to(found->second.get());
   Ref made(PyObject_CallFunctionObjArgs(called_in, site, package, nullptr));
-  if (made) calls.emplace(std::pair{site, package}, made.get());
+  if (made) calls.emplace(std::pair{site, package}, Ref::to(made.get()));
   return made;
 }
 
@@ -123,13 +124,13 @@ struct Hash {
 struct Inside {
   Ref parent, module;  // weak references
   PyTypeObject* type;
-  PyObject* scope;
+  Ref scope;
 };
 auto& insides = *new std::unordered_map<Key, Inside, Hash>;  // stays when the interpreter is gone
 // The scope of an optimizer's step, which `meet` has said; as long as it is the same object.
 struct Step {
   Ref optimizer;  // a weak reference
-  PyObject* scope;
+  Ref scope;
 };
 auto& optimizers = *new std::unordered_map<PyObject*, Step>;
 constexpr size_t kMany = 1 << 14;  // entries, before those of objects that are gone are forgotten with the others
@@ -151,7 +152,7 @@ PyObject* inside(PyObject* scope, PyObject* parent, PyObject* module) {
   if (found != insides.end()) {
     const Inside& known = found->second;
     bool same = is_of(known.module, module) && known.type == Py_TYPE(module);
-    if (same && (parent == nullptr || is_of(known.parent, parent))) return known.scope;
+    if (same && (parent == nullptr || is_of(known.parent, parent))) return known.scope.get();
     insides.erase(found);
   }
   PyObject* above = parent == nullptr ? Py_None : parent;
@@ -161,20 +162,21 @@ PyObject* inside(PyObject* scope, PyObject* parent, PyObject* module) {
   if (!child || !weak_module || (parent != nullptr && !weak_parent)) return nullptr;
   if (insides.size() >= kMany) insides.clear();
   PyObject* made = child.get();
-  insides.insert_or_assign(key, Inside{std::move(weak_parent), std::move(weak_module), Py_TYPE(module), made});
+  insides.insert_or_assign(
+      key, Inside{std::move(weak_parent), std::move(weak_module), Py_TYPE(module), std::move(child)});
   return made;
 }
 
 // Borrowed; null after an error.
 PyObject* met(PyObject* optimizer) {
   auto found = optimizers.find(optimizer);
-  if (found != optimizers.end() && is_of(found->second.optimizer, optimizer)) return found->second.scope;
+  if (found != optimizers.end() && is_of(found->second.optimizer, optimizer)) return found->second.scope.get();
   Ref weak(PyWeakref_NewRef(optimizer, nullptr));
   Ref scope(weak ? PyObject_CallOneArg(meet, optimizer) : nullptr);
   if (!scope) return nullptr;
   if (optimizers.size() >= kMany) optimizers.clear();
-  PyObject* kept = scope.get();  // scopes live for good
-  optimizers.insert_or_assign(optimizer, Step{std::move(weak), kept});
+  PyObject* kept = scope.get();
+  optimizers.insert_or_assign(optimizer, Step{std::move(weak), std::move(scope)});
   return kept;
 }
 

@@ -127,7 +127,8 @@ class Scope:
     def child(self, path: str, module_type: str, module_class: str | None = None) -> Scope:
         found = self.children.get((path, module_type))
         if found is None:
-            found = self.children[path, module_type] = Scope(path, module_type, self.phase, self, module_class)
+            made = Scope(path, module_type, self.phase, self, module_class)
+            found = self.children.setdefault((path, module_type), made)
         return found
 
     def calls(self) -> list[Scope]:
@@ -170,7 +171,8 @@ _state = _State()
 
 INTERNAL = object()
 # Keyed by identity because hashing a code object hashes its contents; the code objects are kept alive, so an
-# identity is never reused.
+# identity is never reused. Whatever is kept for good here is kept where the first of several threads has put it
+# (`setdefault`): native/stack.cpp knows it by its address.
 _codes: list[CodeType] = []
 _sites: dict[int, Any] = {}
 """By identity of a code object: INTERNAL, or the interned sites by instruction."""
@@ -195,7 +197,7 @@ def _called_in(site: Site, package: Site) -> Site:
     """The user's line that has called a line of a package; interned."""
     found = _calls.get((site, package))
     if found is None:
-        found = _calls[site, package] = Site(site.code, site.instruction, package)
+        found = _calls.setdefault((site, package), Site(site.code, site.instruction, package))
     return found
 
 
@@ -224,8 +226,7 @@ def capture_site(frame: FrameType | None) -> Site | None:
 
 
 def _site_at(code: CodeType, instruction: int) -> Site:
-    site = site_table(code)[instruction] = Site(code, instruction // 2)
-    return site
+    return site_table(code).setdefault(instruction, Site(code, instruction // 2))
 
 
 _native: Any = None
@@ -277,8 +278,7 @@ def _classify(code: CodeType) -> Any:
     elif _PACKAGES.search(name):
         table = _PackageSites()
     _codes.append(code)
-    _sites[id(code)] = table
-    return table
+    return _sites.setdefault(id(code), table)
 
 
 # --- modules and optimizers --------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def _meet(optimizer: torch.optim.Optimizer) -> Scope:
     kind = type(optimizer)
     if kind not in _steps:
         full = f"{kind.__module__}.{kind.__qualname__}"
-        _steps[kind] = Scope(None, kind.__name__, OPTIMIZER, module_class=full)
+        return _steps.setdefault(kind, Scope(None, kind.__name__, OPTIMIZER, module_class=full))
     return _steps[kind]
 
 
