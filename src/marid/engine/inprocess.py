@@ -30,7 +30,6 @@ from marid.execute.kernel_warnings import KernelWarnings
 from marid.execute.specialisation import Runnable
 from marid.execute.store import ProgramStore
 from marid.graph.node import (
-    Draw,
     Node,
     Operation,
     Value,
@@ -197,10 +196,6 @@ class InProcessEngine:
     def download(self, buffer: torch.Tensor) -> torch.Tensor:
         with concretely():
             return snapshot(buffer)
-
-    def generator(self, draw: Draw) -> torch.Generator:
-        self._drain()
-        return self._twisters.at(draw)
 
     def has(self, value: Value) -> bool:
         with self.lock:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from marid.graph.node import Draw, Node, Operation, Value
+from marid.graph.node import Node, Operation, Value
 from marid.graph.prepared import Prepared
 
 __all__ = ["Buffer", "Called", "Engine", "Geometry", "GiveBack", "Need", "Returned"]
@@ -151,10 +151,6 @@ class Engine(Protocol):
 
     def memory(self, buffer: Buffer) -> tuple[int, int] | None:
         """An identity for the block of memory that a buffer lies in, and its bytes; None while it is in the making."""
-        ...
-
-    def generator(self, draw: Draw) -> torch.Generator:
-        """A CPU generator positioned at ``draw``."""
         ...
 
     def compiling(self) -> int:

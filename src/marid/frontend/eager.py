@@ -100,7 +100,7 @@ def _called(recorder: Recorder, call: Call) -> Called:
         return called
     with random.generator_of(given, call.device) as generator:
         here = Draw(generator.seed, generator.offset, generator.spare, generator.offset, generator.spare)
-        before = engine.generator(here).get_state()
+        before = random.generator_at(here).get_state()
         called = engine.call(op, args, kwargs, before)
         assert called.state is not None
         random.measure(generator, before, called.state)

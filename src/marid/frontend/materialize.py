@@ -186,12 +186,11 @@ def may_be_immediate(tape: Tape) -> bool:
     """Whether operations may run at once on the thread that calls them."""
     allowed = settings.immediate_bytes > 0 and not settings.memory_limit and not settings.log_intercepts
     allowed = allowed and not recorded.listeners
-    here = not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
-    return allowed and here and module.is_alone()
+    return allowed and not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
 
 
 def _begin_immediate(tape: Tape) -> None:
-    """Let operations run at once from here on: nothing runs on another thread that they could overtake."""
+    """Let operations run at once from here on."""
     wait_anyway()
     _rhythms[tape.device].begins_immediate()
     module.allow_immediate(settings.immediate_bytes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
 from collections.abc import Callable
 from sys import _getframe as getframe
 from typing import Any
@@ -19,9 +20,18 @@ from torch.utils._device import DeviceContext
 
 from marid.frontend import handles
 from marid.graph.node import Draw, Spec
-from marid.graph.twister import PAIR_WORDS
+from marid.graph.twister import PAIR_WORDS, Twisters
 
-__all__ = ["Generator", "default_generator", "draw", "generator_of", "measure", "seed_all"]
+__all__ = [
+    "Generator",
+    "default_generator",
+    "draw",
+    "draw_failed",
+    "generator_at",
+    "generator_of",
+    "measure",
+    "seed_all",
+]
 
 _STATE = struct.Struct("=QQq")
 
@@ -118,6 +128,41 @@ class generator_of:
     def __exit__(self, *_: object) -> None:
         if self._given is not None:
             self._given.set_state(self._generator.get_state())
+
+
+class _Positioned(threading.local):
+    """Each thread has its own: nobody else draws between positioning a generator and drawing from it."""
+
+    def __init__(self) -> None:
+        self.twisters = Twisters()
+
+
+_positioned = _Positioned()
+
+
+def generator_at(draw: Draw) -> torch.Generator:
+    """A CPU generator from which this thread takes exactly the numbers of ``draw`` next, for an operation that is no
+    part of a program."""
+    return _positioned.twisters.at(draw)
+
+
+def draw_failed(device: int, draw: Draw) -> None:
+    """An operation of this thread that was to take ``draw`` has failed: the generator of its device goes on from where
+    the operation came, as PyTorch's does."""
+    twisters, generator = _positioned.twisters, _defaults[device]
+    reached = twisters.at(Draw(draw.seed, draw.end, draw.end_spare, draw.end, draw.end_spare)).get_state()
+    twisters.forget()
+    if (generator.seed, generator.offset, generator.spare) == (
+        draw.seed,
+        draw.end,
+        draw.end_spare,
+    ):  # nobody drew since
+        generator.offset, generator.spare = draw.offset, draw.spare
+        measure(
+            generator,
+            generator_at(Draw(draw.seed, draw.offset, draw.spare, draw.offset, draw.spare)).get_state(),
+            reached,
+        )
 
 
 # --- how many words an operation takes -----------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from marid import policy
 from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import BOUNDS, NOT_RECORDED, Call, Pairs, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
-from marid.frontend.engines import engine_of
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.materialize import cost_of, download, overflow, run_everything
 from marid.frontend.observe import observer
@@ -535,12 +534,18 @@ def draw_for(
     drawn = random.draw(recorder.func.name(), random.default_generator(device), spec, args, named)
     if drawn is None:
         return None
-    generator = engine_of(device).generator(drawn) if at_once else None
+    generator = random.generator_at(drawn) if at_once else None
     return tuple({**named, "generator": drawn}.items()), generator
+
+
+def _draw_failed(known: Known, kwargs: Pairs) -> None:
+    """A call that ran at once has failed, with keyword arguments of ``draw_for``."""
+    random.draw_failed(known.tape.device, dict(kwargs)["generator"])
 
 
 module.configure(
     draw_for=draw_for,
+    draw_failed=_draw_failed,
     Operation=Operation,
     Node=Node,
     Output=Output,

@@ -12,7 +12,6 @@ namespace marid {
 
 Allowance allowance;
 thread_local int recording = 0;
-std::atomic<int> threads = 0;
 int64_t performed = 0;
 
 namespace {
@@ -27,14 +26,6 @@ bool is_own(const at::Tensor& tensor) {
 }
 
 }  // namespace
-
-void count_this_thread() {
-  struct Counted {
-    Counted() { threads++; }
-    ~Counted() { threads--; }
-  };
-  thread_local Counted here;
-}
 
 Below::Below(bool lets_go)
     : keys_(c10::impl::tls_local_dispatch_key_set()),
@@ -117,9 +108,6 @@ PyObject* record_here(PyObject*, PyObject* change) {
   Py_RETURN_NONE;
 }
 
-// is_alone(): whether no more than one living thread has called operators on the device.
-PyObject* is_alone(PyObject*, PyObject*) { return PyBool_FromLong(threads <= 1); }
-
 // performed(): how many operations have run at once.
 PyObject* count(PyObject*, PyObject*) { return PyLong_FromLongLong(performed); }
 
@@ -128,7 +116,6 @@ PyObject* count(PyObject*, PyObject*) { return PyLong_FromLongLong(performed); }
 PyMethodDef immediate_functions[] = {
     {"allow_immediate", allow_immediate, METH_O, nullptr},
     {"record_here", record_here, METH_O, nullptr},
-    {"is_alone", is_alone, METH_NOARGS, nullptr},
     {"performed", count, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -8,8 +8,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
-#include <atomic>
-
 namespace marid {
 
 // The values of the tensors of a call, in the order of their appearance.
@@ -50,11 +48,6 @@ class Allowance {
   int64_t bytes_ = kBytesAtFirst, operations_ = 0;
 };
 extern Allowance allowance;
-
-// How many living threads have called operators on the device. With several, what one of them runs at once may be what another one
-// is about to run with all else that is pending, so operations are recorded.
-extern std::atomic<int> threads;
-void count_this_thread();
 
 // How many blocks this thread is in whose operations are recorded, whatever the other threads do.
 extern thread_local int recording;

@@ -10,6 +10,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -77,7 +78,7 @@ struct Queue {
   std::mutex lock;
   std::condition_variable changed;
   std::deque<Job*> jobs;  // the first one runs, unless the queue is halted
-  int64_t submitted = 0, done = 0;
+  std::atomic<int64_t> submitted = 0, done = 0;  // changed with the lock
   bool halted = false, stopping = false;
   Positioned positioned = nullptr;
   std::thread thread;
@@ -194,10 +195,9 @@ void* marid_job_warnings(void* job) { return std::exchange(static_cast<Job*>(job
 void marid_job_free(void* job) { delete static_cast<Job*>(job); }
 
 // The number of the last job that is done.
-int64_t marid_queue_done() {
-  std::lock_guard<std::mutex> held(queue->lock);
-  return queue->done;
-}
+int64_t marid_queue_done() { return queue->done; }
+// Whether what was handed over is not all done.
+int marid_queue_busy() { return queue->done != queue->submitted ? 1 : 0; }
 // Wait for a job: 0 when it is done, 1 after so many seconds, 2 when the queue is halted.
 int marid_queue_wait(int64_t number, double seconds) {
   std::unique_lock<std::mutex> held(queue->lock);
@@ -217,7 +217,7 @@ int marid_queue_halted() {
 void marid_queue_resume() {
   std::lock_guard<std::mutex> held(queue->lock);
   queue->jobs.clear();
-  queue->done = queue->submitted;
+  queue->done = queue->submitted.load();
   queue->halted = false;
 }
 // Before the process ends: no job begins any more, and the thread is gone.

@@ -23,7 +23,10 @@
 // From PyTorch's Python half, whose headers take long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
-extern "C" void marid_view_by_strides(void* tensor);  // device.cpp
+extern "C" {
+void marid_view_by_strides(void* tensor);  // device.cpp
+int marid_queue_busy();  // queue.cpp
+}
 namespace torch::autograd {
 int get_current_graph_task_id();
 }
@@ -46,7 +49,7 @@ PyObject *not_recorded, *bucket, *bounds;  // see frontend/calls.py
 PyObject* tapes;  // see frontend/handles.py
 PyObject* last_write_of;  // see graph/node.py
 PyObject* run_pending;  // see frontend/materialize.py
-PyObject* draw_for;  // see frontend/record.py
+PyObject *draw_for, *draw_failed;  // see frontend/record.py
 PyObject* recorders;  // by identity of the operator
 PyObject *backward_name, *pattern_name, *address_name, *device_name;  // attributes
 
@@ -271,9 +274,11 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
 
 // --- running at once ---------------------------------------------------------------------------------------------------
 
-// Whether a call can run at once: its arguments exist, and nothing is pending that it must see or could overtake.
+// Whether a call can run at once: its arguments exist, and nothing is pending, or on the device's thread, that it must see
+// or could overtake.
 bool is_ready(PyObject* on, const Call& call, bool writes, Concrete& concrete) {
   concrete.clear();
+  if (marid_queue_busy() != 0) return false;
   if (writes && PyList_GET_SIZE(tape.at(on, kEntries)) != 0) return false;
   for (size_t i = 0; i < call.values.size(); i++) {
     concrete.push_back(concrete_tensor(call.values[i]));
@@ -381,7 +386,8 @@ bool read_number(torch::jit::Stack* stack) {
   if (!value || !own || !is_value(value.get())) return false;
   Ref device(PyObject_GetAttr(spec_of(value.get()), device_name));
   PyObject* on = device ? PyList_GetItem(tapes, PyLong_AsSsize_t(device.get())) : nullptr;
-  if (on == nullptr || recording > 0 || threads > 1 || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
+  if (on == nullptr || recording > 0 || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
+  if (marid_queue_busy() != 0) return false;
   if (own.get() != Py_None && last_write(own.get()) != nullptr) return false;
   at::Tensor concrete = concrete_tensor(value.get());
   if (!concrete.defined()) return false;
@@ -521,7 +527,6 @@ bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
 
 bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
-  count_this_thread();
   if (op.reads_number) return read_number(stack);
   PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
   if (by == nullptr) return false;
@@ -542,14 +547,12 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   if (one ? op.returns != 1 || op.returns_list : described == Py_None) return false;
   if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
   PyObject* on = known.at(found, kTape);
-  bool immediate = recording == 0 && threads == 1 && tape.at(on, kImmediate) == Py_True;
+  bool immediate = recording == 0 && tape.at(on, kImmediate) == Py_True;
   long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
   if (left < 0 && !immediate) return false;  // the tape may be full
   if ((draws || !immediate) && !store_call(op, given, call)) return false;
   std::vector<c10::IValue> positioned;
   if (draws) {
-    // What is pending may draw too, and would move the generator on from where it is put for this call.
-    if (immediate && PyList_GET_SIZE(tape.at(on, kEntries)) != 0 && !Ref(PyObject_CallOneArg(run_pending, on))) return false;
     at::Generator generator;
     if (draw(by, found, call, immediate, generator) != Outcome::kDone) return false;
     positioned.assign(arguments.begin(), arguments.end());
@@ -558,7 +561,14 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   }
   Results results;
   Outcome at_once = Outcome::kUnusual;
-  if (immediate) at_once = run_at_once(by, found, handle, op, arguments, call, results);
+  if (immediate) {
+    try {
+      at_once = run_at_once(by, found, handle, op, arguments, call, results);
+    } catch (...) {
+      if (draws) Ref(PyObject_CallFunctionObjArgs(draw_failed, found, call.kwargs.get(), nullptr));
+      throw;
+    }
+  }
   if (at_once == Outcome::kError) return false;
   if (at_once == Outcome::kUnusual) {
     results.clear();
@@ -587,7 +597,8 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   std::pair<const char*, PyObject**> wanted[] = {
       {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"not_recorded", &not_recorded},
-      {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for}};
+      {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for},
+      {"draw_failed", &draw_failed}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);

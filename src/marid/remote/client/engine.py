@@ -23,7 +23,6 @@ from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
 from marid.errors import LazyTensorError, MaterializationError, WireError
 from marid.graph.node import (
-    Draw,
     Node,
     Operation,
     Value,
@@ -31,7 +30,6 @@ from marid.graph.node import (
 )
 from marid.graph.prepared import Prepared
 from marid.graph.program import bind
-from marid.graph.twister import Twisters
 from marid.remote.client import transfers as exchange
 from marid.remote.client.contents import LARGE, Content, FileContent, content_of
 from marid.remote.client.delivery import Connection, Delivery
@@ -80,7 +78,6 @@ class RemoteEngine:
         self.delivery = Delivery(connection, self.remote)
         self.queue = self.delivery.queue
         self._programs = EncodedPrograms()
-        self._twisters = Twisters()
         self._unsent = 0  # bytes of uploads
         self.reached: weakref.WeakKeyDictionary[Any, tuple[tuple[Link, Link], bool]] = weakref.WeakKeyDictionary()
         self._last_stats: dict[str, Any] = {}
@@ -361,10 +358,6 @@ class RemoteEngine:
 
     def memory(self, buffer: RemoteBuffer) -> tuple[int, int] | None:
         return buffer.block.identity, buffer.block.nbytes
-
-    def generator(self, draw: Draw) -> torch.Generator:
-        with self.lock:
-            return self._twisters.at(draw)
 
     def compiling(self) -> int:
         return 0
