@@ -553,6 +553,7 @@ module.configure(
     Tape=Tape,
     Recorder=Recorder,
     Known=Known,
+    Spec=Spec,
     not_recorded=NOT_RECORDED,
     bucket=bucket,
     bounds=BOUNDS,

@@ -53,7 +53,7 @@ bool is_unshared(const at::Tensor& tensor, size_t stacks) {
   }
   if (others > 0) return false;
   marid::Ref handle(THPVariable_Wrap(tensor));
-  marid::Ref storage(handle ? PyObject_GetAttr(handle.get(), marid::storage_name) : nullptr);
+  marid::Ref storage = handle ? marid::storage_of(handle.get()) : marid::Ref();
   PyErr_Clear();
   return storage && (storage.get() == Py_None || Py_REFCNT(storage.get()) == 2);  // of the tensor, and here
 }

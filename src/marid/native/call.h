@@ -13,7 +13,14 @@ enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, 
 enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
 
 extern PyTypeObject* handle_type;  // what own tensors are
-extern PyObject *value_name, *storage_name;  // of the attributes with their value and with what it lies in
+
+// The attributes of a tensor of ours: its value, and what that lies in or None. Where objects of its type have their
+// attributes, if that can be told, and not by way of its type, which takes five times as long. Empty, or false, with an error.
+Ref value_of(PyObject* handle);
+Ref storage_of(PyObject* handle);
+bool set_value(PyObject* handle, PyObject* value);
+bool set_storage(PyObject* handle, PyObject* of);
+void prepare_handles(PyObject* type);
 
 inline bool is_value(PyObject* object) { return Py_TYPE(object) == node.type || Py_TYPE(object) == output.type; }
 inline PyObject* spec_of(PyObject* value) {

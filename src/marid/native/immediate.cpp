@@ -64,6 +64,7 @@ at::Tensor concrete_tensor(PyObject* value) {
 void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
              torch::jit::Stack& returned) {
   size_t next = 0;
+  returned.reserve(arguments.size());
   auto placed = [&](const at::Tensor& tensor) { return is_own(tensor) ? concrete[next++] : tensor; };
   for (const c10::IValue& argument : arguments) {
     if (argument.isTensor()) {

@@ -58,7 +58,7 @@ bool add_tensor(const at::Tensor& tensor, bool exact, Call& call, Words& words) 
   if (!impl->key_set().has(c10::DispatchKey::Python)) return false;
   Ref handle(THPVariable_Wrap(tensor));
   if (!handle || Py_TYPE(handle.get()) != handle_type) return false;
-  Ref value(PyObject_GetAttr(handle.get(), value_name));
+  Ref value = value_of(handle.get());
   if (!value || !is_value(value.get())) return false;
   words.push_back(kTensor);
   words.push_back(reinterpret_cast<uint64_t>(spec_of(value.get())));

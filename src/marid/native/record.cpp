@@ -37,12 +37,13 @@ using namespace marid;
 
 // --- what `configure` is told ----------------------------------------------------------------------------------------
 
-Slots operation, storage, recorder, known, tape;
+Slots operation, storage, recorder, known, tape, spec;
 enum OperationSlot { kMutates };
 enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
 enum RecorderSlot { kRecorderOp, kPlain, kDraws, kIndexes, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
 enum TapeSlot { kSequence, kEntries, kRoom, kImmediate };
+enum SpecSlot { kSpecPattern, kSpecDevice };
 
 PyObject* torch_function;  // of handles
 PyObject *not_recorded, *bucket, *bounds;  // see frontend/calls.py
@@ -51,7 +52,7 @@ PyObject* last_write_of;  // see graph/node.py
 PyObject* run_pending;  // see frontend/materialize.py
 PyObject *draw_for, *draw_failed;  // see frontend/record.py
 PyObject* recorders;  // by identity of the operator
-PyObject *backward_name, *pattern_name, *address_name, *device_name;  // attributes
+PyObject *backward_name, *address_name;  // attributes
 
 // --- the order of reads and writes -----------------------------------------------------------------------------------
 
@@ -72,21 +73,21 @@ Ref next_number(PyObject* on) {
 
 // The storage of a tensor of this tape, made when it has none: `storage_of` in frontend/handles.py.
 Ref storage_behind(PyObject* tensor, PyObject* on) {
-  Ref own(PyObject_GetAttr(tensor, storage_name));
+  Ref own = storage_of(tensor);
   if (own.get() != Py_None) return own;
   Ref number = next_number(on), made(storage.type->tp_alloc(storage.type, 0));
   if (!number || !made) return Ref();
   storage.set(made.get(), kLastRead, std::move(number));
   storage.set(made.get(), kLastWrite, Ref::to(Py_None));
   storage.set(made.get(), kStorageHandle, Ref::to(Py_None));
-  return PyObject_SetAttr(tensor, storage_name, made.get()) == 0 ? std::move(made) : Ref();
+  return set_storage(tensor, made.get()) ? std::move(made) : Ref();
 }
 
 // Note what the node must see and, for what it writes, who may still have to read. Everything that can fail comes first.
 bool order(PyObject* of, PyObject* on, const Call& call, PyObject* writes) {
   c10::SmallVector<Ref, 8> storages;
   for (const Ref& tensor : call.tensors) {
-    storages.emplace_back(PyObject_GetAttr(tensor.get(), storage_name));
+    storages.push_back(storage_of(tensor.get()));
     if (!storages.back()) return false;
   }
   c10::SmallVector<size_t, 8> written;
@@ -139,7 +140,7 @@ at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
   at::Tensor made(std::move(copy));
   handle = Ref(THPVariable_Wrap(made, handle_type));
   marid_view_by_strides(made.unsafeGetTensorImpl());
-  return handle && PyObject_SetAttr(handle.get(), value_name, value) == 0 ? made : at::Tensor();
+  return handle && set_value(handle.get(), value) ? made : at::Tensor();
 }
 
 at::Tensor argument(const Call& call, PyObject* index) {
@@ -154,7 +155,7 @@ bool view(PyObject* handle, PyObject* on, const Call& call, PyObject* view_of, R
   size_t base = PyLong_AsSize_t(view_of);
   Ref own = storage_behind(call.tensors[base].get(), on);
   root = Ref::to(root_of(call.values[base]));
-  return own && PyObject_SetAttr(handle, storage_name, own.get()) == 0;
+  return own && set_storage(handle, own.get());
 }
 
 // The results of a node that has several, or none: see Known.several. `made` are those of one that has run.
@@ -282,7 +283,7 @@ bool is_ready(PyObject* on, const Call& call, bool writes, Concrete& concrete) {
   if (writes && PyList_GET_SIZE(tape.at(on, kEntries)) != 0) return false;
   for (size_t i = 0; i < call.values.size(); i++) {
     concrete.push_back(concrete_tensor(call.values[i]));
-    Ref own(PyObject_GetAttr(call.tensors[i].get(), storage_name));
+    Ref own = storage_of(call.tensors[i].get());
     if (!concrete.back().defined() || !own || (own.get() != Py_None && last_write(own.get()) != nullptr)) return false;
   }
   return true;
@@ -376,16 +377,20 @@ Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& han
   return of && give_results(of.get(), like, call, &made, results) ? Outcome::kDone : Outcome::kError;
 }
 
+// The tape of the device that a spec is of; null after an error. Borrowed.
+PyObject* tape_of(PyObject* of) {
+  return PyList_GetItem(tapes, PyLong_AsSsize_t(spec.at(of, kSpecDevice)));
+}
+
 // A number that has been computed; false to leave the read to Python.
 bool read_number(torch::jit::Stack* stack) {
   const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
   if (!is_in_python(tensor)) return false;
   Ref handle(THPVariable_Wrap(tensor));
   if (!handle || Py_TYPE(handle.get()) != handle_type) return false;
-  Ref value(PyObject_GetAttr(handle.get(), value_name)), own(PyObject_GetAttr(handle.get(), storage_name));
+  Ref value = value_of(handle.get()), own = storage_of(handle.get());
   if (!value || !own || !is_value(value.get())) return false;
-  Ref device(PyObject_GetAttr(spec_of(value.get()), device_name));
-  PyObject* on = device ? PyList_GetItem(tapes, PyLong_AsSsize_t(device.get())) : nullptr;
+  PyObject* on = tape_of(spec_of(value.get()));
   if (on == nullptr || recording > 0 || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
   if (marid_queue_busy() != 0) return false;
   if (own.get() != Py_None && last_write(own.get()) != nullptr) return false;
@@ -421,18 +426,17 @@ Ref derived(PyObject* by, PyObject* key, const Call& call) {
 at::Tensor same_value(const at::Tensor& tensor) {
   Ref handle(THPVariable_Wrap(tensor)), made;
   if (!handle || Py_TYPE(handle.get()) != handle_type) return at::Tensor();
-  Ref value(PyObject_GetAttr(handle.get(), value_name));
+  Ref value = value_of(handle.get());
   if (!value || !is_value(value.get())) return at::Tensor();
-  PyObject* spec = spec_of(value.get());
   // Not a copy of the tensor itself: PyTorch asks Python how to detach one that is implemented there.
-  Ref pattern(PyObject_GetAttr(spec, pattern_name)), device(PyObject_GetAttr(spec, device_name));
-  if (!device || !pattern || pattern.get() == Py_None) return at::Tensor();
-  PyObject* on = PyList_GetItem(tapes, PyLong_AsSsize_t(device.get()));
+  PyObject* pattern = spec.at(spec_of(value.get()), kSpecPattern);
+  if (pattern == Py_None) return at::Tensor();
+  PyObject* on = tape_of(spec_of(value.get()));
   Ref own = on == nullptr ? Ref() : storage_behind(handle.get(), on);
-  Ref address(PyObject_GetAttr(pattern.get(), address_name));
+  Ref address(PyObject_GetAttr(pattern, address_name));
   if (!own || !address) return at::Tensor();
   at::Tensor second = new_handle(address.get(), value.get(), made);
-  if (!second.defined() || PyObject_SetAttr(made.get(), storage_name, own.get()) < 0) return at::Tensor();
+  if (!second.defined() || !set_storage(made.get(), own.get())) return at::Tensor();
   return second;
 }
 
@@ -513,11 +517,10 @@ bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
   at::Tensor view = inner.back().toTensor();
   Ref handle(THPVariable_Wrap(self)), made(THPVariable_Wrap(view));
   if (!handle || !made) return false;
-  Ref value(PyObject_GetAttr(made.get(), value_name)), own(PyObject_GetAttr(made.get(), storage_name));
+  Ref value = value_of(made.get()), own = storage_of(made.get());
   if (!value || !own) return false;
   self.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
-  if (PyObject_SetAttr(handle.get(), value_name, value.get()) < 0) return false;
-  if (PyObject_SetAttr(handle.get(), storage_name, own.get()) < 0) return false;
+  if (!set_value(handle.get(), value.get()) || !set_storage(handle.get(), own.get())) return false;
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(self));
   return true;
@@ -593,10 +596,10 @@ namespace {
 
 // configure(**names): the classes and functions that recording needs.
 PyObject* configure(PyObject*, PyObject*, PyObject* names) {
-  PyObject *operation_type, *node_type, *output_type, *storage_type, *recorder_type, *known_type, *tape_type;
+  PyObject *operation_type, *node_type, *output_type, *storage_type, *recorder_type, *known_type, *tape_type, *spec_type;
   std::pair<const char*, PyObject**> wanted[] = {
       {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
-      {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"not_recorded", &not_recorded},
+      {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"Spec", &spec_type}, {"not_recorded", &not_recorded},
       {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for},
       {"draw_failed", &draw_failed}};
   for (auto [name, place] : wanted) {
@@ -613,7 +616,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
           recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
-      tape.find(tape_type, {"sequence", "entries", "room", "immediate"});
+      tape.find(tape_type, {"sequence", "entries", "room", "immediate"}) && spec.find(spec_type, {"pattern", "device"});
   if (!found || !marid::set_bounds(bounds)) return nullptr;
   marid::prepare_reading(bucket);
   Py_RETURN_NONE;
@@ -659,7 +662,7 @@ PyObject* forget_known(PyObject*, PyObject*) {
 PyObject* make_handles(PyObject*, PyObject* type) {
   torch_function = PyObject_GetAttrString(type, "__torch_function__");
   if (torch_function == nullptr) return nullptr;
-  handle_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
+  marid::prepare_handles(type);
   handle_type->tp_getattr = attribute_of;
   Py_RETURN_NONE;
 }
@@ -683,12 +686,8 @@ extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], 
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
-  value_name = PyUnicode_InternFromString("_value");
-  storage_name = PyUnicode_InternFromString("_storage");
   backward_name = PyUnicode_InternFromString("backward");
-  pattern_name = PyUnicode_InternFromString("pattern");
   address_name = PyUnicode_InternFromString("_cdata");
-  device_name = PyUnicode_InternFromString("device");
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions,
