@@ -21,7 +21,8 @@ from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.native import module
 
 if TYPE_CHECKING:
-    from marid.frontend.record import Known, Recorder
+    from marid.frontend.known import Known
+    from marid.frontend.record import Recorder
 
 __all__ = ["deriver_of"]
 

@@ -14,6 +14,7 @@ from marid.frontend import handles, random
 from marid.frontend.calls import Call, writes_of
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize, run_anyway
+from marid.frontend.results import retarget
 from marid.graph.node import Draw, input_values, root_of
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
@@ -109,8 +110,6 @@ def _called(recorder: Recorder, call: Call) -> Called:
 
 def _hand_back(recorder: Recorder, call: Call, writes: list[int], called: Called) -> Any:
     """Handles for what the operator returned, and up-to-date geometry for what it wrote."""
-    from marid.frontend.record import retarget
-
     for index in writes:
         tensor = call.tensors[index]
         spec = _spec(called.geometries[index], call.device)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from sys import _getframe as getframe
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch._C import _current_graph_task_id as current_graph_task
@@ -25,9 +24,12 @@ from marid import policy
 from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import BOUNDS, NOT_RECORDED, Call, Pairs, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
+from marid.frontend.eager import run_eagerly
 from marid.frontend.handles import new_handle, storage_of
-from marid.frontend.materialize import cost_of, download, overflow, run_everything
+from marid.frontend.known import Known
+from marid.frontend.materialize import download, overflow, run_everything
 from marid.frontend.observe import observer
+from marid.frontend.results import order, results_of, set_geometry
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
 from marid.graph.program import operation_of
 from marid.graph.tape import Tape
@@ -39,7 +41,7 @@ from marid.semantics.scopes import capture_site, current_scope, current_site
 from marid.semantics.tracebacks import fold
 from marid.settings import settings
 
-__all__ = ["Recorder", "dispatch", "follow_switches", "order", "recorder_of", "special"]
+__all__ = ["Recorder", "dispatch", "follow_switches", "recorder_of", "special"]
 
 logger = logging.getLogger("marid")
 
@@ -150,19 +152,19 @@ class Recorder:
         if recorded.listeners:
             _tell(self.op.name)
         if self.dynamic and not (self.facts.mask == "read" and _indexes_by_number(args[1])):
-            return _eagerly(self, args, kwargs, None)
+            return run_eagerly(self, args, kwargs, None)
         if self.facts.mask == "written" and not _fits_any_count(args[0], args[1], args[2]):
-            return _eagerly(self, args, kwargs, None)
+            return run_eagerly(self, args, kwargs, None)
         call = self.read(args, kwargs)
         known = self._known(call)
         if known.rule.eager is not None:
-            return _eagerly(self, args, kwargs, known.rule.eager)
+            return run_eagerly(self, args, kwargs, known.rule.eager)
         if self.random and (random.is_of_the_cpu(call.generator) or not self._draw(call, known.rule)):
-            return _eagerly(self, args, kwargs, None)
+            return run_eagerly(self, args, kwargs, None)
         for tensor in {id(call.tensors[index]): call.tensors[index] for index, _ in known.rule.resized}.values():
             _unshare(tensor, call)
         for index, spec in known.rule.resized:
-            _set_geometry(call.tensors[index], spec)
+            set_geometry(call.tensors[index], spec)
         if settings.log_intercepts:
             _log(self.op.name)
         return self.append(known, call.args, call.kwargs, call.tensors, getframe())
@@ -254,7 +256,7 @@ class Recorder:
         order(node, tensors, known.writes)
         if known.spec is None:
             node.outs = outs = []
-            returned = _results(node, known.rule.returns, tensors, outs)
+            returned = results_of(node, known.rule.returns, tensors, outs)
         else:
             storage = None
             if known.view_of is not None:
@@ -267,54 +269,6 @@ class Recorder:
         if tape.room < 0:
             overflow(tape)
         return returned
-
-
-_NOTHING = infer.OutSpec((), None)
-
-
-class Known:
-    """What is known of calls with one key: the rule, which tensors they write, and what recording them needs.
-
-    ``repeats`` says that another such call needs nothing but one more node. Where there is one result, it is an
-    argument (``returned``), or new: of ``spec``, a view of argument ``view_of`` if that is not None, and copied from
-    the pattern at the address ``pattern`` where there are patterns. Of several results, ``several`` says the same in
-    tuples; it is None where they are not a plain list.
-    """
-
-    __slots__ = ("cost", "pattern", "repeats", "returned", "rule", "several", "spec", "tape", "view_of", "writes")
-
-    def __init__(self, rule: infer.Rule, writes: list[int], tape: Tape) -> None:
-        self.rule = rule
-        self.writes = writes
-        self.tape = tape
-        self.follow_settings()
-        one = rule.returns if isinstance(rule.returns, infer.OutSpec) else _NOTHING
-        self.returned = one.same_as
-        self.spec = one.spec if one.same_as is None else None
-        self.view_of = one.view_of
-        self.pattern = _pattern(self.spec)
-        self.several = () if rule.returns is None else None
-        if type(rule.returns) is list:
-            described = [_described(part) for part in rule.returns]
-            self.several = None if NotImplemented in described else tuple(described)
-
-    def follow_settings(self) -> None:
-        """Work out again what depends on ``marid.settings``."""
-        self.cost = cost_of(self.rule.nbytes)
-        watched = settings.log_intercepts or recorded.listeners  # then each call comes by here
-        self.repeats = self.rule.eager is None and not self.rule.resized and not watched
-
-
-def _pattern(spec: Spec | None) -> int | None:
-    return None if spec is None or spec.pattern is None else spec.pattern._cdata
-
-
-def _described(part: Any) -> Any:
-    if part is None:
-        return None
-    if type(part) is list or (part.same_as is None and _pattern(part.spec) is None):
-        return NotImplemented
-    return part.same_as, part.path, part.spec, _pattern(part.spec), part.view_of
 
 
 def _indexes_by_number(indices: Any) -> bool:
@@ -348,47 +302,6 @@ def _decompose(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     return recorder.func.decompose(*args, **kwargs)
 
 
-def order(node: Node, tensors: list[Any], writes: Sequence[int]) -> None:
-    """Note what the node must see and, for what it writes, who may still have to read."""
-    storages = [storage for tensor in tensors if (storage := tensor._storage) is not None]
-    if not storages and not writes:
-        return
-    after = [write for storage in storages if (write := last_write(storage)) is not None]
-    overwrites: list[Value] = []
-    for index in writes:
-        storage = storage_of(tensors[index])
-        write = storage.last_write
-        if storage.last_read > (write.seq if write is not None else 0):
-            overwrites.append(root_of(tensors[index]._value))
-        storage.last_write = node
-    for tensor in tensors:
-        if tensor._storage is not None:
-            tensor._storage.last_read = node.seq
-    for index in writes:
-        tensors[index]._storage.last_read = 0
-    node.after = tuple(after) if after else None
-    node.overwrites = tuple(overwrites) if overwrites else None
-
-
-def _results(node: Node, described: Any, tensors: list[Any], outs: list[ref[Output]]) -> Any:
-    """Handles in the shape of the return value; fills ``outs`` for nodes with several results."""
-    if described is None:
-        return None
-    if type(described) is list:
-        return [_results(node, part, tensors, outs) for part in described]
-    if described.same_as is not None:
-        return tensors[described.same_as]
-    spec = described.spec
-    root: Value | None = None
-    storage: Storage | None = None
-    if described.view_of is not None:
-        base = tensors[described.view_of]
-        root, storage = root_of(base._value), storage_of(base)
-    out = Output(node, described.path, spec, root)
-    outs.append(ref(out))
-    return new_handle(out, spec, storage)
-
-
 def _unshare(tensor: Any, call: Call) -> None:
     """Give ``tensor`` a value of its own before an operation changes its geometry; other aliases keep theirs."""
     old = tensor._value
@@ -401,25 +314,6 @@ def _swapped(arg: Any, old: Value, new: Value) -> Any:
     if type(arg) is tuple:
         return tuple([_swapped(item, old, new) for item in arg])
     return new if arg is old else arg
-
-
-def _set_geometry(tensor: Any, spec: Spec) -> None:
-    """Let the handle and its value show a new geometry."""
-    tensor._value.spec = spec
-    retarget(tensor, tensor._value, tensor._storage)
-
-
-def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:
-    """Make ``tensor`` a handle of another value: what ``.data =`` and ``set_`` do."""
-    assert value.spec is not None
-    if tensor.is_conj() != value.spec.conj:
-        torch._C._set_conj(tensor, value.spec.conj)
-    if tensor.is_neg() != value.spec.neg:
-        torch._C._set_neg(tensor, value.spec.neg)
-    with handles.below_autograd():
-        torch._C.TensorBase.data.__set__(tensor, new_handle(value, value.spec, storage))  # pyright: ignore
-    tensor._value = value
-    tensor._storage = storage
 
 
 # --- the dispatch entry --------------------------------------------------------------------------------------------
@@ -511,12 +405,6 @@ def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
     own = handles._handle_class
     args, kwargs = tree_map_only(own, lambda tensor: download(tensor, recorder.op.name), (args, kwargs))
     return recorder.func(*args, **kwargs)
-
-
-def _eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str | None) -> Any:
-    from marid.frontend.eager import run_eagerly
-
-    return run_eagerly(recorder, args, kwargs, reason)
 
 
 def draw_for(

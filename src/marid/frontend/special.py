@@ -15,7 +15,8 @@ from marid.frontend.handles import check_index
 from marid.frontend.materialize import download, read, taken
 from marid.frontend.memory import storage_behind
 from marid.frontend.observe import observer
-from marid.frontend.record import Recorder, recorder_of, retarget, special
+from marid.frontend.record import Recorder, recorder_of, special
+from marid.frontend.results import retarget
 from marid.ops.facts import facts_of, named, overload_named
 
 aten = torch.ops.aten

@@ -15,6 +15,7 @@ from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, materialize, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
+from marid.frontend.results import retarget
 from marid.frontend.uninitialized import converted
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
@@ -182,7 +183,7 @@ class LazyTensor(torch.Tensor):
                 f"move it first with .to('{self.device}')"
             )
         storage = handles.storage_of(other)
-        record.retarget(self, other._value, storage)
+        retarget(self, other._value, storage)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage, for its identity and size; it holds no data in this process."""

@@ -3,8 +3,9 @@
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
 ``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``rwkv7.cpp`` the
 operators of a model; ``gemm/`` multiplies matrices, and has a page of its own (``docs/matrix_kernels.md``). Kernels for
-this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python module: ``kernels.cpp``, ``call.cpp``
-and ``record.cpp`` record the usual operations, ``known_calls.cpp`` finds what is known of such calls,
+this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python module (``module.cpp``): ``kernels.cpp``,
+``call.cpp``, ``record.cpp``, ``order.cpp`` and ``results.cpp`` record the usual operations, ``known_calls.cpp`` finds
+what is known of such calls,
 ``resident.cpp`` counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays
 sums of gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them,
 ``derive.cpp`` says what they return for new sizes, ``cut.cpp`` chooses what runs and finds its program, ``runs.cpp``

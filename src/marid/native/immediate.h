@@ -1,17 +1,20 @@
 // Operations that run at once, in place of being recorded (immediate.cpp).
 #pragma once
-#include "call.h"
+#include "recorder.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/SmallVector.h>
 
 namespace marid {
 
-// The values of the tensors of a call, in the order of their appearance.
-using Concrete = c10::SmallVector<at::Tensor, 8>;
+// Run a call now; kUnusual where it has to be recorded, and nothing has happened. Throws what the kernel throws.
+Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& handle, const Operator& op,
+                    c10::ArrayRef<c10::IValue> arguments, const Call& call, Results& results);
+
+// A number that has been computed; false to leave the read to Python.
+bool read_number(torch::jit::Stack* stack);
 
 // The concrete tensor that a value holds; undefined where its operation has not run.
 at::Tensor concrete_tensor(PyObject* value);

@@ -9,7 +9,7 @@ from typing import Any
 from marid.errors import MaterializationError, MemoryLimitError
 from marid.frontend import handles
 from marid.frontend.materialize import run_pending, wait_anyway
-from marid.frontend.record import order
+from marid.frontend.results import order
 from marid.graph.node import Node, finish
 from marid.graph.tape import Tape
 

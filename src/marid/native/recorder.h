@@ -1,0 +1,64 @@
+// What recording a call (record.cpp), its results (results.cpp) and running it at once (immediate.cpp) share: the objects of
+// frontend/record.py, graph/node.py and graph/tape.py, with __slots__, read and written where the slots lie.
+#pragma once
+#include "call.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+// From PyTorch's Python half, whose headers take long to compile.
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+
+namespace marid {
+
+extern Slots operation, storage, recorder, known, tape, spec;
+enum OperationSlot { kMutates };
+enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
+enum RecorderSlot { kRecorderOp, kPlain, kDraws, kIndexes, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver };
+enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
+enum TapeSlot { kSequence, kEntries, kRoom, kImmediate };
+enum SpecSlot { kSpecPattern, kSpecDevice };
+
+extern PyObject* tapes;  // see frontend/handles.py
+extern PyObject* last_write_of;  // see graph/node.py
+extern PyObject* run_pending;  // see frontend/materialize.py
+extern PyObject *draw_for, *draw_failed;  // see frontend/record.py
+extern PyObject* recorders;  // by identity of the operator
+extern PyObject *backward_name, *address_name;  // of attributes
+
+// The values of the tensors of a call, in the order of their appearance; or of its results.
+using Concrete = c10::SmallVector<at::Tensor, 8>;
+using Results = c10::SmallVector<at::Tensor, 4>;
+
+bool is_in_python(const at::Tensor& tensor);
+
+// The write that a reader must see, if any: a pending one, or one that failed unnoticed (graph/node.py). Borrowed.
+PyObject* last_write(PyObject* of);
+
+// The number of the next node of a tape; empty after an error.
+Ref next_number(PyObject* on);
+
+// The storage of a tensor of this tape, made when it has none: `storage_of` in frontend/handles.py.
+Ref storage_behind(PyObject* tensor, PyObject* on);
+
+// Note what the node must see and, for what it writes, who may still have to read. Everything that can fail comes first.
+bool order(PyObject* of, PyObject* on, const Call& call, PyObject* writes);
+
+// The tape of the device that a spec is of; null after an error. Borrowed.
+PyObject* tape_of(PyObject* of);
+
+// A tensor copied from a pattern, with its Python object; undefined after an error.
+at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle);
+
+at::Tensor argument(const Call& call, PyObject* index);
+
+// A node for a call, of which all is set but what it needs.
+Ref new_node(PyObject* by, PyObject* like);
+
+// The results of a node for the user; false after an error. `made` are the tensors of one that has run.
+bool give_results(PyObject* of, PyObject* like, const Call& call, const Concrete* made, Results& results);
+
+// Let PyTorch know that what a call wrote has changed.
+void note_writes(PyObject* by, PyObject* like, const Call& call);
+
+}  // namespace marid

@@ -1,0 +1,140 @@
+// What a call returns to the user: a node or its outputs, and tensors that stand for them.
+#include "recorder.h"
+
+#include "resident.h"
+
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
+extern "C" void marid_view_by_strides(void* tensor);  // device.cpp
+namespace torch::autograd {
+int get_current_graph_task_id();
+}
+
+namespace marid {
+
+bool is_in_python(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+}
+
+PyObject* tape_of(PyObject* of) {
+  return PyList_GetItem(tapes, PyLong_AsSsize_t(spec.at(of, kSpecDevice)));
+}
+
+at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
+  auto* pattern = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
+  auto copy = pattern->shallow_copy_and_detach(c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
+  copy->set_python_dispatch(true);
+  at::Tensor made(std::move(copy));
+  handle = Ref(THPVariable_Wrap(made, handle_type));
+  marid_view_by_strides(made.unsafeGetTensorImpl());
+  return handle && set_value(handle.get(), value) ? made : at::Tensor();
+}
+
+at::Tensor argument(const Call& call, PyObject* index) {
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+      call.impls[PyLong_AsSize_t(index)]));
+}
+
+namespace {
+
+// Let a new result be a view of an argument: it has its storage; what it lies in is `root`.
+bool view(PyObject* handle, PyObject* on, const Call& call, PyObject* view_of, Ref& root) {
+  size_t base = PyLong_AsSize_t(view_of);
+  Ref own = storage_behind(call.tensors[base].get(), on);
+  root = Ref::to(root_of(call.values[base]));
+  return own && set_storage(handle, own.get());
+}
+
+// The results of a node that has several, or none: see Known.several. `made` are those of one that has run.
+bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, const Concrete* made_of, Results& results) {
+  Py_ssize_t count = PyTuple_GET_SIZE(described);
+  c10::SmallVector<Ref, 4> outs;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* one = PyTuple_GET_ITEM(described, i);
+    if (one == Py_None) {
+      results.emplace_back();
+      continue;
+    }
+    PyObject* same_as = PyTuple_GET_ITEM(one, 0);
+    if (same_as != Py_None) {
+      results.push_back(argument(call, same_as));
+      continue;
+    }
+    Ref made(output.type->tp_alloc(output.type, 0)), handle, root = Ref::to(Py_None);
+    if (!made) return false;
+    PyObject_GC_UnTrack(made.get());
+    output.set(made.get(), kOutputNode, Ref::to(of));
+    output.set(made.get(), kPath, Ref::to(PyTuple_GET_ITEM(one, 1)));
+    output.set(made.get(), kOutputSpec, Ref::to(PyTuple_GET_ITEM(one, 2)));
+    output.set(made.get(), kOutputConcrete, Ref::to(Py_None));
+    output.set(made.get(), kOutputRoot, Ref::to(Py_None));
+    if (made_of != nullptr) {
+      output.set(made.get(), kOutputConcrete, Ref(THPVariable_Wrap((*made_of)[i])));
+      if (!note_resident(on, made.get())) return false;
+    }
+    results.push_back(new_handle(PyTuple_GET_ITEM(one, 3), made.get(), handle));
+    if (!results.back().defined()) return false;
+    PyObject* view_of = PyTuple_GET_ITEM(one, 4);
+    if (view_of != Py_None && !view(handle.get(), on, call, view_of, root)) return false;
+    output.set(made.get(), kOutputRoot, std::move(root));
+    outs.emplace_back(PyWeakref_NewRef(made.get(), nullptr));
+    if (!outs.back()) return false;
+    PyObject_GC_UnTrack(outs.back().get());
+  }
+  Ref all = untracked_tuple(outs.size());
+  if (!all) return false;
+  for (size_t i = 0; i < outs.size(); i++) PyTuple_SET_ITEM(all.get(), i, outs[i].release());
+  node.set(of, kOuts, std::move(all));
+  return true;
+}
+
+}  // namespace
+
+Ref new_node(PyObject* by, PyObject* like) {
+  Ref seq = next_number(known.at(like, kTape)), site, scope;
+  if (!seq || !marid::where(&site, &scope)) return Ref();
+  if (torch::autograd::get_current_graph_task_id() >= 0) scope = Ref(PyObject_GetAttr(scope.get(), backward_name));
+  if (!scope) return Ref();
+  Ref made(node.type->tp_alloc(node.type, 0));
+  if (!made) return Ref();
+  PyObject_GC_UnTrack(made.get());
+  PyObject* of = made.get();
+  node.set(of, kSeq, std::move(seq));
+  node.set(of, kOp, Ref::to(recorder.at(by, kRecorderOp)));
+  node.set(of, kSpec, Ref::to(known.at(like, kResult)));
+  node.set(of, kSite, std::move(site));
+  node.set(of, kScope, std::move(scope));
+  for (int slot : {kArgs, kKwargs, kRoot, kAfter, kOverwrites, kConcrete, kOuts}) node.set(of, slot, Ref::to(Py_None));
+  return made;
+}
+bool give_results(PyObject* of, PyObject* like, const Call& call, const Concrete* made, Results& results) {
+  PyObject *on = known.at(like, kTape), *returned = known.at(like, kReturned), *view_of = known.at(like, kViewOf);
+  if (known.at(like, kPattern) != Py_None) {
+    Ref handle, root;
+    if (made != nullptr) {
+      node.set(of, kConcrete, Ref(THPVariable_Wrap((*made)[0])));
+      if (!note_resident(on, of)) return false;
+    }
+    results.push_back(new_handle(known.at(like, kPattern), of, handle));
+    if (!results.back().defined()) return false;
+    if (view_of != Py_None) {
+      if (!view(handle.get(), on, call, view_of, root)) return false;
+      node.set(of, kRoot, std::move(root));
+    }
+  } else if (returned != Py_None) {
+    node.set(of, kOuts, untracked_tuple(0));
+    results.push_back(argument(call, returned));
+  } else {
+    return several(of, on, known.at(like, kSeveral), call, made, results);
+  }
+  return true;
+}
+
+void note_writes(PyObject* by, PyObject* like, const Call& call) {
+  if (recorder.at(by, kBumps) != Py_True) return;
+  PyObject* writes = known.at(like, kWrites);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
+    call.impls[PyLong_AsSize_t(PyList_GET_ITEM(writes, i))]->bump_version();
+  }
+}
+
+}  // namespace marid
