@@ -44,7 +44,7 @@ from marid.frontend import (
     tuples,
     uninitialized,
 )
-from marid.frontend.materialize import optimizer_stepped
+from marid.frontend.limits import optimizer_stepped
 from marid.frontend.tensor import LazyTensor
 from marid.semantics import scopes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from marid.frontend import infer
-from marid.frontend.materialize import cost_of
+from marid.frontend.limits import cost_of
 from marid.graph.node import Spec
 from marid.graph.tape import Tape
 from marid.report.hooks import recorded

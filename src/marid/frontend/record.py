@@ -27,7 +27,8 @@ from marid.frontend.derive import deriver_of
 from marid.frontend.eager import run_eagerly
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.known import Known
-from marid.frontend.materialize import download, overflow, run_everything
+from marid.frontend.limits import overflow
+from marid.frontend.materialize import download, run_everything
 from marid.frontend.observe import observer
 from marid.frontend.results import order, results_of, set_geometry
 from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of

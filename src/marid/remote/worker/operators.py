@@ -2,7 +2,7 @@
 
 An operator is named ``namespace.name.overload``. It must be in the list (``admitted.py``), or in a namespace that an
 import has added, and its arguments and results must be of kinds that can be sent. One whose kernel trusts its arguments
-runs behind a check of them (``checks.py``): what is called, the ``target`` of its operation, is an operator of a
+runs behind a check of them (``checks/``): what is called, the ``target`` of its operation, is an operator of a
 namespace of its own with the same schema. What the operation is, and so what is known of it, stays. Nothing else of
 PyTorch can be named.
 """

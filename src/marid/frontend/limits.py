@@ -1,0 +1,75 @@
+"""How much may be recorded before it runs unasked: an operation is charged its bytes and a share of the number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marid import policy
+from marid.frontend import handles
+from marid.frontend.ahead import takes_steps_unread
+from marid.frontend.materialize import holds_back, run_everything
+from marid.frontend.observe import observer
+from marid.graph.tape import Tape
+from marid.report.stats import counters
+from marid.semantics.scopes import Site, current_site
+from marid.settings import settings
+
+__all__ = ["cost_of", "optimizer_stepped", "overflow"]
+
+
+def cost_of(nbytes: int) -> int:
+    """What one node that allocates ``nbytes`` is charged: its bytes, and its share of the limit on nodes."""
+    return nbytes + settings.max_pending_bytes // settings.max_pending_nodes
+
+
+def overflow(tape: Tape) -> None:
+    """The tape may have grown too long or too large: count exactly, and run all of it when it has.
+
+    Half of the limits is enough to run, at the next node like the one where this happened before; at the limits, which
+    no charge exceeds, it happens anyway.
+    """
+    if observer() is not None:
+        tape.give_room(settings.max_pending_bytes)  # a function under marid.compile is one program
+        return
+    if tape.piece and not holds_back():
+        run_everything(tape, wait=False)
+        tape.give_room(tape.piece)
+        return
+    newest = tape.entries[-1]()
+    here = None if newest is None else (newest.site, newest.scope, newest.op, newest.spec)
+    if tape.grace <= 0:
+        nodes, nbytes = tape.measure()
+        used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
+        # Charges add up bytes and nodes, so half of what is left is safe for both.
+        tape.give_room(int((1 - used) / 2 * settings.max_pending_bytes))
+        if used < policy.CUT_AT:
+            return
+        tape.grace = tape.room if tape.cut_at is not None else 0
+    else:
+        tape.grace += tape.room
+    if tape.grace > 0 and here != tape.cut_at:
+        tape.give_room(0)  # to be asked again at the next node
+        return
+    tape.cut_at = here
+    _cut_unasked(tape, None if newest is None else newest.site)
+
+
+def optimizer_stepped(*_: Any) -> None:
+    """Run what is pending if much is: a loop that reads now and then, or never, repeats best in whole steps."""
+    waits = observer() is not None or bool(holds_back())
+    for index in range(handles.device_count):
+        tape = handles.tape(index)
+        parts = policy.CUT_SHARE_UNREAD if takes_steps_unread(tape) else policy.CUT_SHARE_AFTER_STEP
+        # Measuring takes as long as recording a few operations, so only when so much was added since the last time.
+        if waits or tape.piece or (tape.charged - tape.measured_at) * parts < settings.max_pending_bytes:
+            continue
+        nodes, nbytes = tape.measure()
+        if nodes * parts > settings.max_pending_nodes or nbytes * parts > settings.max_pending_bytes:
+            _cut_unasked(tape, current_site())
+
+
+def _cut_unasked(tape: Tape, site: Site | None) -> None:
+    counters.count_automatic_cut(site)
+    tape.grace = 0
+    run_everything(tape, wait=False)  # a failure is raised where its value is read
+    tape.give_room(settings.max_pending_bytes // 2)

@@ -1,0 +1,19 @@
+"""What is looked at before an operator runs whose kernel takes its arguments on trust.
+
+PyTorch calls these operators itself, from operators that have checked everything, so their kernels read and write where
+they are told to. A client may call them with anything. A check says whether the sizes agree, and whether the numbers in
+index tensors lie within what they index; it raises ``ValueError`` where they do not. Each is given the arguments of
+its operator by their names in the schema, and serves all overloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from marid.remote.worker.checks import losses, norms, other, shapes
+from marid.remote.worker.checks.conditions import Given
+
+__all__ = ["CHECKS"]
+
+CHECKS: dict[str, Callable[[Given], None]] = {**shapes.CHECKS, **norms.CHECKS, **losses.CHECKS, **other.CHECKS}
+"""By the name of an operator of ATen."""
