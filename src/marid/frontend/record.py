@@ -31,7 +31,7 @@ from marid.frontend.limits import overflow
 from marid.frontend.materialize import download, run_everything
 from marid.frontend.observe import observer
 from marid.frontend.results import order, results_of, set_geometry
-from marid.graph.node import Node, Operation, Output, Spec, Storage, Value, last_write, root_of
+from marid.graph.node import Node, Operation, Spec, Storage, Value, last_write, root_of
 from marid.graph.program import operation_of
 from marid.graph.tape import Tape
 from marid.native import module
@@ -436,8 +436,6 @@ module.configure(
     draw_for=draw_for,
     draw_failed=_draw_failed,
     Operation=Operation,
-    Node=Node,
-    Output=Output,
     Storage=Storage,
     Tape=Tape,
     Recorder=Recorder,

@@ -240,12 +240,5 @@ def differ(a: Any, b: Any) -> bool:
     return a is not b and (type(a) is not type(b) or type(a) is Draw or repr(a) != repr(b))
 
 
-module.configure_cuts(
-    Node=Node,
-    Output=Output,
-    Task=Task,
-    Tape=Tape,
-    Draw=Draw,
-    failures=failures,
-    raise_failure=raise_failure,
-)
+module.configure_cuts(Node=Node, Output=Output, Tape=Tape, failures=failures, raise_failure=raise_failure)
+module.configure_binding(Task=Task, Draw=Draw)

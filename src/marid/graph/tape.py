@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 
-from marid.graph.node import Node, Operation, Output, Spec, Value, fail_like, failures, input_values
+from marid.graph.node import Node, Operation, Spec, Value, fail_like, failures, input_values
 from marid.native import module
 
 __all__ = ["Tape", "traffic"]
@@ -155,4 +155,4 @@ def traffic(nodes: list[Node]) -> int:
     )
 
 
-module.configure_resident(Node=Node, Output=Output, Tape=Tape, Spec=Spec, Operation=Operation)
+module.configure_resident(Tape=Tape, Spec=Spec, Operation=Operation)

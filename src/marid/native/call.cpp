@@ -19,7 +19,6 @@ PyObject* getTHPMemoryFormat(at::MemoryFormat format);
 
 namespace marid {
 
-Slots node, output;
 PyTypeObject* handle_type;
 
 namespace {

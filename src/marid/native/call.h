@@ -1,16 +1,11 @@
 // A call as it is read (call.cpp) and recorded (record.cpp).
 #pragma once
-#include "python.h"
+#include "nodes.h"
 #include "record.h"
 
 #include <c10/util/SmallVector.h>
 
 namespace marid {
-
-// Nodes and outputs are Python objects with __slots__, read and written where the slots lie.
-extern Slots node, output;
-enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, kOverwrites, kOuts, kConcrete };
-enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
 
 extern PyTypeObject* handle_type;  // what own tensors are
 
@@ -21,15 +16,6 @@ Ref storage_of(PyObject* handle);
 bool set_value(PyObject* handle, PyObject* value);
 bool set_storage(PyObject* handle, PyObject* of);
 void prepare_handles(PyObject* type);
-
-inline bool is_value(PyObject* object) { return Py_TYPE(object) == node.type || Py_TYPE(object) == output.type; }
-inline PyObject* spec_of(PyObject* value) {
-  return Py_TYPE(value) == node.type ? node.at(value, kSpec) : output.at(value, kOutputSpec);
-}
-inline PyObject* root_of(PyObject* value) {
-  PyObject* root = Py_TYPE(value) == node.type ? node.at(value, kRoot) : output.at(value, kOutputRoot);
-  return root == Py_None ? value : root;
-}
 
 enum class Outcome { kError, kUnusual, kDone };
 

@@ -56,7 +56,7 @@ bool Allowance::take(int64_t nbytes) {
 }
 
 at::Tensor concrete_tensor(PyObject* value) {
-  PyObject* held = Py_TYPE(value) == node.type ? node.at(value, kConcrete) : output.at(value, kOutputConcrete);
+  PyObject* held = concrete_of(value);
   if (held == Py_None || !THPVariable_Check(held)) return at::Tensor();
   const at::Tensor& tensor = THPVariable_Unpack(held);
   return is_in_python(tensor) ? at::Tensor() : tensor;

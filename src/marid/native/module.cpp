@@ -22,9 +22,9 @@ PyObject *not_recorded, *bucket, *bounds;  // see frontend/calls.py
 
 // configure(**names): the classes and functions that recording needs.
 PyObject* configure(PyObject*, PyObject*, PyObject* names) {
-  PyObject *operation_type, *node_type, *output_type, *storage_type, *recorder_type, *known_type, *tape_type, *spec_type;
+  PyObject *operation_type, *storage_type, *recorder_type, *known_type, *tape_type, *spec_type;
   std::pair<const char*, PyObject**> wanted[] = {
-      {"Operation", &operation_type}, {"Node", &node_type}, {"Output", &output_type}, {"Storage", &storage_type},
+      {"Operation", &operation_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"Spec", &spec_type}, {"not_recorded", &not_recorded},
       {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for},
       {"draw_failed", &draw_failed}};
@@ -34,10 +34,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
     Py_INCREF(*place);
   }
   bool found = operation.find(operation_type, {"mutates"}) &&
-      node.find(
-          node_type,
-          {"seq", "op", "args", "kwargs", "spec", "root", "site", "scope", "after", "overwrites", "outs", "concrete"}) &&
-      output.find(output_type, {"node", "path", "spec", "root", "concrete"}) && storage.find(storage_type, {"last_read", "last_write", "handle"}) &&
+      storage.find(storage_type, {"last_read", "last_write", "handle"}) &&
       recorder.find(
           recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver"}) &&
       known.find(
@@ -107,7 +104,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 }  // namespace
 
 namespace marid {
-extern PyMethodDef kernel_functions[], cut_functions[], concretely_functions[], run_functions[], derive_functions[],
+extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concretely_functions[], run_functions[], derive_functions[],
     geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[];
 }
 
@@ -116,7 +113,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
   address_name = PyUnicode_InternFromString("_cdata");
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* more :
-       {marid::kernel_functions, marid::cut_functions, marid::concretely_functions, marid::run_functions,
+       {marid::kernel_functions, marid::cut_functions, marid::bind_functions, marid::concretely_functions, marid::run_functions,
         marid::derive_functions, marid::geometry_functions, marid::autocast_functions,
         marid::stack_functions, marid::immediate_functions, marid::resident_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);

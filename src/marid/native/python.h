@@ -42,7 +42,7 @@ class InterpreterLock {
   PyGILState_STATE state_;
 };
 
-// Give the values of a task their tensors; its nodes have run. (cut.cpp, as graph/program.py's `deliver`.)
+// Give the values of a task their tensors; its nodes have run. (bind.cpp, as graph/program.py's `deliver`.)
 void deliver(PyObject* task, PyObject* results);
 
 // Whether there are nodes that failed. (cut.cpp)

@@ -2,20 +2,15 @@
 // are pending will take. (graph/tape.py)
 #include "resident.h"
 
+#include "nodes.h"
+
 namespace {
 
-using marid::Ref;
-using marid::Slots;
+using namespace marid;
 
-Slots node, output, tape, spec, operation;
-enum NodeSlot { kOp, kSpec, kRoot, kOuts, kConcrete };
-enum OutputSlot { kOutputSpec, kOutputRoot, kOutputConcrete };
+Slots tape, spec, operation;
 enum TapeSlot { kResident, kLimit };
 constexpr Py_ssize_t kFewest = 4096;  // entries that are not worth looking for dead ones
-
-PyObject* concrete_of(PyObject* value) {
-  return Py_TYPE(value) == node.type ? node.at(value, kConcrete) : output.at(value, kOutputConcrete);
-}
 
 // The living values among the entries, whose entries are kept; null after an error.
 Ref living(PyObject* on) {
@@ -81,15 +76,14 @@ PyObject* allocated(PyObject*, PyObject* nodes) {
 
 // configure_resident(**names): the classes of the graph layer.
 PyObject* configure_resident(PyObject*, PyObject*, PyObject* names) {
-  PyObject* types[5];
-  const char* wanted[] = {"Node", "Output", "Tape", "Spec", "Operation"};
-  for (int i = 0; i < 5; i++) {
+  PyObject* types[3];
+  const char* wanted[] = {"Tape", "Spec", "Operation"};
+  for (int i = 0; i < 3; i++) {
     types[i] = PyDict_GetItemString(names, wanted[i]);
     if (types[i] == nullptr) return PyErr_Format(PyExc_TypeError, "configure_resident() needs %s", wanted[i]);
   }
-  bool found = node.find(types[0], {"op", "spec", "root", "outs", "concrete"}) &&
-      output.find(types[1], {"spec", "root", "concrete"}) && tape.find(types[2], {"resident", "_resident_limit"}) &&
-      spec.find(types[3], {"nbytes"}) && operation.find(types[4], {"view"});
+  bool found = tape.find(types[0], {"resident", "_resident_limit"}) && spec.find(types[1], {"nbytes"}) &&
+      operation.find(types[2], {"view"});
   if (!found) return nullptr;
   Py_RETURN_NONE;
 }
