@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from marid.remote.wire.requests import documented
+from marid.remote.wire.requests_table import documented
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = ["tutorial", "howto/operator", "howto/pass", "howto/engine", "howto/counter", "semantics"]

@@ -493,7 +493,7 @@ def test_requests_come_back_as_they_were() -> None:
         ask.Reduce(bytes(16), "mean", 1, 2),
         ask.Leave(bytes(16)),
     ]
-    assert {type(one) for one in sent} == set(ask._records)
+    assert {type(one) for one in sent} == set(ask.RECORDS)
     data, segments = ask.write_requests(sent)
     arrived = read_requests(wire.unpack_plain(wire.pack_plain(data), 1000), segments)
     assert arrived == sent

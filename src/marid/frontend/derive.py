@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from marid import policy
 from marid.frontend import handles, infer
-from marid.frontend.rules import for_each, rules, same_as
+from marid.frontend.foreach_rules import for_each
+from marid.frontend.rules import rules, same_as
 from marid.frontend.smaller import Smaller, sizes_of
 from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.native import module

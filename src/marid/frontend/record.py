@@ -22,14 +22,15 @@ from torch.utils._pytree import tree_map_only
 
 from marid import policy
 from marid.frontend import autocast, handles, infer, random
-from marid.frontend.calls import BOUNDS, NOT_RECORDED, Call, Pairs, bucket, read, take, writes_of
+from marid.frontend.calls import BOUNDS, NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
+from marid.frontend.drawing import draw_failed, draw_for, take_numbers
 from marid.frontend.eager import run_eagerly
 from marid.frontend.handles import new_handle, storage_of
+from marid.frontend.indices import fits_any_count, indexes_by_number
 from marid.frontend.known import Known
 from marid.frontend.limits import overflow
 from marid.frontend.materialize import download, run_everything
-from marid.frontend.observe import observer
 from marid.frontend.results import order, results_of, set_geometry
 from marid.graph.node import Node, Operation, Spec, Storage, Value, last_write, root_of
 from marid.graph.program import operation_of
@@ -80,26 +81,10 @@ class Recorder:
     """
 
     __slots__ = (
-        "asks_autocast",
-        "bumps",
-        "deriver",
-        "draws",
-        "dynamic",
-        "exact_floats",
-        "exact_lists",
-        "facts",
-        "func",
-        "handler",
-        "indexes",
-        "known",
-        "op",
-        "plain",
-        "position",
-        "random",
-        "same_value",
-        "takes_generator",
-        "written",
-    )
+        "asks_autocast", "bumps", "deriver", "draws", "dynamic", "exact_floats", "exact_lists", "facts", "func",
+        "handler", "indexes", "known", "op", "plain", "position", "random", "same_value", "takes_generator",
+        "written"
+    )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -152,15 +137,15 @@ class Recorder:
         """Record a call, whatever its form; the return value for the user."""
         if recorded.listeners:
             _tell(self.op.name)
-        if self.dynamic and not (self.facts.mask == "read" and _indexes_by_number(args[1])):
+        if self.dynamic and not (self.facts.mask == "read" and indexes_by_number(args[1])):
             return run_eagerly(self, args, kwargs, None)
-        if self.facts.mask == "written" and not _fits_any_count(args[0], args[1], args[2]):
+        if self.facts.mask == "written" and not fits_any_count(args[0], args[1], args[2]):
             return run_eagerly(self, args, kwargs, None)
         call = self.read(args, kwargs)
         known = self._known(call)
         if known.rule.eager is not None:
             return run_eagerly(self, args, kwargs, known.rule.eager)
-        if self.random and (random.is_of_the_cpu(call.generator) or not self._draw(call, known.rule)):
+        if self.random and (random.is_of_the_cpu(call.generator) or not take_numbers(self, call, known.rule)):
             return run_eagerly(self, args, kwargs, None)
         for tensor in {id(call.tensors[index]): call.tensors[index] for index, _ in known.rule.resized}.values():
             _unshare(tensor, call)
@@ -218,22 +203,6 @@ class Recorder:
         self.known.clear()
         module.forget_known()
 
-    def _draw(self, call: Call, rule: infer.Rule) -> bool:
-        """Take the numbers that the call will need from its generator; whether that is known beforehand."""
-        if not self.takes_generator:
-            return False
-        of = rule.outs[0].spec
-        assert of is not None
-        named = dict(call.kwargs or ())
-        with random.generator_of(call.generator, call.device) as generator:
-            drawn = random.draw(self.func.name(), generator, of, call.args, named)
-        if drawn is not None:
-            watching = observer()
-            if watching is not None:
-                watching.drew(call.generator, call.device, self.func.name(), of, call.args, named, drawn)
-            call.kwargs = tuple({**named, "generator": drawn}.items())
-        return drawn is not None
-
     def append(
         self,
         known: Known,
@@ -270,23 +239,6 @@ class Recorder:
         if tape.room < 0:
             overflow(tape)
         return returned
-
-
-def _indexes_by_number(indices: Any) -> bool:
-    return not any(index is not None and _is_mask(index) for index in indices)
-
-
-def _is_mask(index: torch.Tensor) -> bool:
-    return index.dtype is torch.bool or index.dtype is torch.uint8
-
-
-def _fits_any_count(target: torch.Tensor, indices: Any, values: torch.Tensor) -> bool:
-    """Whether values can be written however many elements a mask among the indices chooses."""
-    if _indexes_by_number(indices) or values.numel() == 1:
-        return True
-    (position, mask), *others = [(i, index) for i, index in enumerate(indices) if index is not None]
-    behind = target.dim() - position - mask.dim()  # dimensions of the result to the right of the chosen elements
-    return not others and (values.dim() <= behind or values.shape[-1 - behind] == 1)
 
 
 def _first_occurrences(ids: list[int]) -> tuple[int, ...]:
@@ -408,33 +360,9 @@ def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
     return recorder.func(*args, **kwargs)
 
 
-def draw_for(
-    recorder: Recorder, known: Known, args: tuple[Any, ...], kwargs: Pairs | None, at_once: bool
-) -> tuple[Pairs, torch.Generator | None] | None:
-    """Take the numbers that a call like one that is ``known`` needs from its device's generator.
-
-    Returns its keyword arguments with the position of these numbers, and a generator that is there if the call runs
-    ``at_once``; None, and nothing is taken, where that is not known beforehand or somebody watches.
-    """
-    spec, device = known.rule.outs[0].spec, known.tape.device
-    if spec is None or observer() is not None:
-        return None
-    named = dict(kwargs or ())
-    drawn = random.draw(recorder.func.name(), random.default_generator(device), spec, args, named)
-    if drawn is None:
-        return None
-    generator = random.generator_at(drawn) if at_once else None
-    return tuple({**named, "generator": drawn}.items()), generator
-
-
-def _draw_failed(known: Known, kwargs: Pairs) -> None:
-    """A call that ran at once has failed, with keyword arguments of ``draw_for``."""
-    random.draw_failed(known.tape.device, dict(kwargs)["generator"])
-
-
 module.configure(
     draw_for=draw_for,
-    draw_failed=_draw_failed,
+    draw_failed=draw_failed,
     Operation=Operation,
     Storage=Storage,
     Tape=Tape,

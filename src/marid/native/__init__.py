@@ -9,8 +9,8 @@ what is known of such calls,
 ``resident.cpp`` counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays
 sums of gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them,
 ``derive.cpp`` says what they return for new sizes, ``cut.cpp`` chooses what runs, ``bind.cpp`` makes a program's key of
-it, ``runs.cpp`` begins runs and hands out their results, ``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp`` runs
-operations as they are called.
+it, ``runs.cpp`` begins runs and hands out their results, ``placement.cpp`` says where results lie meanwhile,
+``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp`` runs operations as they are called.
 
 Where it is not built and cannot be, the import raises ``ImportError``.
 """

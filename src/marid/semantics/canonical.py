@@ -19,8 +19,9 @@ from torch import fx
 
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Output, Value, root_of
+from marid.semantics.expressions import base_name, gate_of, product_behind, rank
 
-__all__ = ["CASTS", "Canonical", "base_name", "rank"]
+__all__ = ["CASTS", "Canonical"]
 
 CASTS = {"clone", "_to_copy", "contiguous", "to", "_unsafe_view"}
 """Copies that change a type or a layout only."""
@@ -228,7 +229,7 @@ class Canonical:
                 return x
             if self._is_number(other, x):
                 return self._call("clip", (x, other), node) if other.target in ("reciprocal", "rsqrt") else x
-            path = _through(other, x) if other.target in _GATES else None
+            path = gate_of(other, x) if other.target in _GATES else None
             if path is not None:
                 made = self._activation(node, x)
                 for gate in path:
@@ -351,7 +352,7 @@ class Canonical:
     def _softmax(self, node: Node, tensors: list[fx.Node], args: tuple[Any, ...]) -> fx.Node:
         """Softmax of what was multiplied, with masks, biases and caps in between taken along."""
         between: list[fx.Node] = []
-        product = _product_behind(tensors[0], between, _SCORES_DEPTH)
+        product = product_behind(tensors[0], between, _SCORES_DEPTH)
         if product is None:
             return self._call("softmax", tensors[:1], node)
         made = self._call("softmax", (product,), node)
@@ -379,61 +380,6 @@ class Canonical:
         if len(tensors) == 2 and (empty or first.op == "placeholder" or first.target == "grow"):
             return self._call("grow", tensors, node)
         return None
-
-
-def base_name(node: Node) -> str:
-    """The operator's name without its namespace, and without the underscore of one that writes."""
-    assert node.op is not None
-    name = node.op.name.partition("::")[2]
-    if node.op.mutates:
-        name = name.removesuffix("_")
-    if name.startswith("_foreach_"):
-        return name[1:]
-    return name
-
-
-def rank(node: fx.Node) -> str:
-    """What sums and products sort their arguments by: names, inputs first."""
-    return "" if node.op == "placeholder" else str(node.target)
-
-
-def _through(gate: fx.Node, x: fx.Node, depth: int = 5) -> list[fx.Node] | None:
-    """The nodes of a gate that is made of ``x`` alone, as ``sigmoid(1.7 x)``, ``tanh(x + x ** 3)``."""
-    path: list[fx.Node] = []
-    at = gate
-    while len(path) < depth:
-        path.append(at)
-        inner = at.all_input_nodes
-        if x in inner:
-            cubes = [arg for arg in inner if arg is not x]
-            return (
-                [*path, *cubes] if all(arg.target in ("pow", "square") and arg.args[0] is x for arg in cubes) else None
-            )
-        if len(inner) != 1:
-            return None
-        at = inner[0]
-    return None
-
-
-_BETWEEN = {"add", "sub", "where", "masked_fill", "tanh", "mul", "div", "grow", "cat", "max"}
-
-
-def _product_behind(x: Any, between: list[fx.Node], depth: int) -> fx.Node | None:
-    """The product of two tensors that scores are made of, the first where there are several."""
-    if not isinstance(x, fx.Node) or depth == 0:
-        return None
-    if x.target == "matmul":
-        return x
-    if x.target not in _BETWEEN:
-        return None
-    for arg in x.all_input_nodes:
-        mark = len(between)
-        between.append(x)
-        found = _product_behind(arg, between, depth - 1)
-        if found is not None:
-            return found
-        del between[mark:]
-    return None
 
 
 Handler = Callable[[Canonical, Node, list[fx.Node], tuple[Any, ...]], "fx.Node | None"]

@@ -8,7 +8,8 @@ from torch import fx
 
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Value
-from marid.semantics.canonical import Canonical, base_name
+from marid.semantics.canonical import Canonical
+from marid.semantics.expressions import base_name
 from marid.semantics.patterns import Match
 
 __all__ = ["describe"]

@@ -15,7 +15,8 @@ from itertools import pairwise
 
 from marid.graph.computation import Recorded, spec_of
 from marid.graph.node import Node, Value
-from marid.semantics.canonical import CASTS, base_name
+from marid.semantics.canonical import CASTS
+from marid.semantics.expressions import base_name
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER, Scope
 
 __all__ = ["scopes_of"]

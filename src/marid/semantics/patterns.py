@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Operation, Output, Spec, Value
 from marid.graph.shown import Held
-from marid.semantics.canonical import CASTS, Canonical, base_name, rank
+from marid.semantics.canonical import CASTS, Canonical
+from marid.semantics.expressions import base_name, rank
 
 __all__ = ["Match", "Pattern", "matches_in", "nodes_of"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Output, Value, root_of
-from marid.semantics.canonical import base_name
+from marid.semantics.expressions import base_name
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
 
 if TYPE_CHECKING:

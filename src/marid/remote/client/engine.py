@@ -22,12 +22,7 @@ from marid.engine.protocol import Called, Engine, Geometry, GiveBack, Need, Retu
 from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
 from marid.errors import LazyTensorError, MaterializationError, WireError
-from marid.graph.node import (
-    Node,
-    Operation,
-    Value,
-    values_in,
-)
+from marid.graph.node import Node, Operation, Value, values_in
 from marid.graph.prepared import Prepared
 from marid.graph.program import bind
 from marid.remote.client import transfers as exchange

@@ -2,12 +2,11 @@
 
 Each is declared once: its fields with their kinds and bounds (``fields.py``), what the worker does (the docstring), and
 what it answers. A request travels as a list that begins with its name; the table in ``docs/remote.md`` is
-``documented()``.
+``requests_table.py``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, dataclass_transform
@@ -50,38 +49,10 @@ from marid.remote.wire.programs import BODY_BYTES, DIGEST_BYTES
 from marid.remote.wire.tensors import CHUNK_BYTES, check_sizes, packing_of
 
 __all__ = [
-    "HANDLES",
-    "OPERATIONS",
-    "ROLES",
-    "TICKET_BYTES",
-    "Again",
-    "Call",
-    "Chunk",
-    "Configure",
-    "Fetch",
-    "Free",
-    "Geometry",
-    "Handle",
-    "Have",
-    "Join",
-    "Leave",
-    "Load",
-    "Meet",
-    "Pack",
-    "Program",
-    "Reduce",
-    "Request",
-    "Roles",
-    "Run",
-    "Sizes",
-    "Stats",
-    "Take",
-    "Upload",
-    "documented",
-    "read_requests",
-    "record_of",
-    "write_requests",
-]
+    "HANDLES", "OPERATIONS", "ROLES", "TICKET_BYTES", "Again", "Call", "Chunk", "Configure", "Fetch", "Free",
+    "Geometry", "Handle", "Have", "Join", "Leave", "Load", "Meet", "Pack", "Program", "Reduce", "Request", "Roles",
+    "Run", "Sizes", "Stats", "Take", "Upload", "read_requests", "record_of", "write_requests",
+]  # fmt: skip
 
 TICKET_BYTES = 32
 ROLES = (
@@ -118,8 +89,8 @@ class Request:
     __slots__ = ()
 
 
-_records: dict[type[Request], Record] = {}
-_answers: dict[type[Request], str] = {}
+RECORDS: dict[type[Request], Record] = {}
+ANSWERS: dict[type[Request], str] = {}
 
 
 @dataclass_transform(frozen_default=True)
@@ -128,8 +99,8 @@ def _request(answer: str = "") -> Callable[[type[Any]], type[Any]]:
 
     def declare(cls: type[Any]) -> type[Any]:
         made = dataclass(frozen=True, slots=True)(cls)
-        _records[made] = Record(made, made.__name__.lower())
-        _answers[made] = answer
+        RECORDS[made] = Record(made, made.__name__.lower())
+        ANSWERS[made] = answer
         return made
 
     return declare
@@ -380,18 +351,18 @@ class Stats(Request):
 
 # --- all of them -----------------------------------------------------------------------------------------------------
 
-_by_name = {cls.__name__.lower(): record for cls, record in _records.items()}
+_by_name = {cls.__name__.lower(): record for cls, record in RECORDS.items()}
 
 
 def record_of(request: Request) -> Record:
     """How a request travels."""
-    return _records[type(request)]
+    return RECORDS[type(request)]
 
 
 def write_requests(requests: Sequence[Request]) -> tuple[list[Any], list[Buffer]]:
     """The requests as plain data, and the segments that go with them."""
     given: list[Buffer] = []
-    return [_records[type(request)].write(request, given) for request in requests], given
+    return [RECORDS[type(request)].write(request, given) for request in requests], given
 
 
 def read_requests(data: Any, given: Sequence[Buffer]) -> list[Request]:
@@ -407,14 +378,3 @@ def _read(data: Any, given: Sequence[Buffer]) -> Request:
     if record is None:
         raise WireError("a request has no name that is known")
     return record.read(data, given)
-
-
-def documented() -> str:
-    """A table of all requests for the documentation."""
-    lines = ["| request | what it does | fields | answer |", "|---|---|---|---|"]
-    for cls, record in sorted(_records.items(), key=lambda one: one[0].__name__):
-        fields = [name if name == kind.says else f"{name} ({kind.says})" for name, kind in record.fields.items()]
-        does = re.sub(r"``(\w+)``", lambda m: f"`{m[1].lower() if m[1] in globals() else m[1]}`", cls.__doc__ or "")
-        cells = f"`{cls.__name__.lower()}`", " ".join(does.split()), "; ".join(fields), _answers[cls]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
