@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.wide.checks import Comparison, Wrong, on_host
 from benchmarks.wide.workloads import WORKLOADS, Program, Workload
@@ -100,6 +101,7 @@ def _measure(workload: Workload, options: Options) -> dict[str, Any]:
     run(lambda done: done >= options.turns)
     facts = {name: (value - before[name]) / options.turns for name, value in _counters().items()}
     comparison.state(eager.program.state(), lazy.program.state())
+    facts["reads"] = _reads(lazy.program)
     if not marid.stats().compiled_runs:
         comparison.demand_equal_bits()
     wall = statistics.median(lazy.seconds) / statistics.median(eager.seconds)
@@ -123,7 +125,7 @@ def _counters() -> dict[str, float]:
     return {
         "operations": stats.ops_captured,
         "at_once": stats.ops_immediate,
-        "reads": sum(sync.count for sync in stats.syncs),
+        "waits": sum(sync.count for sync in stats.syncs),
         "waited_ms": 1e3 * sum(sync.seconds for sync in stats.syncs),
         "fallbacks": sum(stats.fallbacks.values()),
         "dynamic": sum(stats.dynamic.values()),
@@ -132,6 +134,24 @@ def _counters() -> dict[str, float]:
         "automatic_cuts": stats.automatic_cuts,
         "compiled_runs": stats.compiled_runs,
     }
+
+
+class _ReadCounter(TorchDispatchMode):
+    """Counts the calls that take a number out of a tensor of the device: ``item()``, ``bool()``, ``if``."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type != "cpu":
+            self.reads += 1  # an optimizer's count of its steps is on the CPU
+        return func(*args, **(kwargs or {}))
+
+
+def _reads(program: Program) -> int:
+    """How often a turn asks the device for values, waiting or not: Marid counts only those that have to wait."""
+    with _ReadCounter() as counter:
+        outputs = program.turn()
+    return counter.reads + sum(isinstance(output, Tensor) for output in outputs)
 
 
 def _start_cold(workload: Workload, options: Options) -> dict[str, Any]:
@@ -147,6 +167,7 @@ def _start_cold(workload: Workload, options: Options) -> dict[str, Any]:
     seconds, processor = time.perf_counter() - started, time.process_time() - processor
     torch.save(outputs, options.outputs)
     facts = {name: value / len(outputs) for name, value in _counters().items()} if options.cold != "cpu" else {}
+    facts["reads"] = _reads(clock.program) if options.cold != "cpu" else 0
     return {
         "ms": 1e3 * seconds / len(outputs),
         "processor_ms": 1e3 * processor / len(outputs),
