@@ -22,7 +22,13 @@ from benchmarks.wide.worker import build
 from benchmarks.wide.workloads import WORKLOADS, Workload
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def _cases() -> list[Any]:
+    # The stride of a complex `abs` of a large batch of one is recorded otherwise than it is computed, the first time.
+    marks = {"whisper": [pytest.mark.mispredicts]}
+    return [pytest.param(workload, id=workload.name, marks=marks.get(workload.name, [])) for workload in WORKLOADS]
+
+
+@pytest.mark.parametrize("workload", _cases())
 def test_both_devices_return_the_same(workload: Workload) -> None:
     """Two turns, the second of which works on what the first one left; nothing is compiled here."""
     programs = [build(workload, device) for device in ("cpu", "remote_accelerator")]

@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -72,23 +73,27 @@ def wide(
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     about, began = machine(), time.perf_counter()
-    started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    rows = harness.run([workload for workload in WORKLOADS if not only or workload.name in only], plan)
-    known = versions()
+    known, started = versions(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     measured = f"first {COLD_SECONDS:.0f} s of processes" if cold else f"medians of {plan.turns} turns"
-    load = [(one["load"] or ["unknown"])[0] for one in (about, machine())]
-    conditions = (
-        f"{started}, {about['cores']} cores of {about['processor']}, load before the start {load[0]} "
-        f"and after {load[1]}; torch {known['torch']}, marid {known['marid']}; {measured}, "
-        f"{'compiler on' if compiled else 'MARID_COMPILE=0'}; took {time.perf_counter() - began:.0f} s"
-        f"{'; quick: no figures to quote' if quick else ''}."
-    )
-    if json is not None:
-        report = {"conditions": conditions, "machine": about, "versions": known, "summary": table.summary(rows)}
-        json.write_text(json_format.dumps({**report, "rows": rows}, indent=1), encoding="utf-8")
-    if markdown is not None:
-        markdown.write_text(table.markdown(rows, conditions), encoding="utf-8")
-    out.print(table.render(rows, conditions))
+
+    def conditions() -> str:
+        load = [(one["load"] or ["unknown"])[0] for one in (about, machine())]
+        return (
+            f"{started}, {about['cores']} cores of {about['processor']}, load before the start {load[0]} "
+            f"and after {load[1]}; torch {known['torch']}, marid {known['marid']}; {measured}, "
+            f"{'compiler on' if compiled else 'MARID_COMPILE=0'}; took {time.perf_counter() - began:.0f} s"
+            f"{'; quick: no figures to quote' if quick else ''}."
+        )
+
+    rows: list[dict[str, Any]] = []
+    for row in harness.run([workload for workload in WORKLOADS if not only or workload.name in only], plan):
+        rows.append(row)  # and the files each time, so that what is long to measure is not lost
+        if json is not None:
+            report = {"conditions": conditions(), "machine": about, "versions": known, "summary": table.summary(rows)}
+            json.write_text(json_format.dumps({**report, "rows": rows}, indent=1), encoding="utf-8")
+        if markdown is not None:
+            markdown.write_text(table.markdown(rows, conditions()), encoding="utf-8")
+    out.print(table.render(rows, conditions()))
     sys.exit(any(row["status"] != "ok" for row in rows))
 
 

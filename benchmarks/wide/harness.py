@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,12 @@ class Plan:
     say: Callable[[str], None] = lambda _text: None
 
 
-def run(workloads: Sequence[Workload], plan: Plan) -> list[dict[str, Any]]:
+def run(workloads: Sequence[Workload], plan: Plan) -> Iterator[dict[str, Any]]:
     """A row for each workload: ``status`` is ``"ok"``, ``"wrong"`` or ``"failed"``, and only the first has figures."""
-    rows = []
     for workload in workloads:
         plan.say(workload.name)
         row = _cold_row(workload, plan) if plan.cold else _ask(_options(workload, plan), plan, None)
-        rows.append({"workload": workload.name, "title": workload.title, **row})
-    return rows
+        yield {"workload": workload.name, "title": workload.title, **row}
 
 
 def _options(workload: Workload, plan: Plan) -> Options:
