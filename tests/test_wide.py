@@ -18,6 +18,7 @@ from benchmarks.wide import harness, table
 from benchmarks.wide.__main__ import wide
 from benchmarks.wide.checks import Comparison, Wrong, on_host
 from benchmarks.wide.harness import Plan
+from benchmarks.wide.overhead import overhead
 from benchmarks.wide.worker import build
 from benchmarks.wide.workloads import WORKLOADS, Workload
 
@@ -115,3 +116,14 @@ def test_a_process_that_fails_or_hangs_has_no_figure(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(harness, "_ENGINE", Path("/"))
     (lost,) = harness.run([WORKLOADS[0]], Plan())
     assert "the process ended with status 1" in lost["message"]
+
+
+@pytest.mark.in_process("the process it starts has its own device")
+def test_the_parts_of_an_operation(capfd: pytest.CaptureFixture[str]) -> None:
+    """Recording, cutting, running and the kernel make up what an operation of Marid's takes."""
+    done = CliRunner().invoke(overhead, ["--only", "maml", "--turns", "2"])
+    assert done.exit_code == 0, done.output
+    name, operations, _, whole, *parts = capfd.readouterr().out.split()
+    assert name == "maml"
+    assert int(operations.replace(",", "")) > 100
+    assert float(whole) == pytest.approx(sum(map(float, parts)), abs=0.05)

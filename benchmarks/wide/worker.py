@@ -26,7 +26,7 @@ from benchmarks.wide.workloads import WORKLOADS, Program, Workload
 __all__ = ["COLD_SECONDS", "Options", "build"]
 
 COLD_SECONDS = 4.0
-_SETTLING = 120.0  # seconds that compilers in the background may take
+_SETTLING = 30.0  # seconds that compilers in the background may take
 _SEED = 0
 
 
