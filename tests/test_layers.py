@@ -120,6 +120,13 @@ def test_clients_and_workers_share_the_wire_only() -> None:
     assert not [(a, b) for a, b in inside if b[1] not in allowed[a[1]]]
 
 
+def test_a_file_is_one_idea() -> None:
+    """What a reader can hold: 400 lines at most, in both halves."""
+    files = [path for end in ("*.py", "*.cpp", "*.h") for path in ROOT.rglob(end) if "_built" not in path.parts]
+    assert len(files) > 200
+    assert not [str(path) for path in files if len(path.read_text().splitlines()) > 400]
+
+
 def test_the_package_knows_no_benchmark() -> None:
     """Neither by an import nor by a name: what is measured is a user's program like any other."""
     assert not [path for path in ROOT.rglob("*.py") if re.search(r"benchmarks\b|contestant", path.read_text(), re.I)]
