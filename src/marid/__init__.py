@@ -35,6 +35,7 @@ try:
     from marid.frontend.materialize import no_sync
     from marid.frontend.tensor import LazyTensor
     from marid.frontend.tuples import LazyTuple
+    from marid.frontend.waits import Wait, would_sync
     from marid.frontend.weights import load_file
     from marid.graph.computation import ComputationGraph
     from marid.guest import uninstall
@@ -98,6 +99,7 @@ __all__ = [
     "SemanticMetadata",
     "Settings",
     "Stats",
+    "Wait",
     "all_reduce",
     "budget",
     "capture",
@@ -133,4 +135,5 @@ __all__ = [
     "unregister_enricher",
     "unregister_pass",
     "unregister_pattern",
+    "would_sync",
 ]

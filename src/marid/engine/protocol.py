@@ -98,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def has(self, value: Value) -> bool:
-        """Whether the value of something that counts as run can be read without any wait."""
+        """Whether the value of something that counts as run can be read without any wait; waits for nothing itself."""
         ...
 
     def settle(self) -> None:

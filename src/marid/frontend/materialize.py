@@ -32,6 +32,8 @@ __all__ = [
     "fail_dependents",
     "hold_back",
     "holders",
+    "is_held_back",
+    "is_sync_forbidden",
     "materialize",
     "no_sync",
     "optimizer_stepped",
@@ -88,6 +90,16 @@ def hold_back() -> Iterator[None]:
             yield
     finally:
         _restraint.holding -= 1
+
+
+def is_held_back() -> bool:
+    """Whether this thread is in ``hold_back``."""
+    return bool(_restraint.holding)
+
+
+def is_sync_forbidden() -> bool:
+    """Whether this thread is in ``no_sync``."""
+    return bool(_restraint.no_sync)
 
 
 def pending_nodes(tensor: Any) -> list[Node]:

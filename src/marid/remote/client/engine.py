@@ -183,8 +183,14 @@ class RemoteEngine:
         self._unsent = 0
         self.delivery.wait(step)
 
-    def has(self, value: Value) -> bool:  # noqa: ARG002
-        return False  # the worker has it
+    def has(self, value: Value) -> bool:
+        if not self.lock.acquire(blocking=False):  # another thread waits for the worker
+            return False
+        try:  # the worker has it, unless it was brought a moment ago
+            buffer, runs = value.concrete, any(isinstance(step, RunStep) for step in self.queue.steps())
+            return isinstance(buffer, RemoteBuffer) and self._brought(buffer) is not None and not runs
+        finally:
+            self.lock.release()
 
     def settle(self) -> None:
         with self.lock:
