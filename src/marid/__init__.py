@@ -17,6 +17,7 @@ gc.disable()  # or it looks through all that PyTorch has loaded because these fi
 try:
     from marid import errors
     from marid.api import (
+        clear_caches,
         epoch,
         explain,
         graph,
@@ -103,6 +104,7 @@ __all__ = [
     "all_reduce",
     "budget",
     "capture",
+    "clear_caches",
     "compile",
     "connect",
     "disconnect",

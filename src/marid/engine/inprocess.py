@@ -225,6 +225,13 @@ class InProcessEngine:
             self._drain()
             self.arena.trim()
 
+    def forget(self) -> None:
+        with self.lock:
+            self._drain()
+            self.programs.clear()
+            self._twisters.forget()
+            self.arena.trim()
+
     def _perform(self, task: Task, runnable: Runnable) -> None:
         """Run a task on this thread, now that nothing is in flight."""
         task.resolve()

@@ -168,3 +168,8 @@ class Engine(Protocol):
     def trim(self) -> None:
         """Give back memory that is only kept to be used again."""
         ...
+
+    def forget(self) -> None:
+        """Forget all programs, with what was planned and compiled of them, and ``trim``; after all that was given to
+        ``run``. What comes again is built again."""
+        ...

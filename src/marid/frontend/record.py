@@ -39,7 +39,7 @@ from marid.semantics.scopes import capture_site, current_scope, current_site
 from marid.semantics.tracebacks import fold
 from marid.settings import settings
 
-__all__ = ["Recorder", "dispatch", "follow_switches", "order", "recorder_of", "special"]
+__all__ = ["Recorder", "dispatch", "follow_switches", "forget_calls", "order", "recorder_of", "special"]
 
 logger = logging.getLogger("marid")
 
@@ -469,6 +469,14 @@ def _log(name: str) -> None:
         logger.info("recorded %s at %s", name, current_site())
     else:
         print(f"marid: recorded {name} at {current_site()}", file=sys.stderr)
+
+
+def forget_calls() -> None:
+    """Know nothing of calls any more, of any operator and under any switches; what they return is inferred again."""
+    for table in list(_tables.values()):
+        for recorder in list(table.values()):
+            recorder.known.clear()
+    module.forget_known()
 
 
 def recorder_of(func: Any) -> Recorder:

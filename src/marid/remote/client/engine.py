@@ -376,6 +376,10 @@ class RemoteEngine:
     def trim(self) -> None:
         pass
 
+    def forget(self) -> None:
+        with self.lock:  # what was sent keeps its program; the worker has them for all of its clients
+            self._programs.forget()
+
     def close(self) -> None:
         """Say good-bye to the worker, having asked it for its last statistics if it still answers."""
         self.delivery.ending = True
