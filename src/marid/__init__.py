@@ -33,6 +33,7 @@ try:
     )
     from marid.execute.compiled.passes.registry import register_pass, unregister_pass
     from marid.frontend.capture import capture
+    from marid.frontend.defaults import default_device, default_dtype
     from marid.frontend.materialize import no_sync
     from marid.frontend.tensor import LazyTensor
     from marid.frontend.tuples import LazyTuple
@@ -107,6 +108,8 @@ __all__ = [
     "clear_caches",
     "compile",
     "connect",
+    "default_device",
+    "default_dtype",
     "disconnect",
     "epoch",
     "errors",
