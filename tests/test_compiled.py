@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import marid
-from marid.execute.compiled import lower, tier, worker, workers
+from marid.execute.compiled import disk, lower, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
 from marid.execute.compiled.disk import DiskCache
 from marid.execute.compiled.partition import choose
@@ -472,7 +472,7 @@ def test_a_compiled_chain_is_right_for_other_numbers_and_its_results_are_the_use
     stats = marid.stats()
     assert (stats.programs_compiled, stats.compile_workers, stats.compile_failures) == (1, 1, 0)
     assert stats.compile_mismatches == 0
-    [entry] = DiskCache(tier.folder(), 1 << 30).entries()
+    [entry] = DiskCache(disk.folder(), 1 << 30).entries()
     assert entry[1] > 0
     # A second process, which shares the cache, loads what the first has made.
     text = """

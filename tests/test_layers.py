@@ -28,7 +28,7 @@ LAYERS = [
     {"frontend"},
     {"replay"},
     {"frameworks"},
-    {"api", "runner", "as_cuda", "guest", "lightning", "report", "remote.launch.connect", "remote.client.parallel"},
+    {"api", "environment", "runner", "as_cuda", "guest", "lightning", "report", "remote.launch.connect", "remote.client.parallel"},
     {"", "cli", "models"},
     {"__main__"},
 ]

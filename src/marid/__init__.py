@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from marid import registration
+from marid import environment, registration
 
 registration.register()
 _collects = gc.isenabled()
@@ -54,6 +54,12 @@ try:
     from marid.semantics.registry import register_pattern, unregister_pattern
     from marid.semantics.scopes import phase
     from marid.settings import Settings, settings
+except ImportError as error:
+    if not environment.is_asked_for():  # `marid env` says what is missing
+        raise
+    _problem: str | None = str(error)
+else:
+    _problem = None
 finally:
     if _collects:
         gc.enable()

@@ -16,7 +16,7 @@ import torch
 
 from marid import policy
 from marid.execute.compiled.asked import Asked, asked
-from marid.execute.compiled.disk import DiskCache, Entry, identity
+from marid.execute.compiled.disk import DiskCache, Entry, folder, identity
 from marid.execute.compiled.partition import Partition, Specs, choose
 from marid.execute.compiled.passes.registry import generation
 from marid.execute.compiled.run import Bound, Checked, CompiledProgram
@@ -29,7 +29,7 @@ from marid.graph.program import Task
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["Tier", "best", "folder"]
+__all__ = ["Tier", "best"]
 
 logger = logging.getLogger("marid")
 
@@ -44,11 +44,6 @@ def best(program: Executable, task: Task | Replay, room: int | None) -> Runnable
     if program.tier is None or program.tier.generation != generation():
         program.tier = Tier(program)
     return program.tier.best(task, room)
-
-
-def folder() -> Path:
-    """Where compiled parts are kept."""
-    return settings.cache_dir / "compiled"
 
 
 class _Request:
