@@ -114,6 +114,7 @@ def stats() -> Stats:
         programs_compiling=sum(engine.compiling() for engine in all_engines()),
         programs_compiled=counters.programs_compiled,
         compiled_runs=counters.compiled_runs,
+        parts_compiled=counters.parts_compiled,
         compile_cache_hits=counters.compile_cache_hits,
         compile_failures=counters.compile_failures,
         compile_mismatches=counters.compile_mismatches,

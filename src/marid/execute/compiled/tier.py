@@ -190,17 +190,16 @@ class Tier:
                 "part": asks.code, "symbols": asks.symbols, "threads": request.threads, "identity": identity(),
             }  # fmt: skip
             found: Entry | Job | None = cache.find(structure)
-            if found is not None:
-                counters.compile_cache_hits += 1
-            elif only_cached:
+            if found is None and only_cached:
                 return
-            else:
+            if found is None:
                 hints = _hints(asks.values, asks.code)
                 found = compiler.submit(
                     {"structure": structure, "hints": hints, "folder": str(folder()), "limit": settings.cache_bytes}
                 )
             request.parts.append((asks, found))
         counters.compile_damaged += cache.damaged
+        counters.compile_cache_hits += sum(isinstance(found, Entry) for _, found in request.parts)
         if only_cached and not request.parts:
             return
         self._spent = 0.0
@@ -273,6 +272,7 @@ def _entry(found: Entry | Job) -> Entry | None:
         return found
     answer = found.answer
     assert answer is not None
+    counters.parts_compiled += answer.get("compiled") is True
     if "unstored" in answer:
         counters.compile_unstored += 1
         _say_once(f"marid cannot keep compiled code in {folder()}: {answer['unstored']}")
