@@ -160,6 +160,7 @@ def test_await_without_an_event_loop_waits_here() -> None:
     assert x.materialized
 
 
+@pytest.mark.in_process("reads from this process")
 def test_would_sync_says_what_is_recorded() -> None:
     """How many operations, of how many bytes, up to which line; and runs none of them."""
     x = torch.arange(1024.0, device=DEVICE)
@@ -176,6 +177,32 @@ def test_would_sync_says_what_is_recorded() -> None:
         wait.operations = 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.in_process("connects a worker of its own")
+def test_a_worker_is_asked_once_for_what_is_awaited() -> None:
+    """The value is brought, for the next read; not for a ``repr``, which asyncio calls."""
+
+    async def read(x: torch.Tensor) -> torch.Tensor:
+        return await x
+
+    def work() -> None:
+        x = torch.arange(1000.0, device=DEVICE) * 2
+        wait = marid.would_sync(x)
+        assert (wait.operations, wait.worker, wait.running) == (2, "local worker (cpu)", False)
+        asyncio.run(read(x))
+        repr(x)
+        assert not marid.would_sync(x)
+        with marid.budget(round_trips=0):
+            assert_same(x, torch.arange(1000.0) * 2)
+        assert str(marid.would_sync(x)) == "an answer of local worker (cpu)"
+
+    marid.connect(workers=1)
+    try:
+        work()
+    finally:
+        marid.disconnect()
+
+
+@pytest.mark.in_process("reads from this process")
 def test_would_sync_agrees_with_no_sync() -> None:
     """A write that is pending is waited for, though the value that it writes over is there."""
     x = torch.arange(1024.0, device=DEVICE)

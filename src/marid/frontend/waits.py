@@ -23,7 +23,7 @@ __all__ = ["Wait", "awaited", "would_sync"]
 
 def awaited(tensor: Any) -> Generator[Any, None, Any]:
     """For ``__await__``: wait for the value of ``tensor`` as a read does, on a thread of the running asyncio loop, and
-    return the tensor.
+    return the tensor. From a worker the value is brought too, for the next read.
 
     Waits on the calling thread where no asyncio loop runs, in ``no_sync`` (which is about this thread), and while
     ``marid.compile`` records. A task that is cancelled meanwhile ends at once; the value is made all the same.
@@ -86,12 +86,11 @@ class Wait:
 
 
 def would_sync(tensor: Any) -> Wait:
-    """What reading ``tensor`` would wait for, and ``marid.no_sync()`` forbid: a ``Wait``, false where that is nothing.
-    Runs nothing and waits for nothing.
+    """What reading ``tensor`` would wait for: a ``Wait``, false where that is nothing. Runs nothing, waits for nothing.
 
-    Answers for this moment: what other threads run or record may change it. A few operations on single numbers of the
-    host are counted in it, although ``no_sync`` lets them pass. Raises ``TypeError`` for anything that is not a lazy
-    tensor.
+    Answers for this moment: what other threads run or record may change it. ``marid.no_sync()`` forbids to read what
+    has operations to run, but for a few on single numbers of the host. Raises ``TypeError`` for anything that is not a
+    lazy tensor.
     """
     if not handles.is_lazy(tensor):
         raise TypeError(f"marid.would_sync() takes a lazy tensor, but got {type(tensor).__name__}")
