@@ -27,8 +27,8 @@ LAYERS = [
     {"remote"},
     {"frontend"},
     {"replay"},
-    {"frameworks"},
-    {"api", "environment", "runner", "as_cuda", "guest", "lightning", "report", "remote.launch.connect", "remote.client.parallel"},
+    {"environment", "frameworks"},
+    {"api", "runner", "as_cuda", "guest", "lightning", "report", "remote.launch.connect", "remote.client.parallel"},
     {"", "cli", "models"},
     {"__main__"},
 ]
