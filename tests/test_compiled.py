@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import marid
-from marid.execute.compiled import lower, tier, worker, workers
+from marid.execute.compiled import disk, lower, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
 from marid.execute.compiled.disk import DiskCache
 from marid.execute.compiled.partition import choose
@@ -410,6 +410,29 @@ def _wait_for(function: Callable[[], Any], runs: int = 3, seconds: float = 300.0
 
 @pytest.mark.conformance
 @pytest.mark.usefixtures("compiling")
+def test_document_002_only_what_has_changed_of_a_program_is_compiled_again() -> None:
+    """Incremental recompilation: its other parts are found on disk, and programs without a difference share them."""
+    a, turned = lazy(40, 40), torch.arange(39, -1, -1).to(DEVICE)
+
+    def function(last: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        x = (a.exp() + a).tanh() * 2 + 1
+        y = x[turned]  # which is in no part
+        z = (y.sigmoid() * y - 1).abs() + y
+        marid.materialize(last(z[turned]))
+
+    def counts() -> tuple[int, int]:
+        stats = marid.stats()
+        assert stats.compile_failures == 0
+        return stats.parts_compiled, stats.compile_cache_hits
+
+    _wait_for(lambda: function(lambda z: (z.exp() + 3).sqrt() * z))
+    assert counts() == (3, 0)
+    _wait_for(lambda: function(lambda z: (z.exp() + 3).sqrt() * z.sin()))
+    assert counts() == (4, 2)
+
+
+@pytest.mark.conformance
+@pytest.mark.usefixtures("compiling")
 def test_compiled_products_of_one_row_are_right() -> None:
     """In all the forms in which they come, with a gate between them that must not be computed once for each sum."""
     x, up, gate, down = (t / 8 for t in (lazy(1, 64), lazy(96, 64), lazy(96, 64), lazy(64, 96)))
@@ -472,7 +495,7 @@ def test_a_compiled_chain_is_right_for_other_numbers_and_its_results_are_the_use
     stats = marid.stats()
     assert (stats.programs_compiled, stats.compile_workers, stats.compile_failures) == (1, 1, 0)
     assert stats.compile_mismatches == 0
-    [entry] = DiskCache(tier.folder(), 1 << 30).entries()
+    [entry] = DiskCache(disk.folder(), 1 << 30).entries()
     assert entry[1] > 0
     # A second process, which shares the cache, loads what the first has made.
     text = """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from marid import registration
+from marid import environment, registration
 
 registration.register()
 _collects = gc.isenabled()
@@ -17,6 +17,7 @@ gc.disable()  # or it looks through all that PyTorch has loaded because these fi
 try:
     from marid import errors
     from marid.api import (
+        clear_caches,
         epoch,
         explain,
         graph,
@@ -32,9 +33,11 @@ try:
     )
     from marid.execute.compiled.passes.registry import register_pass, unregister_pass
     from marid.frontend.capture import capture
+    from marid.frontend.defaults import default_device, default_dtype
     from marid.frontend.materialize import no_sync
     from marid.frontend.tensor import LazyTensor
     from marid.frontend.tuples import LazyTuple
+    from marid.frontend.waits import Wait, would_sync
     from marid.frontend.weights import load_file
     from marid.graph.computation import ComputationGraph
     from marid.guest import uninstall
@@ -51,6 +54,12 @@ try:
     from marid.semantics.registry import register_pattern, unregister_pattern
     from marid.semantics.scopes import phase
     from marid.settings import Settings, settings
+except ImportError as error:
+    if not environment.is_asked_for():  # `marid env` says what is missing
+        raise
+    _problem: str | None = str(error)
+else:
+    _problem = None
 finally:
     if _collects:
         gc.enable()
@@ -98,11 +107,15 @@ __all__ = [
     "SemanticMetadata",
     "Settings",
     "Stats",
+    "Wait",
     "all_reduce",
     "budget",
     "capture",
+    "clear_caches",
     "compile",
     "connect",
+    "default_device",
+    "default_dtype",
     "disconnect",
     "epoch",
     "errors",
@@ -133,4 +146,5 @@ __all__ = [
     "unregister_enricher",
     "unregister_pass",
     "unregister_pattern",
+    "would_sync",
 ]

@@ -13,8 +13,10 @@ from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.materialize import holders, pending_nodes, read_value, wait_anyway
 from marid.frontend.materialize import materialize as _materialize
 from marid.frontend.meaning import understand
+from marid.frontend.record import forget_calls
 from marid.graph.computation import ComputationGraph
 from marid.graph.node import Value, root_of
+from marid.replay.function import forget_recordings
 from marid.report import hooks
 from marid.report.builds import builds
 from marid.report.differences import recompiles
@@ -28,6 +30,7 @@ from marid.semantics.marks import marks
 from marid.semantics.tracebacks import folded
 
 __all__ = [
+    "clear_caches",
     "epoch",
     "explain",
     "graph",
@@ -111,6 +114,7 @@ def stats() -> Stats:
         programs_compiling=sum(engine.compiling() for engine in all_engines()),
         programs_compiled=counters.programs_compiled,
         compiled_runs=counters.compiled_runs,
+        parts_compiled=counters.parts_compiled,
         compile_cache_hits=counters.compile_cache_hits,
         compile_failures=counters.compile_failures,
         compile_mismatches=counters.compile_mismatches,
@@ -181,6 +185,20 @@ def reset_stats() -> None:
     operator_times.reset()
     recorded = sum(handles.tape(index).recorded for index in range(handles.device_count))
     counters.reset(recorded, handles.ops_immediate())
+
+
+def clear_caches() -> None:
+    """Forget, in this process, the programs of all devices with what was planned and compiled of them, what is known of
+    calls, what ``marid.compile`` has recorded, and memory that is kept to be used again. Waits for what runs.
+
+    Values, what is pending, and counters stay; what comes again is built again, once. Compiled code stays on disk
+    (``marid cache clear``), and programs and weights on workers.
+    """
+    wait_anyway()
+    forget_recordings()
+    forget_calls()
+    for engine in all_engines():
+        engine.forget()
 
 
 def on_record(listener: Callable[[Recorded], object]) -> Handle:

@@ -18,7 +18,7 @@ import torch
 
 from marid.settings import settings
 
-__all__ = ["build", "library_path"]
+__all__ = ["build", "has_headers", "library_path", "the_compiler"]
 
 _FOLDER = Path(__file__).parent / "native"
 _PYTHON = Path(sysconfig.get_paths()["include"])
@@ -52,15 +52,25 @@ def library_path() -> Path:
     return cached
 
 
+def the_compiler() -> str | None:
+    """The C++ compiler that would be taken, if there is one."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def has_headers() -> bool:
+    """Whether Python's headers are installed."""
+    return (_PYTHON / "Python.h").exists()
+
+
 def build(path: Path) -> None:
     """Compile the library, or wait for the process that does. Raises ``OSError`` without a compiler or Python's
     headers, ``CalledProcessError`` where that fails."""
     from filelock import FileLock  # not where the library is there: PyTorch's import would load it too
 
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    compiler = the_compiler()
     if compiler is None:
         raise OSError("no C++ compiler (g++ or clang++) was found")
-    if not (_PYTHON / "Python.h").exists():
+    if not has_headers():
         raise OSError(f"Python's headers are not installed ({_PYTHON} has no Python.h)")
     root = Path(torch.__file__).parent
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 import marid
-from marid import runner
-from marid.execute.compiled.disk import DiskCache
-from marid.execute.compiled.tier import folder
+from marid import environment
+from marid.execute.compiled.disk import DiskCache, folder
 from marid.registration import first_use
 from marid.report.units import bytes_text
+
+if TYPE_CHECKING:
+    from marid import runner  # needs the C++ half, and `marid env` works without
 
 __all__ = ["main"]
 
@@ -38,6 +42,8 @@ def run(as_cuda: bool, no_summary: bool, explain: bool, script: str, arguments: 
 
     Everything after SCRIPT belongs to the script.
     """
+    from marid import runner
+
     return runner.Job(script, arguments, as_cuda=as_cuda, summary=not no_summary, explain=explain)
 
 
@@ -54,6 +60,8 @@ def report(output: str, as_cuda: bool, script: str, arguments: tuple[str, ...]) 
 
     Everything after SCRIPT belongs to the script.
     """
+    from marid import runner
+
     path = str(Path(output).resolve())  # also when the script goes elsewhere
     return runner.Job(script, arguments, as_cuda=as_cuda, summary=False, report=path)
 
@@ -109,6 +117,17 @@ def info() -> None:
 def clear() -> None:
     """Remove all compiled parts."""
     click.echo(f"{_compiled().clear()} compiled parts removed")
+
+
+@commands.command()
+@click.option("--json", "as_json", is_flag=True, help="As one JSON object; bytes are numbers.")
+def env(as_json: bool) -> None:
+    """Say what a report of a bug needs: versions, processor, compiler, the C++ half, caches, variables, devices.
+
+    Of the variables MARID_*, only settings are shown with their values. Works also where the C++ half cannot be built.
+    """
+    found = environment.describe(marid.__version__, marid._problem)
+    click.echo(json.dumps(found, indent=2) if as_json else environment.text_of(found))
 
 
 class _Bytes(click.ParamType):
@@ -210,7 +229,6 @@ def main() -> None:
     except click.Abort:
         sys.exit("Aborted!")
     # A script runs outside of click, which would handle Ctrl-C and SystemExit in its own way.
-    if isinstance(result, runner.Job):
-        result.run()
-    else:
+    if result is None or isinstance(result, int):
         sys.exit(result)
+    result.run()

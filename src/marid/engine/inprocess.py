@@ -198,8 +198,12 @@ class InProcessEngine:
             return snapshot(buffer)
 
     def has(self, value: Value) -> bool:
-        with self.lock:
+        if not self.lock.acquire(blocking=False):  # another thread runs something, for which a read would wait
+            return False
+        try:
             return self._needed([value]) == 0
+        finally:
+            self.lock.release()
 
     def settle(self) -> None:
         with self.lock:
@@ -219,6 +223,13 @@ class InProcessEngine:
     def trim(self) -> None:
         with self.lock:
             self._drain()
+            self.arena.trim()
+
+    def forget(self) -> None:
+        with self.lock:
+            self._drain()
+            self.programs.clear()
+            self._twisters.forget()
             self.arena.trim()
 
     def _perform(self, task: Task, runnable: Runnable) -> None:

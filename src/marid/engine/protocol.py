@@ -98,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def has(self, value: Value) -> bool:
-        """Whether the value of something that counts as run can be read without any wait."""
+        """Whether the value of something that counts as run can be read without any wait; waits for nothing itself."""
         ...
 
     def settle(self) -> None:
@@ -167,4 +167,9 @@ class Engine(Protocol):
 
     def trim(self) -> None:
         """Give back memory that is only kept to be used again."""
+        ...
+
+    def forget(self) -> None:
+        """Forget all programs, with what was planned and compiled of them, and ``trim``; after all that was given to
+        ``run``. What comes again is built again."""
         ...

@@ -42,7 +42,7 @@ class _LeftBehind:
     def nothing(self, *_: Any) -> None:
         """For what is no use of the device."""
 
-    settle = trim = mark = worker_stats = nothing
+    settle = trim = forget = mark = worker_stats = nothing
 
     def compiling(self) -> int:
         """Nor is anything compiled."""

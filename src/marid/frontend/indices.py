@@ -1,4 +1,4 @@
-"""Indices of tensors: numbers, and masks, which choose as many elements as their values say."""
+"""Indices: of tensors, by numbers and by masks, which choose as many elements as their values say; and in lists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["fits_any_count", "indexes_by_number"]
+__all__ = ["first_occurrences", "fits_any_count", "indexes_by_number"]
 
 
 def indexes_by_number(indices: Any) -> bool:
@@ -25,3 +25,8 @@ def fits_any_count(target: torch.Tensor, indices: Any, values: torch.Tensor) -> 
     (position, mask), *others = [(i, index) for i, index in enumerate(indices) if index is not None]
     behind = target.dim() - position - mask.dim()  # dimensions of the result to the right of the chosen elements
     return not others and (values.dim() <= behind or values.shape[-1 - behind] == 1)
+
+
+def first_occurrences(ids: list[int]) -> tuple[int, ...]:
+    """For each of some numbers, where it is first among them."""
+    return tuple([ids.index(one) for one in ids])

@@ -7,7 +7,7 @@ from typing import Any
 from marid import policy
 from marid.frontend import handles
 from marid.frontend.ahead import takes_steps_unread
-from marid.frontend.materialize import holds_back, run_everything
+from marid.frontend.materialize import is_held_back, run_everything
 from marid.frontend.observe import observer
 from marid.graph.tape import Tape
 from marid.report.stats import counters
@@ -31,7 +31,7 @@ def overflow(tape: Tape) -> None:
     if observer() is not None:
         tape.give_room(settings.max_pending_bytes)  # a function under marid.compile is one program
         return
-    if tape.piece and not holds_back():
+    if tape.piece and not is_held_back():
         run_everything(tape, wait=False)
         tape.give_room(tape.piece)
         return
@@ -56,7 +56,7 @@ def overflow(tape: Tape) -> None:
 
 def optimizer_stepped(*_: Any) -> None:
     """Run what is pending if much is: a loop that reads now and then, or never, repeats best in whole steps."""
-    waits = observer() is not None or bool(holds_back())
+    waits = observer() is not None or bool(is_held_back())
     for index in range(handles.device_count):
         tape = handles.tape(index)
         parts = policy.CUT_SHARE_UNREAD if takes_steps_unread(tape) else policy.CUT_SHARE_AFTER_STEP

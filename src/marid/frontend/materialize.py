@@ -31,7 +31,8 @@ __all__ = [
     "fail_dependents",
     "hold_back",
     "holders",
-    "holds_back",
+    "is_held_back",
+    "is_sync_forbidden",
     "materialize",
     "no_sync",
     "pending_nodes",
@@ -88,9 +89,14 @@ def hold_back() -> Iterator[None]:
         _restraint.holding -= 1
 
 
-def holds_back() -> bool:
-    """Whether this thread is in such a block."""
-    return _restraint.holding > 0
+def is_held_back() -> bool:
+    """Whether this thread is in ``hold_back``."""
+    return bool(_restraint.holding)
+
+
+def is_sync_forbidden() -> bool:
+    """Whether this thread is in ``no_sync``."""
+    return bool(_restraint.no_sync)
 
 
 def pending_nodes(tensor: Any) -> list[Node]:

@@ -80,7 +80,9 @@ def html_of(tensor: Any) -> str:
 def _is_here(tensor: Any) -> bool:
     """Whether a read would neither run anything nor wait, nor be noticed by ``marid.compile``."""
     value = tensor._value
-    return not pending_nodes(tensor) and observer() is None and engine_of(value.spec.device).has(value)
+    engine = engine_of(value.spec.device)
+    # What was brought from a worker is kept for the next read alone, which is not to be this one.
+    return not pending_nodes(tensor) and observer() is None and not engine.elsewhere and engine.has(value)
 
 
 def _values(tensor: Any) -> str:

@@ -27,7 +27,7 @@ from marid.frontend.derive import deriver_of
 from marid.frontend.drawing import draw_failed, draw_for, take_numbers
 from marid.frontend.eager import run_eagerly
 from marid.frontend.handles import new_handle, storage_of
-from marid.frontend.indices import fits_any_count, indexes_by_number
+from marid.frontend.indices import first_occurrences, fits_any_count, indexes_by_number
 from marid.frontend.known import Known
 from marid.frontend.limits import overflow
 from marid.frontend.materialize import download, run_everything
@@ -43,7 +43,7 @@ from marid.semantics.scopes import capture_site, current_scope, current_site
 from marid.semantics.tracebacks import fold
 from marid.settings import settings
 
-__all__ = ["Recorder", "dispatch", "follow_switches", "recorder_of", "special"]
+__all__ = ["Recorder", "dispatch", "follow_switches", "forget_calls", "recorder_of", "special"]
 
 logger = logging.getLogger("marid")
 
@@ -168,7 +168,7 @@ class Recorder:
         roots = [id(root_of(tensor._value)) for tensor in tensors]
         if len(set(roots)) == len(roots):
             return key
-        return key, _first_occurrences(roots), _first_occurrences([id(tensor) for tensor in tensors])
+        return key, first_occurrences(roots), first_occurrences([id(tensor) for tensor in tensors])
 
     def _known(self, call: Call) -> Known:
         """What is known of calls like this one, inferred when it is the first."""
@@ -178,7 +178,7 @@ class Recorder:
             if self.deriver is not None:
                 known = self.deriver(self, call.key, call.args, call.kwargs, values)
             if known is None:
-                same = list(_first_occurrences([id(tensor) for tensor in call.tensors]))
+                same = list(first_occurrences([id(tensor) for tensor in call.tensors]))
                 rule = infer.infer(self.request(call.args, call.kwargs, values, same, call.device))
                 known = self.learn(call.key, rule, call.args, call.kwargs, call.device)
         return known
@@ -239,10 +239,6 @@ class Recorder:
         if tape.room < 0:
             overflow(tape)
         return returned
-
-
-def _first_occurrences(ids: list[int]) -> tuple[int, ...]:
-    return tuple([ids.index(one) for one in ids])
 
 
 def _is_composite(func: Any) -> bool:
@@ -316,6 +312,14 @@ def _log(name: str) -> None:
         logger.info("recorded %s at %s", name, current_site())
     else:
         print(f"marid: recorded {name} at {current_site()}", file=sys.stderr)
+
+
+def forget_calls() -> None:
+    """Know nothing of calls any more, of any operator and under any switches; what they return is inferred again."""
+    for table in list(_tables.values()):
+        for recorder in list(table.values()):
+            recorder.known.clear()
+    module.forget_known()
 
 
 def recorder_of(func: Any) -> Recorder:

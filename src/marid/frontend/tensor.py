@@ -13,10 +13,11 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from marid.frontend import capture, handles, memory, record, serialize
 from marid.frontend.handles import user_attributes
-from marid.frontend.materialize import download, materialize, pending_nodes, read
+from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
 from marid.frontend.results import retarget
 from marid.frontend.uninitialized import converted
+from marid.frontend.waits import awaited
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
 from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.semantics.tracebacks import folded
@@ -97,10 +98,9 @@ class LazyTensor(torch.Tensor):
         """Run what this value needs; a CPU copy of it, without gradient."""
         return download(self, "materialize()")
 
-    def __await__(self) -> Generator[None, None, LazyTensor]:
-        materialize((self,), "await")
-        return self
-        yield
+    def __await__(self) -> Generator[Any, None, LazyTensor]:
+        """Run what this value needs, while the event loop goes on; gives the tensor, and raises what reading raises."""
+        return awaited(self)
 
     @staticmethod
     def lift(tensor: torch.Tensor) -> LazyTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -17,7 +18,8 @@ __all__ = ["LazyTuple", "register"]
 
 
 class LazyTuple(tuple):
-    """A tuple of lazy tensors. Reading one element runs, and moves, that element only.
+    """A tuple of lazy tensors. Reading one element runs the operation that makes them, which is one for all, and what
+    was done to that element since; it moves that element only.
 
     Results that PyTorch returns under names (``values``, ``indices``) have them here too: ``kind`` is the class in
     ``torch.return_types`` that PyTorch returns.
@@ -66,7 +68,9 @@ def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
-            return _tupled(function(*args, **kwargs))
+            result = function(*args, **kwargs)
+            # torch.split and torch.unravel_index call methods, and return what they return.
+            return result if sys._getframe(1).f_globals is torch.functional.__dict__ else _tupled(result)
         except BaseException as error:
             fold(error)
             raise

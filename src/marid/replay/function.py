@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,18 @@ from marid.report.stats import FunctionStats, functions
 from marid.semantics.tracebacks import folded
 from marid.settings import settings
 
-__all__ = ["Compiled", "compile"]
+__all__ = ["Compiled", "compile", "forget_recordings"]
 
 logger = logging.getLogger("marid")
+
+
+_made: weakref.WeakSet[Compiled] = weakref.WeakSet()
+
+
+def forget_recordings() -> None:
+    """Forget what was recorded under ``marid.compile``, by all functions; they record again when they are called."""
+    for function in list(_made):
+        function.forget()
 
 
 class _Kind:
@@ -57,6 +67,7 @@ class Compiled(Wrapper):
         self._given_up = False
         self._stats = FunctionStats(getattr(function, "__qualname__", type(function).__qualname__))
         functions.add(self._stats)
+        _made.add(self)
 
     @folded
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +109,12 @@ class Compiled(Wrapper):
     def stats(self) -> FunctionStats:
         """What became of the calls so far; a snapshot."""
         return self._stats.copy()
+
+    def forget(self) -> None:
+        """Forget its recordings."""
+        with self._lock:
+            self._kinds.clear()
+            self._families.clear()
 
     def _kind_of(self, call: Call) -> _Kind:
         kind = self._kinds.get(call.key)

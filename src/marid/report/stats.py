@@ -81,8 +81,9 @@ class Stats:
     live at once in it, ``unplanned_bytes`` what its blocks would take without reuse; ``functions`` under
     ``marid.compile`` that were called; ``epoch`` counts completed runs;
     ``programs_compiling`` parts of programs that are being compiled, ``programs_compiled`` programs of which there is a
-    compiled variant (one for each rule of shapes), ``compiled_runs`` runs
-    with one; ``compile_cache_hits`` parts found on disk; ``compile_failures`` parts that could not be compiled,
+    compiled variant (one for each rule of shapes), ``compiled_runs`` runs with one; ``parts_compiled`` parts that were
+    compiled for them, ``compile_cache_hits`` parts found on disk (of a program that is like an earlier one, those that
+    are the same); ``compile_failures`` parts that could not be compiled,
     ``compile_mismatches`` parts whose first results differed from the flat tier's, ``compiled_dropped`` variants that
     were no faster; ``compile_workers`` worker processes started, ``compile_workers_lost`` that died;
     ``compile_damaged`` entries of the disk cache that were damaged, ``compile_unstored`` parts that did not get there;
@@ -114,6 +115,7 @@ class Stats:
     programs_compiling: int
     programs_compiled: int
     compiled_runs: int
+    parts_compiled: int
     compile_cache_hits: int
     compile_failures: int
     compile_mismatches: int
@@ -164,6 +166,7 @@ class Counters:
     unplanned_bytes: int = 0
     programs_compiled: int = 0
     compiled_runs: int = 0
+    parts_compiled: int = 0
     compile_cache_hits: int = 0
     compile_failures: int = 0
     compile_mismatches: int = 0

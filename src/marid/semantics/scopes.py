@@ -25,25 +25,10 @@ import torch
 import typing_extensions  # which PyTorch requires
 
 __all__ = [
-    "BACKWARD",
-    "BESIDE",
-    "FORWARD",
-    "INTERNAL",
-    "OPTIMIZER",
-    "Scope",
-    "Site",
-    "capture_site",
-    "child_scope",
-    "current_scope",
-    "current_site",
-    "is_of_the_standard_library",
-    "meet_optimizers",
-    "met_optimizers",
-    "outermost",
-    "phase",
-    "site_table",
-    "use",
-]
+    "BACKWARD", "BESIDE", "FORWARD", "INTERNAL", "OPTIMIZER", "Scope", "Site", "capture_site", "child_scope",
+    "current_scope", "current_site", "is_of_the_standard_library", "meet_optimizers", "met_optimizers", "outermost",
+    "phase", "site_table", "use", "working_for",
+]  # fmt: skip
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
@@ -160,9 +145,10 @@ def phase(name: str) -> Iterator[None]:
 
 
 class _State(threading.local):
-    """Per thread: the scope outside of all modules."""
+    """Per thread: the scope outside of all modules, and the line of another thread that it works for."""
 
     outside = _OUTSIDE
+    asked_at: Site | None = None
 
 
 _state = _State()
@@ -254,8 +240,19 @@ def use(module: Any) -> None:
 
 
 def current_site() -> Site | None:
-    """The user's line that is running now."""
-    return _native.here() if _native is not None else capture_site(sys._getframe(1))
+    """The user's line that is running now, in this thread or in the one that it works for."""
+    here = _native.here() if _native is not None else capture_site(sys._getframe(1))
+    return _state.asked_at if here is None else here
+
+
+@contextmanager
+def working_for(site: Site | None) -> Iterator[None]:
+    """What this thread, in which no line of the user's runs, does inside is done for that line of another thread."""
+    _state.asked_at, before = site, _state.asked_at
+    try:
+        yield
+    finally:
+        _state.asked_at = before
 
 
 def is_of_the_standard_library(file: str) -> bool:

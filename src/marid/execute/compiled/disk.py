@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["DiskCache", "Entry", "identity", "key_of"]
+from marid.settings import settings
+
+__all__ = ["DiskCache", "Entry", "folder", "identity", "key_of"]
 
 _STALE = 3600  # seconds after which a temporary file has lost its writer
 _TEMPORARY = ".writing-"
@@ -39,6 +41,11 @@ class Entry:
 
     path: Path
     conditions: list[Any]
+
+
+def folder() -> Path:
+    """Where compiled parts are kept."""
+    return settings.cache_dir / "compiled"
 
 
 @functools.cache

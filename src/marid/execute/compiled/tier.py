@@ -16,7 +16,7 @@ import torch
 
 from marid import policy
 from marid.execute.compiled.asked import Asked, asked
-from marid.execute.compiled.disk import DiskCache, Entry, identity
+from marid.execute.compiled.disk import DiskCache, Entry, folder, identity
 from marid.execute.compiled.partition import Partition, Specs, choose
 from marid.execute.compiled.passes.registry import generation
 from marid.execute.compiled.run import Bound, Checked, CompiledProgram
@@ -29,7 +29,7 @@ from marid.graph.program import Task
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["Tier", "best", "folder"]
+__all__ = ["Tier", "best"]
 
 logger = logging.getLogger("marid")
 
@@ -44,11 +44,6 @@ def best(program: Executable, task: Task | Replay, room: int | None) -> Runnable
     if program.tier is None or program.tier.generation != generation():
         program.tier = Tier(program)
     return program.tier.best(task, room)
-
-
-def folder() -> Path:
-    """Where compiled parts are kept."""
-    return settings.cache_dir / "compiled"
 
 
 class _Request:
@@ -195,17 +190,16 @@ class Tier:
                 "part": asks.code, "symbols": asks.symbols, "threads": request.threads, "identity": identity(),
             }  # fmt: skip
             found: Entry | Job | None = cache.find(structure)
-            if found is not None:
-                counters.compile_cache_hits += 1
-            elif only_cached:
+            if found is None and only_cached:
                 return
-            else:
+            if found is None:
                 hints = _hints(asks.values, asks.code)
                 found = compiler.submit(
                     {"structure": structure, "hints": hints, "folder": str(folder()), "limit": settings.cache_bytes}
                 )
             request.parts.append((asks, found))
         counters.compile_damaged += cache.damaged
+        counters.compile_cache_hits += sum(isinstance(found, Entry) for _, found in request.parts)
         if only_cached and not request.parts:
             return
         self._spent = 0.0
@@ -278,6 +272,7 @@ def _entry(found: Entry | Job) -> Entry | None:
         return found
     answer = found.answer
     assert answer is not None
+    counters.parts_compiled += answer.get("compiled") is True
     if "unstored" in answer:
         counters.compile_unstored += 1
         _say_once(f"marid cannot keep compiled code in {folder()}: {answer['unstored']}")

@@ -91,10 +91,10 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         kept = Path(tempfile.mkdtemp(prefix="marid-part-", dir=tempfile.tempdir)) / "part.so"
         shutil.copyfile(path, kept)
-        return {"path": str(kept), "conditions": conditions, "unstored": str(error)}
+        return {"path": str(kept), "conditions": conditions, "unstored": str(error), "compiled": True}
     finally:
         shutil.rmtree(path.parent, ignore_errors=True)
-    return {"path": str(entry.path), "conditions": conditions}
+    return {"path": str(entry.path), "conditions": conditions, "compiled": True}
 
 
 def main() -> None:

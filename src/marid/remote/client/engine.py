@@ -178,8 +178,14 @@ class RemoteEngine:
         self._unsent = 0
         self.delivery.wait(step)
 
-    def has(self, value: Value) -> bool:  # noqa: ARG002
-        return False  # the worker has it
+    def has(self, value: Value) -> bool:
+        if not self.lock.acquire(blocking=False):  # another thread waits for the worker
+            return False
+        try:  # the worker has it, unless it was brought a moment ago
+            buffer, runs = value.concrete, any(isinstance(step, RunStep) for step in self.queue.steps())
+            return isinstance(buffer, RemoteBuffer) and self._brought(buffer) is not None and not runs
+        finally:
+            self.lock.release()
 
     def settle(self) -> None:
         with self.lock:
@@ -364,6 +370,10 @@ class RemoteEngine:
 
     def trim(self) -> None:
         pass
+
+    def forget(self) -> None:
+        with self.lock:  # what was sent keeps its program; the worker has them for all of its clients
+            self._programs.forget()
 
     def close(self) -> None:
         """Say good-bye to the worker, having asked it for its last statistics if it still answers."""

@@ -95,6 +95,10 @@ class EncodedPrograms:
             encoded.sizes.move_to_end(task.specs)
         return specialization
 
+    def forget(self) -> None:
+        """Forget all of them; one that comes again has the same digest, and need not be sent again."""
+        self._store.clear()
+
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
