@@ -16,8 +16,9 @@ A file is a safetensors file. Its tensors are the state; the entry ``marid.progr
     nodes               list of FX's: "placeholder", "call_function" and "output"
 
 A structure is ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"dict": [[key, structure], ...]}`` or a leaf: of arguments
-``{"tensor": spec, "dtype": name}`` and ``{"value": ...}``, of results ``{"output": name}``, ``{"argument": number}``,
-``{"state": name}`` and ``{"value": ...}``.
+``{"tensor": spec, "host": flag}`` and ``{"value": ...}``, of results ``{"output": name}``, ``{"argument": number}``,
+``{"state": name}``, ``{"input": name}`` for a constant or a copy of an argument that was on the host, and
+``{"value": ...}``.
 
 A node is ``{"op": "placeholder", "name": "%0", "spec": index}`` with ``"argument"``, ``"state"`` or ``"constant"``, or
 ``{"op": "call_function", "target": "aten.mm.default", "args": [...], "kwargs": {...}, "results": [[name, path, spec],

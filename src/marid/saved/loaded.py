@@ -139,14 +139,16 @@ class SavedProgram:
         self._given = [(slot, of) for slot, (kind, of) in slots.items() if kind == "argument"]
         self._specs = [_spec(plan, slot) for slot, _ in self._given]
         self._written = [slot in analysis.written for slot, _ in self._given]
-        of_host = {leaf.number for leaf in leaves_of(plan.arguments) if leaf.on_host}
-        self._fresh = [written and of in of_host for written, (_, of) in zip(self._written, self._given, strict=True)]
+        seen = {analysis.roots[slot] for slot in program.output_slots} | analysis.written
+        seen |= {leaf.of for leaf in leaves_of(plan.results) if leaf.kind == "input"}
+        on_host = {leaf.number for leaf in leaves_of(plan.arguments) if leaf.on_host}
+        self._fresh = [of in on_host and slot in seen for slot, of in self._given]  # as the function made a copy
         refs: dict[int, Ref] = {slot: (TENSOR, i) for i, (slot, _) in enumerate(self._given)}
         lazy, origins = list(state), []
         for slot, (kind, of) in slots.items():
             if kind == "state":
                 refs[slot] = TENSOR, len(self._given) + of
-            elif kind == "constant" and slot in analysis.written:  # so each call has one of its own
+            elif kind == "constant" and slot in seen:  # so each call has one of its own
                 content = held.on_host(of, plan.prepared.specs[slot])
                 spec = handles.spec_of(content, device)
                 origins.append(Origin(None, None, content, spec, torch.clone))
@@ -199,13 +201,15 @@ class SavedProgram:
         results: list[tuple[str, Any]] = []
         for leaf in leaves_of(plan.results):
             assert isinstance(leaf, Result)
-            if leaf.kind == "output":
+            if leaf.kind == "input" and refs[leaf.of][0] == TENSOR:
+                results.append(refs[leaf.of])
+            elif leaf.kind in ("output", "input"):
                 slot = leaf.of
                 root = plan.analysis.roots[slot]
-                storage = refs.get(root, root)
-                if storage != root and refs[root][0] == UPLOAD:
-                    storage = root
-                made.setdefault(slot, Made((OUTPUT, outputs[slot]), _spec(plan, slot), storage, None, None))
+                known = refs.get(root)
+                storage = root if known is None or known[0] == UPLOAD else known
+                value = refs[slot] if leaf.kind == "input" else (OUTPUT, outputs[slot])
+                made.setdefault(slot, Made(value, _spec(plan, slot), storage, None, None))
                 results.append((MADE, list(made).index(slot)))
             elif leaf.kind == "argument":
                 results.append((HOST, leaf.of))  # the very object

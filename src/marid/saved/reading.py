@@ -24,6 +24,7 @@ from marid.remote.wire.plain import as_int, as_list, as_text, spec_from
 from marid.remote.worker.instructions import check_numbers, read_program
 from marid.saved.counting import Counting
 from marid.saved.form import Numbers, part_of, slot_of, text_from
+from marid.saved.sizes import check_sizes
 from marid.saved.structure import leaves_of, rebuilt, value_from
 from marid.semantics.scopes import Site, current_scope
 
@@ -48,8 +49,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Result:
-    """A leaf of the results: an "output" of the program in a slot, an "argument" by its number, a tensor of the "state"
-    by its position, or a "value"."""
+    """A leaf of the results: an "output" or an "input" of the program in a slot, an "argument" by its number, a tensor
+    of the "state" by its position, or a "value"."""
 
     kind: str
     of: Any
@@ -102,10 +103,13 @@ class Plan:
         nodes = _Nodes(data, specs, arguments.count, names, state)
         results = rebuilt(data.get("results"), lambda leaf: _result(leaf, arguments.count, names))
         draws = [_drawn(one, specs, device) for one in as_list(data.get("draws"), _MOST, "its draws")]
+        on_host = {leaf.number for leaf in leaves_of(leaves) if leaf.on_host}
+        nodes.check_returned([leaf.of for leaf in leaves_of(results) if leaf.kind == "input"], on_host)
         program, numbers, computed = nodes.program(text, results, len(draws))
         counting = Counting.read(part_of(data, "counters", dict), computed)
-        prepared = Prepared(program, nodes.specs(program), nodes.stamps(program), 0)
-        prepared.transient_bytes = forecast(program, prepared.specs).nbytes
+        slots = nodes.specs(program)
+        check_sizes(program, slots, numbers, device)
+        prepared = Prepared(program, slots, nodes.stamps(program), forecast(program, slots).nbytes)
         return cls(
             as_text(data.get("name"), _NAME, "its name"),
             leaves,
@@ -216,6 +220,13 @@ class _Nodes:
         whole = tuple(dict.fromkeys([*wanted, *[root for root in roots if root in analysis.made_by]]))
         return dataclasses.replace(program, output_slots=whole), numbers, self._numbers.computed
 
+    def check_returned(self, slots: list[int], on_host: set[Any]) -> None:
+        """Raise ``WireError`` unless calls have tensors of their own in these slots."""
+        for slot in slots:
+            kind, of = self.sources.get(slot, ("nothing", None))
+            if kind != "constant" and (kind != "argument" or of not in on_host):
+                raise WireError("a result is an input that calls share")
+
     def specs(self, program: Program) -> tuple[Spec | None, ...]:
         """The spec of every slot."""
         indices = [self._by_slot[slot] for slot in range(program.slot_count)]
@@ -266,8 +277,9 @@ def _more(data: dict[str, Any], names: dict[str, int]) -> dict[str, str | None]:
 
 
 def _result(data: dict[str, Any], arguments: int, names: dict[str, int]) -> Result:
-    if len(data) == 1 and "output" in data:
-        return Result("output", slot_of(data["output"]))
+    for kind in ("output", "input"):
+        if len(data) == 1 and kind in data:
+            return Result(kind, slot_of(data[kind]))
     if len(data) == 1 and "argument" in data:
         return Result("argument", as_int(data["argument"], 0, arguments - 1, "an argument"))
     if len(data) == 1 and "state" in data:

@@ -17,7 +17,7 @@ from marid.frontend.observe import Drawn
 from marid.graph.node import Node, Spec, root_of
 from marid.graph.program import Instruction
 from marid.remote.wire.plain import dtype_name, spec_to
-from marid.replay.recording import CONSTANT, GRAD, HOST, MADE, OUTPUT, TENSOR, Each, Ref
+from marid.replay.recording import CONSTANT, GRAD, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Each, Ref
 from marid.saved.form import DIGEST, ENTRY, FORMAT, VERSION, argument_to, name_of, number_to, text_to
 from marid.saved.names import Names
 from marid.saved.reading import Plan, is_dense
@@ -85,8 +85,9 @@ class _Writer:
 
     def program(self, name: str) -> dict[str, Any]:
         arguments = described(self._taken.arguments, "arguments", self._argument)
-        placeholders = [self._placeholder(*one) for one in self._inputs()]
+        self._slots = dict(zip(self._recording.inputs, self._taken.prepared.program.input_slots, strict=True))
         results = self._results()
+        placeholders = [self._placeholder(ref, slot) for ref, slot in self._slots.items()]
         self._check_gradients()
         program = self._taken.prepared.program
         pairs = zip(program.instructions, self._taken.prepared.nodes, strict=True)
@@ -125,11 +126,9 @@ class _Writer:
         spec = leaf._value.spec if on_device else handles.spec_of(leaf, 0)
         return {"tensor": spec_to(spec), "host": not on_device}
 
-    def _inputs(self) -> list[tuple[int, Ref]]:
-        return list(zip(self._taken.prepared.program.input_slots, self._recording.inputs, strict=True))
-
-    def _placeholder(self, slot: int, ref: Ref) -> dict[str, Any]:
-        spec = self._spec(self._taken.prepared.specs[slot])
+    def _placeholder(self, ref: Ref, slot: int) -> dict[str, Any]:
+        specs = self._taken.prepared.specs
+        spec = self._spec(specs[slot] if slot < len(specs) else self._recording.origins[ref[1]].spec)
         node: dict[str, Any] = {"op": "placeholder", "name": name_of(slot), "spec": spec}
         if ref[0] not in (TENSOR, GRAD):
             return {**node, **self._upload(ref[1])}
@@ -212,8 +211,10 @@ class _Writer:
             return value_to(of, place)
         if (kind, of) in self._arguments:
             return {"argument": self._arguments[kind, of]}
-        if kind not in (TENSOR, GRAD):
-            raise WireError(f"{place} is a copy of a tensor of the CPU")
+        if kind == UPLOAD:  # which the program need not work on
+            program = self._taken.prepared.program
+            extra = len(self._slots) - len(program.input_slots)
+            return {"input": name_of(self._slots.setdefault((kind, of), program.slot_count + extra))}
         return {"state": self._state_of((kind, of))}
 
     def _check_gradients(self) -> None:
