@@ -51,6 +51,7 @@ __all__ = [
     "number_from",
     "number_to",
     "part_of",
+    "parts_of",
     "slot_of",
     "text_from",
     "text_to",
@@ -92,6 +93,13 @@ def part_of(data: Any, name: str, kind: type) -> Any:
     if type(found) is not kind:
         raise WireError(f"its entry {name!r} is missing, or no {kind.__name__}")
     return found
+
+
+def parts_of(data: Any, count: int, what: str) -> list[Any]:
+    """A list of so many parts. Raises ``WireError``."""
+    if len(as_list(data, count, what)) != count:
+        raise WireError(f"{what} has {count} parts")
+    return data
 
 
 def name_of(slot: int) -> str:

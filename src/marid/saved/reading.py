@@ -23,7 +23,7 @@ from marid.graph.program import Program
 from marid.remote.wire.plain import as_int, as_list, as_text, spec_from
 from marid.remote.worker.instructions import check_numbers, read_program
 from marid.saved.counting import Counting
-from marid.saved.form import Numbers, part_of, slot_of, text_from
+from marid.saved.form import Numbers, part_of, parts_of, slot_of, text_from
 from marid.saved.sizes import check_sizes
 from marid.saved.structure import leaves_of, rebuilt, value_from
 from marid.semantics.scopes import Site, current_scope
@@ -92,19 +92,18 @@ class Plan:
         """The plan of a text. Raises ``WireError``."""
         data = text_from(text)
         specs = [_on(spec_from(one), device) for one in as_list(data.get("specs"), _MOST, "specs")]
-        arguments = _Arguments()
-        leaves = rebuilt(data.get("arguments"), arguments.leaf)
+        arguments: list[Argument] = []
+        leaves = rebuilt(data.get("arguments"), lambda leaf: _argument(leaf, arguments))
         if type(leaves) is not tuple:
             raise WireError("its arguments are no tuple")
         state = [_entry(one, specs) for one in as_list(data.get("state"), _MOST, "its state")]
         names = {entry.name: index for index, entry in enumerate(state)}
         if len(names) != len(state):
             raise WireError("a name of its state is there twice")
-        nodes = _Nodes(data, specs, arguments.count, names, state)
-        results = rebuilt(data.get("results"), lambda leaf: _result(leaf, arguments.count, names))
+        nodes = _Nodes(data, specs, arguments, names, state)
+        results = rebuilt(data.get("results"), lambda leaf: _result(leaf, len(arguments), names))
         draws = [_drawn(one, specs, device) for one in as_list(data.get("draws"), _MOST, "its draws")]
-        on_host = {leaf.number for leaf in leaves_of(leaves) if leaf.on_host}
-        nodes.check_returned([leaf.of for leaf in leaves_of(results) if leaf.kind == "input"], on_host)
+        nodes.check_returned([leaf.of for leaf in leaves_of(results) if leaf.kind == "input"])
         program, numbers, computed = nodes.program(text, results, len(draws))
         counting = Counting.read(part_of(data, "counters", dict), computed)
         slots = nodes.specs(program)
@@ -125,26 +124,18 @@ class Plan:
         )
 
 
-class _Arguments:
-    """Reads leaves of arguments, and counts the tensors."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def leaf(self, data: dict[str, Any]) -> Argument:
-        if "tensor" not in data:
-            return Argument(None, value=value_from(data))
-        spec = spec_from(data["tensor"])
-        self.count += 1
-        return Argument(self.count - 1, spec, part_of(data, "host", bool))
-
-
 class _Nodes:
     """The nodes of a file as a program."""
 
     def __init__(
-        self, data: dict[str, Any], specs: list[Spec], arguments: int, names: dict[str, int], state: list[Entry]
+        self,
+        data: dict[str, Any],
+        specs: list[Spec],
+        arguments: list[Argument],
+        names: dict[str, int],
+        state: list[Entry],
     ) -> None:
+        self._arguments, self._names, self._state = arguments, names, state
         self._unique = specs
         self._by_slot: dict[int, int] = {}
         self._numbers = Numbers()
@@ -157,7 +148,7 @@ class _Nodes:
         for node in as_list(data.get("nodes"), _NODES, "its nodes"):
             kind = part_of(node, "op", str)
             if kind == "placeholder" and not self._calls:
-                self._placeholder(node, arguments, names, state)
+                self._placeholder(node)
             elif kind == "call_function":
                 self._call(node)
             elif kind != "output" or node is not data["nodes"][-1]:
@@ -165,18 +156,23 @@ class _Nodes:
             else:
                 self._outputs = [slot_of(one) for one in as_list(node.get("args"), _MOST, "its outputs")]
 
-    def _placeholder(self, node: Any, arguments: int, names: dict[str, int], state: list[Entry]) -> None:
+    def _placeholder(self, node: Any) -> None:
         slot = slot_of(node.get("name"))
         spec = self._unique[self._note(slot, node.get("spec"), 0)]
+        if not is_dense(spec):  # memory is made for it
+            raise WireError("an input does not lie side by side in memory")
         if "argument" in node:
-            self.sources[slot] = "argument", as_int(node["argument"], 0, arguments - 1, "an argument")
+            number = as_int(node["argument"], 0, len(self._arguments) - 1, "an argument")
+            given = self._arguments[number]
+            assert given.spec is not None
+            if spec.shape != given.spec.shape or (spec.dtype is not given.spec.dtype and not given.on_host):
+                raise WireError("an argument is another tensor where the program takes it")
+            self.sources[slot] = "argument", number
         elif "constant" in node:
             self.sources[slot] = "constant", as_text(node["constant"], _NAME, "a constant")
-            if not is_dense(spec):
-                raise WireError("a constant does not lie side by side in memory")
         else:
-            position = names.get(as_text(node.get("state"), _NAME, "a name of the state"))
-            if position is None or state[position].spec is not spec:
+            position = self._names.get(as_text(node.get("state"), _NAME, "a name of the state"))
+            if position is None or self._state[position].spec is not spec:
                 raise WireError(f"{str(node.get('state'))[:40]!r} is not in its state, or is another tensor there")
             self.sources[slot] = "state", position
 
@@ -188,7 +184,7 @@ class _Nodes:
             named += [name, self._numbers.wire(arg)]
         results: list[Any] = []
         for result in as_list(node.get("results"), 1 << 13, "results"):
-            name, path, spec = as_list(result, 3, "a result") if len(result) == 3 else (None, None, None)
+            name, path, spec = parts_of(result, 3, "a result")
             slot = slot_of(name)
             self._note(slot, spec, -1)
             results += [slot, path]
@@ -220,11 +216,11 @@ class _Nodes:
         whole = tuple(dict.fromkeys([*wanted, *[root for root in roots if root in analysis.made_by]]))
         return dataclasses.replace(program, output_slots=whole), numbers, self._numbers.computed
 
-    def check_returned(self, slots: list[int], on_host: set[Any]) -> None:
+    def check_returned(self, slots: list[int]) -> None:
         """Raise ``WireError`` unless calls have tensors of their own in these slots."""
         for slot in slots:
             kind, of = self.sources.get(slot, ("nothing", None))
-            if kind != "constant" and (kind != "argument" or of not in on_host):
+            if kind != "constant" and (kind != "argument" or not self._arguments[of].on_host):
                 raise WireError("a result is an input that calls share")
 
     def specs(self, program: Program) -> tuple[Spec | None, ...]:
@@ -276,6 +272,14 @@ def _more(data: dict[str, Any], names: dict[str, int]) -> dict[str, str | None]:
     return data
 
 
+def _argument(data: dict[str, Any], tensors: list[Argument]) -> Argument:
+    """A leaf of the arguments; one that is a tensor is added to ``tensors``."""
+    if "tensor" not in data:
+        return Argument(None, value=value_from(data))
+    tensors.append(Argument(len(tensors), spec_from(data["tensor"]), part_of(data, "host", bool)))
+    return tensors[-1]
+
+
 def _result(data: dict[str, Any], arguments: int, names: dict[str, int]) -> Result:
     for kind in ("output", "input"):
         if len(data) == 1 and kind in data:
@@ -316,7 +320,7 @@ def _drawn(data: Any, specs: list[Spec], device: int) -> Drawn:
 
 def _line(data: Any) -> Site | None:
     """A line of the source, which need not be there."""
-    file, line, function = as_list(data, 3, "a line") if type(data) is list and len(data) == 3 else ("", 0, "")
+    file, line, function = parts_of(data, 3, "a line")
     file, function = as_text(file, 4096, "a file"), as_text(function, 4096, "a function")
     line = as_int(line, 0, 1 << 30, "a line")
     if not file:

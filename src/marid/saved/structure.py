@@ -7,7 +7,7 @@ from typing import Any
 
 from marid.errors import WireError
 from marid.remote.wire.plain import as_list
-from marid.saved.form import number_from, number_to
+from marid.saved.form import number_from, number_to, parts_of
 
 __all__ = ["Leaf", "described", "fitted", "leaves_of", "rebuilt", "value_from", "value_to"]
 
@@ -56,9 +56,7 @@ def rebuilt(data: Any, leaf: Callable[[dict[str, Any]], Any], depth: int = 0) ->
     if kind == "dict":
         found: dict[Any, Any] = {}
         for pair in items:
-            key, item = (
-                as_list(pair, 2, "an entry of a dict") if type(pair) is list and len(pair) == 2 else (None, None)
-            )
+            key, item = parts_of(pair, 2, "an entry of a dict")
             if type(key) not in (str, int, bool) or key in found:
                 raise WireError("a dict has a key that it cannot have, or twice")
             found[key] = rebuilt(item, leaf, depth + 1)

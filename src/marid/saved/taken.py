@@ -20,6 +20,7 @@ from marid.replay.places import ChangesState
 from marid.replay.reachable import Reached, reach
 from marid.replay.recording import Recording
 from marid.replay.run import Run, grad_of
+from marid.saved.reading import is_dense
 from marid.settings import settings
 
 __all__ = ["Taken", "name_of_function", "take"]
@@ -103,13 +104,15 @@ def _refused(function: Any, why: str) -> UnsupportedOperationError:
 
 
 def _copied(examples: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with tensors of the device that nobody else has, and that begin at the start of their memory: so
-    they share none with each other, and what is written to them is lost."""
+    """The arguments with tensors of the device that nobody else has, and that take the whole of their memory: so they
+    share none with each other, and what is written to them is lost."""
     copies: list[Any] = []
 
     def copy(leaf: Any) -> Any:
-        if not handles.is_lazy(leaf):
+        if not isinstance(leaf, torch.Tensor):
             return leaf
+        if not handles.is_lazy(leaf):
+            return leaf if is_dense(handles.spec_of(leaf, 0)) else leaf.contiguous()
         copies.append(leaf.detach().clone().requires_grad_(leaf.requires_grad))
         return copies[-1]
 
