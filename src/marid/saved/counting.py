@@ -66,10 +66,10 @@ class Counting:
         rest = tuple([_added(arg) for arg in as_list(data.get("args"), 1, "what is added")])
         kwargs = {name: number_from(arg) for name, arg in part_of(data, "kwargs", dict).items()}
         is_list = not str(func).startswith("aten.add_.")
-        takes_tensor = str(func).endswith(".Tensor")
+        takes = {False, True} if not is_list else {str(func).endswith(".Tensor")}  # a tensor
         if several is not is_list or not positions or (not several and len(positions) != 1):
             raise WireError("counters are written in a way that is none")
-        if len(rest) != 1 or isinstance(rest[0], torch.Tensor) is not takes_tensor or not {*kwargs} <= {"alpha"}:
+        if len(rest) != 1 or isinstance(rest[0], torch.Tensor) not in takes or not {*kwargs} <= {"alpha"}:
             raise WireError("something is added to counters that is no number")
         if any(type(arg) not in (int, float) for arg in kwargs.values()):
             raise WireError("something is added to counters that is no number")

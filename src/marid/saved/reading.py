@@ -24,11 +24,11 @@ from marid.remote.wire.plain import as_int, as_list, as_text, spec_from
 from marid.remote.worker.instructions import check_numbers, read_program
 from marid.saved.counting import Counting
 from marid.saved.form import Numbers, part_of, parts_of, slot_of, text_from
-from marid.saved.sizes import check_sizes
+from marid.saved.sizes import check_sizes, is_dense
 from marid.saved.structure import leaves_of, rebuilt, value_from
 from marid.semantics.scopes import Site, current_scope
 
-__all__ = ["Argument", "Entry", "Plan", "Result", "is_dense"]
+__all__ = ["Argument", "Entry", "Plan", "Result"]
 
 _NODES = 1 << 19
 _MOST = 1 << 20  # entries of a list
@@ -243,14 +243,6 @@ _NO_DRAW = Draw(0, 0, -1, 0, -1)
 
 def _is_draw(number: Any) -> bool:
     return type(number) is tuple and len(number) == 2 and number[0] == "draw"
-
-
-def is_dense(spec: Spec) -> bool:
-    """Whether a tensor with that spec takes the whole of its memory, each element once."""
-    if spec.offset or spec.conj or spec.neg or spec.overlaps:
-        return False
-    span = 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
-    return not spec.numel or span == spec.numel
 
 
 def _on(spec: Spec, device: int) -> Spec:

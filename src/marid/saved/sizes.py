@@ -2,7 +2,7 @@
 
 A file could ask for results as large as it likes. So each different call is made on meta tensors, and shapes and dtypes
 are compared with those of the text, which are bounded, and which forecasts and limits of memory go by. Strides are not
-compared here: that is done where results are computed.
+compared here: that is done where results are computed, and laid out anew where they differ, so they are bounded too.
 """
 
 from __future__ import annotations
@@ -11,16 +11,41 @@ from typing import Any
 
 from marid.errors import WireError
 from marid.frontend.infer import Request, infer
+from marid.graph.analysis import analysis_of
 from marid.graph.node import Node, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
 from marid.ops.facts import facts_of
 
-__all__ = ["check_sizes"]
+__all__ = ["check_sizes", "is_dense"]
+
+_GAPS = 16
+"""The memory that a result may take, in that of its elements."""
+
+
+def is_dense(spec: Spec) -> bool:
+    """Whether a tensor with that spec takes the whole of its memory, each element once."""
+    if spec.offset or spec.conj or spec.neg or spec.overlaps:
+        return False
+    return not spec.numel or _span(spec) == spec.numel
+
+
+def _span(spec: Spec) -> int:
+    """From the first element of a tensor to its last."""
+    return 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
 
 
 def check_sizes(program: Program, specs: tuple[Spec | None, ...], numbers: list[Any], device: int) -> None:
     """Raise ``WireError`` for a call that cannot be made, or that returns something else than ``specs``, by slot."""
     seen: set[Any] = set()
+    for slot, root in analysis_of(program).roots.items():
+        spec = specs[slot]
+        if (
+            slot == root
+            and spec is not None
+            and spec.numel
+            and _span(spec) + spec.offset > _GAPS * (spec.numel + _GAPS)
+        ):
+            raise WireError(f"the tensor %{slot} takes much more memory than its elements")
     for index, instruction in enumerate(program.instructions):
         call = _Call(instruction, specs, numbers)
         results = tuple([(one.path, specs[one.slot]) for one in instruction.results])

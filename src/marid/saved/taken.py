@@ -20,7 +20,7 @@ from marid.replay.places import ChangesState
 from marid.replay.reachable import Reached, reach
 from marid.replay.recording import Recording
 from marid.replay.run import Run, grad_of
-from marid.saved.reading import is_dense
+from marid.saved.sizes import is_dense
 from marid.settings import settings
 
 __all__ = ["Taken", "name_of_function", "take"]

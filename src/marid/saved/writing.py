@@ -20,7 +20,8 @@ from marid.remote.wire.plain import dtype_name, spec_to
 from marid.replay.recording import CONSTANT, GRAD, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Each, Ref
 from marid.saved.form import DIGEST, ENTRY, FORMAT, VERSION, argument_to, name_of, number_to, text_to
 from marid.saved.names import Names
-from marid.saved.reading import Plan, is_dense
+from marid.saved.reading import Plan
+from marid.saved.sizes import is_dense
 from marid.saved.structure import described, value_to
 from marid.saved.taken import Taken, name_of_function, take
 from marid.semantics.tracebacks import folded
