@@ -170,6 +170,26 @@ def test_a_transformer(gradients: bool, tmp_path: Path) -> None:
     assert_same({key: program.state[key] for key in eager.state_dict()}, eager.state_dict())
 
 
+def test_as_fx(tmp_path: Path) -> None:
+    """The same operators, which run on the CPU too."""
+    torch.manual_seed(0)
+    model = _Transformer().eval().to(DEVICE)
+    x = torch.randint(20, (2, 9))
+    marid.save_program(tmp_path / "model", lambda x: {"logits": model(x), "x": x}, x.to(DEVICE))
+    program = marid.load_program(tmp_path / "model")
+    module = program.to_fx()
+    state = {name.replace(".", "_"): tensor.cpu() for name, tensor in program.state.items()}
+    inputs = [node.target for node in module.graph.nodes if node.op == "placeholder"]
+    result = module(*[x if name == "argument_0" else state[str(name).removeprefix("_")] for name in inputs])
+    assert_same(result, {"logits": program(x)["logits"].cpu(), "x": x})
+    call = next(node for node in module.graph.nodes if node.op == "call_function")
+    assert "test_save_program.py" in call.meta["stack_trace"]
+    _small(tmp_path / "step")
+    code = marid.load_program(tmp_path / "step").to_fx().code
+    assert "number_" in code
+    assert "bernoulli_.float" in code
+
+
 def test_structures_of_arguments_and_results(tmp_path: Path) -> None:
     def function(batch: dict[str, Any], scale: float, options: list[Any]) -> Any:
         x = batch["x"] * scale + options[0]

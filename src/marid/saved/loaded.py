@@ -22,6 +22,7 @@ from marid.replay.recording import CONSTANT, HOST, MADE, OUTPUT, TENSOR, UPLOAD,
 from marid.replay.snapshot import Snapshot, same_number
 from marid.replay.template import Template
 from marid.saved.form import DIGEST, ENTRY
+from marid.saved.fx import graph_of
 from marid.saved.reading import Argument, Plan, Result
 from marid.saved.structure import fitted, leaves_of
 from marid.semantics.tracebacks import folded
@@ -115,6 +116,7 @@ class SavedProgram:
     """
 
     def __init__(self, plan: Plan, held: _Held) -> None:
+        self._plan = plan
         self.name = plan.name
         """Of the function."""
         self._arguments = plan.arguments
@@ -232,6 +234,12 @@ class SavedProgram:
             if fit is None:
                 raise LazyTensorError(self._why_not(call))
             return self._template.run(call, fit)  # pyright: ignore[reportArgumentType]
+
+    def to_fx(self) -> torch.fx.GraphModule:
+        """The program as a ``torch.fx.GraphModule`` of ATen operators. Its placeholders are the inputs: ``argument_0``
+        and so on, the names of the state with underscores, ``number_0`` and so on for numbers that come of counters.
+        Writes are in-place operators; ``node.meta`` has ``val`` (a meta tensor) and ``stack_trace``."""
+        return graph_of(self._plan)
 
     def __repr__(self) -> str:
         return f"SavedProgram({self.name}, {len(self.state)} tensors, on {handles.DEVICE_TYPE}:{self._device})"

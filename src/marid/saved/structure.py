@@ -9,7 +9,7 @@ from marid.errors import WireError
 from marid.remote.wire.plain import as_list
 from marid.saved.form import number_from, number_to, parts_of
 
-__all__ = ["Leaf", "described", "fitted", "leaves_of", "rebuilt", "value_from", "value_to"]
+__all__ = ["Leaf", "described", "fitted", "leaves_of", "mapped", "rebuilt", "value_from", "value_to"]
 
 _DEPTH = 32
 _ENTRIES = 1 << 16
@@ -63,6 +63,14 @@ def rebuilt(data: Any, leaf: Callable[[dict[str, Any]], Any], depth: int = 0) ->
         return found
     made = [rebuilt(item, leaf, depth + 1) for item in items]
     return tuple(made) if kind == "tuple" else made
+
+
+def mapped(thing: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same structure with what ``leaf`` makes of its leaves."""
+    kind = type(thing)
+    if kind is tuple or kind is list:
+        return kind([mapped(item, leaf) for item in thing])
+    return {key: mapped(item, leaf) for key, item in thing.items()} if kind is dict else leaf(thing)
 
 
 def leaves_of(thing: Any) -> list[Any]:

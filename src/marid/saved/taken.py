@@ -21,6 +21,7 @@ from marid.replay.reachable import Reached, reach
 from marid.replay.recording import Recording
 from marid.replay.run import Run, grad_of
 from marid.saved.sizes import is_dense
+from marid.saved.structure import mapped
 from marid.settings import settings
 
 __all__ = ["Taken", "name_of_function", "take"]
@@ -117,16 +118,9 @@ def _copied(examples: tuple[Any, ...]) -> tuple[Any, ...]:
         return copies[-1]
 
     with torch.no_grad():
-        made = _mapped(examples, copy)
+        made = mapped(examples, copy)
     materialize(copies, "save_program()")
     return made
-
-
-def _mapped(thing: Any, leaf: Callable[[Any], Any]) -> Any:
-    kind = type(thing)
-    if kind is tuple or kind is list:
-        return kind([_mapped(item, leaf) for item in thing])
-    return {key: _mapped(item, leaf) for key, item in thing.items()} if kind is dict else leaf(thing)
 
 
 class _Before:
