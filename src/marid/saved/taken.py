@@ -22,6 +22,7 @@ from marid.replay.recording import Recording
 from marid.replay.run import Run, grad_of
 from marid.saved.sizes import is_dense
 from marid.saved.structure import mapped
+from marid.semantics.scopes import meet
 from marid.settings import settings
 
 __all__ = ["Taken", "name_of_function", "take"]
@@ -68,7 +69,7 @@ def take(function: Callable[..., Any], examples: tuple[Any, ...], state: Any) ->
         except Unreadable:
             raise _refused(function, "it is inside of a transform, a mode or hooks on saved tensors") from None
         root = ("the function", function) if state is None else ("state", state)
-        before = before or _Before(reach([root], state is None))
+        before = before or _Before(_met(reach([root], state is None)))
         run = Run(function, call, state)
         try:
             run.call(arguments, {}, False)
@@ -98,6 +99,12 @@ def take(function: Callable[..., Any], examples: tuple[Any, ...], state: Any) ->
     if before is not None:
         before.put_back()
     raise _refused(function, f"no two of {len(earlier)} recordings did the same: {why}")
+
+
+def _met(reached: Reached) -> Reached:
+    for optimizer in reached.optimizers:
+        meet(optimizer)
+    return reached
 
 
 def _refused(function: Any, why: str) -> UnsupportedOperationError:
@@ -135,6 +142,7 @@ class _Before:
         with torch.no_grad():
             self._tensors = [(tensor, tensor.detach().clone()) for tensor in (*apart, *counters)]
         materialize([copy for _, copy in self._tensors if handles.is_lazy(copy)], "save_program()")
+        self._versions = [(tensor, tensor._version) for tensor, _ in self._tensors if not tensor.is_inference()]
         generators = [random.default_generator(index) for index in range(handles.device_count)]
         self._generators = [(one, one.get_state()) for one in (*generators, *reached.generators)]
 
@@ -144,8 +152,11 @@ class _Before:
             for tensor, grad in self._grads:
                 if grad_of(tensor) is not grad:
                     tensor.grad = grad
-            for tensor, copy in self._tensors:  # versions do not tell: those of norms' statistics stay as they are
+            for tensor, copy in self._tensors:  # versions do not tell which changed: norms leave those of statistics
                 tensor.copy_(copy)
+        # What autograd has saved of them before is what they hold.
+        for tensor, version in self._versions:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
         for generator, state in self._generators:
             generator.set_state(state)
         materialize([tensor for tensor, _ in self._tensors if handles.is_lazy(tensor)], "save_program()")

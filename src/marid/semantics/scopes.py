@@ -37,6 +37,7 @@ __all__ = [
     "current_scope",
     "current_site",
     "is_of_the_standard_library",
+    "meet",
     "meet_optimizers",
     "met_optimizers",
     "outermost",
@@ -367,6 +368,11 @@ def _meet(optimizer: torch.optim.Optimizer) -> Scope:
         full = f"{kind.__module__}.{kind.__qualname__}"
         return _steps.setdefault(kind, Scope(None, kind.__name__, OPTIMIZER, module_class=full))
     return _steps[kind]
+
+
+def meet(optimizer: torch.optim.Optimizer) -> None:
+    """Do what its first step would do to it, for whoever looks at what a step changes."""
+    _meet(optimizer)
 
 
 def met_optimizers() -> list[torch.optim.Optimizer]:
