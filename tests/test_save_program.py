@@ -320,6 +320,27 @@ def test_several_modules_and_given_state(tmp_path: Path) -> None:
     assert_same([program(x), other(x)], [function(x).detach().cpu()] * 2)
 
 
+@pytest.mark.in_process("workers do not have the operator")
+def test_custom_operators(tmp_path: Path) -> None:
+    """Those of namespaces that are named, when saving and when loading."""
+    library = torch.library.Library("marid_saved_tests", "DEF")
+    library.define("triple(Tensor x) -> Tensor")
+    library.impl("triple", lambda x: x * 3, "CPU")
+    library.impl("triple", torch.empty_like, "Meta")
+    x = torch.ones(3, device=DEVICE)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.marid_saved_tests.triple(x + 1)
+
+    with pytest.raises(UnsupportedOperationError, match="operators of 'marid_saved_tests' are not admitted"):
+        marid.save_program(tmp_path / "f", function, x)
+    marid.save_program(tmp_path / "f", function, x, namespaces=["marid_saved_tests"])
+    with pytest.raises(ValueError, match="operators of 'marid_saved_tests' are not admitted"):
+        marid.load_program(tmp_path / "f")
+    program = marid.load_program(tmp_path / "f", namespaces=["marid_saved_tests"])
+    assert_same(program(x), torch.full((3,), 6.0))
+
+
 def test_errors_of_a_call_name_the_line(tmp_path: Path) -> None:
     def function(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return x[index]

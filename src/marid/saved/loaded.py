@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree
@@ -16,16 +17,16 @@ from marid.errors import LazyTensorError, WireError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.graph.node import Spec, root_of
-from marid.remote.worker.operators import admit_namespace
 from marid.replay.reachable import Reached
 from marid.replay.recording import CONSTANT, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Made, Origin, Recording, Ref
 from marid.replay.snapshot import Snapshot, same_number
 from marid.replay.template import Template
 from marid.saved.form import DIGEST, ENTRY
-from marid.saved.fx import graph_of
-from marid.saved.reading import Argument, Plan, Result
 from marid.saved.structure import fitted, leaves_of
 from marid.semantics.tracebacks import folded
+
+if TYPE_CHECKING:
+    from marid.saved.reading import Argument, Plan
 
 __all__ = ["SavedProgram", "load_program"]
 
@@ -35,26 +36,30 @@ def load_program(
     path: str | os.PathLike[str],
     device: torch.device | str | int = handles.DEVICE_TYPE,
     *,
-    namespaces: tuple[str, ...] = (),
+    namespaces: Iterable[str] = (),
 ) -> SavedProgram:
     """A program of ``marid.save_program``, with its state on a device of this process or of a worker.
 
     Nothing of the file is imported, unpickled or evaluated; operators are those that a worker admits
-    (``docs/security.md``), and custom ones of ``namespaces`` (``torch.ops.<namespace>``), which must be registered.
+    (``docs/security.md``), and custom ones of ``namespaces`` (``torch.ops.<namespace>``), which must be registered, in
+    a worker too (``marid worker --import``), and are called without a check of their arguments.
     A worker that sees the file reads the state itself (``marid.load_file``).
 
     Raises ``ValueError`` for what is no program, or is damaged, and ``OSError``.
     """
+    # Late: the operators and their checks are not needed to import marid.
+    from marid.remote.worker.operators import also_admitted
+    from marid.saved.reading import Plan
+
     place = torch.device(device)
     if place.type != handles.DEVICE_TYPE:
         raise ValueError(f"marid.load_program() loads to {handles.DEVICE_TYPE}, not to {place}")
     handles.check_index(place)
-    for namespace in namespaces:
-        admit_namespace(namespace)
     index = handles.current_device() if place.index is None else place.index
     text = _text(path)
     try:
-        plan = Plan.read(text, index)
+        with also_admitted(namespaces):
+            plan = Plan.read(text, index)
         with torch.inference_mode(False):
             return SavedProgram(plan, _Held(path, index))
     except WireError as error:
@@ -202,7 +207,6 @@ class SavedProgram:
         made: dict[int, Made] = {}
         results: list[tuple[str, Any]] = []
         for leaf in leaves_of(plan.results):
-            assert isinstance(leaf, Result)
             if leaf.kind == "input" and refs[leaf.of][0] == TENSOR:
                 results.append(refs[leaf.of])
             elif leaf.kind in ("output", "input"):
@@ -239,6 +243,8 @@ class SavedProgram:
         """The program as a ``torch.fx.GraphModule`` of ATen operators. Its placeholders are the inputs: ``argument_0``
         and so on, the names of the state with underscores, ``number_0`` and so on for numbers that come of counters.
         Writes are in-place operators; ``node.meta`` has ``val`` (a meta tensor) and ``stack_trace``."""
+        from marid.saved.fx import graph_of
+
         return graph_of(self._plan)
 
     def __repr__(self) -> str:

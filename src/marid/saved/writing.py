@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from marid.remote.wire.plain import dtype_name, spec_to
 from marid.replay.recording import CONSTANT, GRAD, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Each, Ref
 from marid.saved.form import DIGEST, ENTRY, FORMAT, VERSION, argument_to, name_of, number_to, text_to
 from marid.saved.names import Names
-from marid.saved.reading import Plan
 from marid.saved.sizes import is_dense
 from marid.saved.structure import described, value_to
 from marid.saved.taken import Taken, name_of_function, take
@@ -30,7 +29,13 @@ __all__ = ["save_program"]
 
 
 @folded
-def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *examples: Any, state: Any = None) -> None:
+def save_program(
+    path: str | os.PathLike[str],
+    fn: Callable[..., Any],
+    *examples: Any,
+    state: Any = None,
+    namespaces: Iterable[str] = (),
+) -> None:
     """Write what ``fn`` does to arguments like ``examples``, and the state that it works on, to one file, which
     ``marid.load_program`` runs without the Python of ``fn`` or of its modules.
 
@@ -39,7 +44,8 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *examples
     the device is undone. A first call that makes Python state, such as the state of an optimizer, counts as a call,
     which is logged; so the file holds what this process holds afterwards. Shapes, dtypes and numbers are those of the
     examples, for good; random numbers go on from the device's generator wherever the file is loaded. Arguments and
-    results are tuples, lists and dicts of tensors, numbers, texts and None.
+    results are tuples, lists and dicts of tensors, numbers, texts and None. Custom operators have to be in one of the
+    ``namespaces``, of which ``load_program`` is told too.
 
     The file is a safetensors file with the state as tensors, and the program as JSON in its metadata
     (``docs/compile.md``). What was at ``path`` is replaced once all is written.
@@ -47,13 +53,18 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *examples
     Raises ``UnsupportedOperationError`` with the line for what cannot be recorded or saved, ``TypeError`` for arguments
     that are none of the above, ``OSError``, and what ``fn`` raises.
     """
+    # Late: the operators and their checks are not needed to import marid.
+    from marid.remote.worker.operators import also_admitted
+    from marid.saved.reading import Plan
+
     described(examples, "examples", _is_argument)
     taken = take(fn, examples, state)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     try:
         writer = _Writer(taken)
         text = text_to(writer.program(name))
-        Plan.read(text, taken.recording.device)  # what cannot be read again is no file
+        with also_admitted(namespaces):
+            Plan.read(text, taken.recording.device)  # what cannot be read again is no file
         digest = hashlib.sha256(text.encode()).hexdigest()
         write_file(path, writer.tensors(), {ENTRY: text, DIGEST: digest})
     except (WireError, TypeError, ValueError) as error:
