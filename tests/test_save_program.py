@@ -572,6 +572,7 @@ def test_files_that_lie(tmp_path: Path) -> None:
         ("[4,3]", "[4,4]", "is not what the program says|it cannot be called so|returns|lie side by side"),
         ('"float32"', '"object"', "there is no dtype 'object'"),
         ('"role":"parameter"', '"role":NaN', "its text is no JSON"),
+        ('"state":"0.bias"}', '"state":"2.bias"}', "another tensor there|is an input twice"),
     ],
 )
 def test_lies_that_are_told(before: str, after: str, message: str, tmp_path: Path) -> None:

@@ -81,15 +81,15 @@ class _Held:
 
     def __init__(self, path: Any, device: int) -> None:
         self._path = os.path.abspath(path)
-        self._device = device
+        self.device = device
         self._entries = read_file(path)
 
     def on_device(self, name: str, spec: Spec | None = None) -> Any:
         """A tensor of the device, laid out as ``spec`` or row by row. Raises ``WireError``."""
         entry = self._entry(name, spec)
-        engine = engine_of(self._device)
+        engine = engine_of(self.device)
         with concretely():
-            given = handles.spec_of(entry.tensor, self._device)
+            given = handles.spec_of(entry.tensor, self.device)
             if spec is None or spec is given:
                 buffer = engine.load(entry.tensor, self._path, entry.offset)
                 return handles.wrap(handles.source(buffer, given), given)
@@ -141,7 +141,7 @@ class SavedProgram:
     def _bind(self, plan: Plan, state: list[Any], counters: list[torch.Tensor], held: _Held) -> None:
         """Make what ``replay/template.py`` runs."""
         program, analysis = plan.prepared.program, plan.analysis
-        device = self._device = next((t._value.spec.device for t in state), held._device)
+        device = self._device = held.device
         slots = dict(zip(program.input_slots, plan.inputs, strict=True))
         self._given = [(slot, of) for slot, (kind, of) in slots.items() if kind == "argument"]
         self._specs = [_spec(plan, slot) for slot, _ in self._given]

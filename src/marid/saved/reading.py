@@ -155,6 +155,9 @@ class _Nodes:
                 raise WireError(f"a node {kind[:40]!r} is none, or in a place where it cannot be")
             else:
                 self._outputs = [slot_of(one) for one in as_list(node.get("args"), _MOST, "its outputs")]
+        states = [source for source in self.sources.values() if source[0] == "state"]
+        if len(set(states)) != len(states):  # inputs are taken to be apart
+            raise WireError("a tensor of its state is an input twice")
 
     def _placeholder(self, node: Any) -> None:
         slot = slot_of(node.get("name"))
