@@ -13,7 +13,7 @@ import pytest
 from marid.remote.wire.requests_table import documented
 
 ROOT = Path(__file__).parents[1]
-EXECUTED = ["tutorial", "howto/operator", "howto/pass", "howto/engine", "howto/counter", "semantics"]
+EXECUTED = ["tutorial", "howto/operator", "howto/pass", "howto/engine", "howto/counter", "semantics", "programs"]
 
 
 @pytest.mark.in_process("starts a process of its own")

@@ -27,6 +27,7 @@ LAYERS = [
     {"remote"},
     {"frontend"},
     {"replay"},
+    {"saved"},
     {"environment", "frameworks"},
     {"api", "runner", "as_cuda", "guest", "lightning", "report", "remote.launch.connect", "remote.client.parallel"},
     {"", "cli", "models"},

@@ -49,6 +49,8 @@ try:
     from marid.report.stats import FunctionStats, Stats
     from marid.report.tracing import trace
     from marid.report.traffic import RemoteStats, budget
+    from marid.saved.loaded import SavedProgram, load_program
+    from marid.saved.writing import save_program
     from marid.semantics.analysis import register_enricher, unregister_enricher
     from marid.semantics.metadata import SemanticMetadata
     from marid.semantics.registry import register_pattern, unregister_pattern
@@ -104,6 +106,7 @@ __all__ = [
     "LazyTensor",
     "LazyTuple",
     "RemoteStats",
+    "SavedProgram",
     "SemanticMetadata",
     "Settings",
     "Stats",
@@ -123,6 +126,7 @@ __all__ = [
     "first_nan",
     "graph",
     "load_file",
+    "load_program",
     "mark",
     "mark_dynamic",
     "materialize",
@@ -139,6 +143,7 @@ __all__ = [
     "register_pattern",
     "report",
     "reset_stats",
+    "save_program",
     "settings",
     "stats",
     "trace",

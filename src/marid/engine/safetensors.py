@@ -1,4 +1,7 @@
-"""Files of weights in the safetensors format: the length of a JSON header (8 bytes), the header, raw elements."""
+"""Files of weights in the safetensors format: the length of a JSON header (8 bytes), the header, raw elements.
+
+The header's entry ``__metadata__`` is a map of texts.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-__all__ = ["Entry", "read_file"]
+__all__ = ["Entry", "read_file", "read_metadata", "write_file"]
 
 _HEADER_BYTES = 100_000_000  # what the format allows
 _DTYPES = {
@@ -34,6 +37,8 @@ _DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
@@ -50,19 +55,65 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Entry]:
     Raises ``ValueError`` for what is no such file, and ``OSError``.
     """
     with Path(path).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(_HEADER_BYTES, size - 8):
-            raise ValueError(f"{path} is no safetensors file: it ends before its header does")
-        try:
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError):
-            header = None
-        if type(header) is not dict:
-            raise ValueError(f"{path} is no safetensors file: its header is no map in JSON")
+        header, start = _header(path, file)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    header.pop("__metadata__", None)
-    return {name: _entry(path, name, entry, data, 8 + length) for name, entry in header.items()}
+    header.pop(_METADATA, None)
+    return {name: _entry(path, name, entry, data, start) for name, entry in header.items()}
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The metadata of a file. Raises as ``read_file``."""
+    with Path(path).open("rb") as file:
+        found = _header(path, file)[0].get(_METADATA, {})
+    if type(found) is not dict or not all(type(value) is str for value in found.values()):
+        raise ValueError(f"{path} is no safetensors file: its metadata is no map of texts")
+    return found
+
+
+def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors of the CPU. What was at ``path`` is replaced once all is written.
+
+    Raises ``ValueError`` for a dtype that the format does not have or a header longer than it allows, and ``OSError``.
+    """
+    header: dict[str, Any] = {_METADATA: metadata}
+    offset = 0
+    ordered = sorted(tensors.items(), key=lambda one: -one[1].itemsize)  # so that all are aligned
+    for name, tensor in ordered:
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"safetensors has no elements of {tensor.dtype} ({name})")
+        end = offset + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes is longer than safetensors allows ({_HEADER_BYTES})")
+    target = Path(path)
+    written = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with written.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in ordered:
+                if tensor.numel():
+                    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        written.replace(target)
+    finally:
+        written.unlink(missing_ok=True)
+
+
+def _header(path: Any, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header, and where the elements begin."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(_HEADER_BYTES, size - 8):
+        raise ValueError(f"{path} is no safetensors file: it ends before its header does")
+    try:
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError):
+        header = None
+    if type(header) is not dict:
+        raise ValueError(f"{path} is no safetensors file: its header is no map in JSON")
+    return header, 8 + length
 
 
 def _entry(path: Any, name: str, entry: Any, data: mmap.mmap, start: int) -> Entry:

@@ -19,7 +19,7 @@ from torch.optim import Adagrad, Adam, Adamax, Optimizer
 
 from marid.replay.snapshot import same_number
 
-__all__ = ["CounterLog", "Expression", "is_in_a_formula"]
+__all__ = ["FOLLOWED", "FORMULAS", "CounterLog", "Expression", "Formula", "is_in_a_formula", "may_count"]
 
 Formula = Callable[[float, dict[str, Any]], float]
 Expression = tuple[
@@ -27,7 +27,7 @@ Expression = tuple[
 ]  # of what was read at an event, and a group of parameters: (formula, group, event)
 
 aten = torch.ops.aten
-_FOLLOWED = (aten._foreach_add_.Tensor, aten._foreach_add_.Scalar, aten.add_.Tensor)
+FOLLOWED = (aten._foreach_add_.Tensor, aten._foreach_add_.Scalar, aten.add_.Tensor)
 
 
 def _step_size(step: float, group: dict[str, Any]) -> float:
@@ -53,6 +53,8 @@ _FORMULAS: dict[type[Optimizer], tuple[Formula, ...]] = {
     Adamax: (_step_size,),
     Adagrad: (_decayed_rate,),
 }
+FORMULAS = {formula.__name__.removeprefix("_"): formula for formulas in _FORMULAS.values() for formula in formulas}
+"""By name, as saved programs have them."""
 _FILES = {str(sys.modules[kind.__module__].__file__) for kind in _FORMULAS}
 _HELPERS = str(sys.modules[Optimizer.__module__].__file__)
 
@@ -84,7 +86,7 @@ class CounterLog:
     def __post_init__(self) -> None:
         self._numbers: dict[str, tuple[Expression, Any]] = {}
         self._positions = {id(tensor): index for index, tensor in enumerate(self.tensors)}
-        self._before = {index: tensor.item() for index, tensor in enumerate(self.tensors) if _may_count(tensor)}
+        self._before = {index: tensor.item() for index, tensor in enumerate(self.tensors) if may_count(tensor)}
         self._uses: dict[int, tuple[int, tuple[Formula, ...]]] = {}
         self._rates: set[int] = set()
         for optimizer in self.optimizers:
@@ -125,7 +127,7 @@ class CounterLog:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_derived: Callable[[Any], bool]
     ) -> bool:
         """An operator is called on counters; whether it is one that can be called again."""
-        if func not in _FOLLOWED:
+        if func not in FOLLOWED:
             return False
         several = isinstance(args[0], (list, tuple))
         targets = args[0] if several else [args[0]]
@@ -196,7 +198,8 @@ class CounterLog:
         return [(counter, counter.item()) for counter in counters]
 
 
-def _may_count(tensor: torch.Tensor) -> bool:
+def may_count(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the CPU can be a counter."""
     return tensor.numel() == 1 and tensor.dtype.is_floating_point
 
 

@@ -194,7 +194,8 @@ class Compiled(Wrapper):
                 kind.templates = [template for template in kind.templates if template.recording is not earlier]
                 kind.recordings = [other for other in kind.recordings if other is not earlier]
                 writes = run.written(prepared[0].program)
-                kind.templates.insert(0, Template(recording, earlier, prepared, writes, len(call.lazy)))
+                computed = earlier.computed(recording)
+                kind.templates.insert(0, Template(recording, computed, prepared, writes, len(call.lazy)))
                 del kind.templates[policy.REPLAY_TEMPLATES :]
                 return result
         kind.recordings.append(recording)

@@ -12,7 +12,7 @@ from marid.graph.program import Task
 from marid.replay.gradients import graph_of
 from marid.replay.recording import GRAD, MADE, OUTPUT, TENSOR, UPLOAD, Made, Ref
 
-__all__ = ["Places", "Refused", "numbers_of"]
+__all__ = ["ChangesState", "Places", "Refused", "numbers_of"]
 
 
 class Refused(Exception):
@@ -21,6 +21,10 @@ class Refused(Exception):
     def __init__(self, why: str, for_good: bool = False) -> None:
         super().__init__(why)
         self.for_good = for_good
+
+
+class ChangesState(Refused):
+    """A run has changed Python state, such as the first step of an optimizer, which makes its state."""
 
 
 class Places:

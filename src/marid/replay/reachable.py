@@ -46,6 +46,7 @@ _OPAQUE = (
     *(weakref.ref, types.CodeType, types.FrameType, torch._ops.OpOverload, torch._ops.OpOverloadPacket),
     *(torch.UntypedStorage, torch.Stream, torch.Event, np.random.BitGenerator),
 )
+_NAMED = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CODE = (type, types.FunctionType, staticmethod, classmethod, property)
 _DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
@@ -65,7 +66,8 @@ class Reached:
     ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
     variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``
     and ``optimizers`` those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator functions that
-    have begun. ``too_much`` says what makes this function none to replay. Code is followed if ``follows_code``.
+    have begun. ``paths`` are the names of tensors, modules and optimizers, by identity. ``too_much`` says what makes
+    this function none to replay. Code is followed if ``follows_code``.
     """
 
     def __init__(self, follows_code: bool) -> None:
@@ -83,6 +85,7 @@ class Reached:
         self.paused: list[types.GeneratorType[Any, Any, Any]] = []
         self.modules: set[tuple[int, tuple[str, ...]]] = set()
         self.seen: dict[int, Any] = {}
+        self.paths: dict[int, str] = {}
         self.too_much: str | None = None
 
 
@@ -107,6 +110,8 @@ def reach(roots: list[tuple[str, Any]], follows_code: bool) -> Reached:
         if is_plain(thing) or id(thing) in found.seen:
             continue
         found.seen[id(thing)] = thing
+        if isinstance(thing, _NAMED):
+            found.paths[id(thing)] = path
         if len(found.seen) > _LIMIT:
             found.too_much = f"more than {_LIMIT} Python objects"
             break

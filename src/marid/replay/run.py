@@ -23,7 +23,7 @@ from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
 from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
 from marid.replay.pending import run_needed
-from marid.replay.places import Places, Refused, numbers_of
+from marid.replay.places import ChangesState, Places, Refused, numbers_of
 from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, TENSOR, Origin, Recording, Ref
 from marid.replay.snapshot import Snapshot
@@ -133,7 +133,7 @@ class Run:
             raise Refused(refusal)
         changed = self._snapshot.change()
         if changed is not None:
-            raise Refused(f"it changes Python state: {changed}")
+            raise ChangesState(f"it changes Python state: {changed}")
         written = host.counters.written
         first = len(self._call.host)
         for index, (tensor, before) in enumerate(zip(self._host, self._host_versions, strict=True)):

@@ -43,14 +43,23 @@ Fit = tuple[list[Any], dict[int, Any], dict[Ref, Value]]
 
 
 class Template:
-    """A recording whose program is ready to run."""
+    """A recording whose program is ready to run.
+
+    ``computed`` are the numbers that come of counters (``Recording.computed``), ``writes`` the positions among the
+    tensors that the recording has used of those that are written, ``arguments`` how many tensors a call brings.
+    """
 
     def __init__(
-        self, recording: Recording, earlier: Recording, prepared: list[Prepared], writes: list[int], arguments: int
+        self,
+        recording: Recording,
+        computed: list[tuple[int, Any]],
+        prepared: list[Prepared],
+        writes: list[int],
+        arguments: int,
     ) -> None:
         self.recording = recording
         self._writes = writes
-        self._computed = earlier.computed(recording)
+        self._computed = computed
         self._counted = {event for _, _, event in expressions(self._computed)}
         self._prepared, *backwards = prepared
         self._backwards = [*zip(recording.derivatives, backwards, strict=True)]

@@ -26,8 +26,8 @@ import typing_extensions  # which PyTorch requires
 
 __all__ = [
     "BACKWARD", "BESIDE", "FORWARD", "INTERNAL", "OPTIMIZER", "Scope", "Site", "capture_site", "child_scope",
-    "current_scope", "current_site", "is_of_the_standard_library", "meet_optimizers", "met_optimizers", "outermost",
-    "phase", "site_table", "use", "working_for",
+    "current_scope", "current_site", "is_of_the_standard_library", "meet", "meet_optimizers", "met_optimizers",
+    "outermost", "phase", "site_table", "use", "working_for",
 ]  # fmt: skip
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -364,6 +364,11 @@ def _meet(optimizer: torch.optim.Optimizer) -> Scope:
         full = f"{kind.__module__}.{kind.__qualname__}"
         return _steps.setdefault(kind, Scope(None, kind.__name__, OPTIMIZER, module_class=full))
     return _steps[kind]
+
+
+def meet(optimizer: torch.optim.Optimizer) -> None:
+    """Do what its first step would do to it, for whoever looks at what a step changes."""
+    _meet(optimizer)
 
 
 def met_optimizers() -> list[torch.optim.Optimizer]:

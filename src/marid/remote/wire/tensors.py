@@ -14,7 +14,6 @@ import ctypes
 import math
 import os
 import stat
-import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -26,7 +25,16 @@ from marid.engine.pages import in_large_pages
 from marid.errors import WireError
 from marid.execute.accelerator import Accelerator
 from marid.graph.node import Spec
-from marid.remote.wire.codec import SEGMENT_BYTES, as_int, as_list, dtype_name, dtype_named
+from marid.remote.wire.codec import SEGMENT_BYTES
+from marid.remote.wire.plain import (
+    LONGEST,
+    RANK,
+    check_sizes,
+    interned,
+    sizes_from,
+    spec_from,
+    spec_to,
+)
 
 __all__ = [
     "CHUNK_BYTES",
@@ -50,55 +58,10 @@ __all__ = [
     "tensor_of",
 ]
 
-RANK = 64
-"""The most dimensions."""
-LONGEST = 1 << 46
-"""The most bytes of memory that a tensor may reach."""
-_interned: weakref.WeakValueDictionary[tuple[Any, ...], Spec] = weakref.WeakValueDictionary()
-
-
-def spec_to(spec: Spec) -> list[Any]:
-    """``[dtype, shape, stride, offset]``, and the conjugate and negative bits where one is set."""
-    data = [dtype_name(spec.dtype), list(spec.shape), list(spec.stride), spec.offset]
-    return [*data, spec.conj, spec.neg] if spec.conj or spec.neg else data
-
-
-def spec_from(data: Any) -> Spec:
-    """The spec of that data. Raises ``WireError``."""
-    parts = as_list(data, 6, "a spec")
-    if len(parts) not in (4, 6):
-        raise WireError("a spec has four parts, or six")
-    dtype = dtype_named(parts[0])
-    shape, stride = sizes_from(parts[1], parts[2], dtype)
-    offset = as_int(parts[3], 0, LONGEST, "an offset")
-    bits = [False, False, *parts[4:]][-2:]
-    if any(type(bit) is not bool for bit in bits) or (
-        True in bits and not dtype.is_complex and not dtype.is_floating_point
-    ):
-        raise WireError("a spec has bits that it cannot have")
-    return _intern(shape, stride, offset, dtype, *bits)
-
-
-def sizes_from(shape: Any, stride: Any, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and stride of a tensor that can be addressed. Raises ``WireError``."""
-    sizes = tuple([as_int(size, 0, LONGEST, "a size") for size in as_list(shape, RANK, "a shape")])
-    steps = tuple([as_int(step, 0, LONGEST, "a stride") for step in as_list(stride, RANK, "a stride")])
-    check_sizes(sizes, steps, dtype)
-    return sizes, steps
-
-
-def check_sizes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ``WireError`` unless a tensor with this shape and stride can be addressed."""
-    if len(shape) != len(stride):
-        raise WireError("a shape and its stride differ in length")
-    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
-    if max(math.prod(shape), reach + 1) * dtype.itemsize > LONGEST:
-        raise WireError("a tensor is too large to be addressed")
-
 
 def spec_of(tensor: torch.Tensor) -> Spec:
     """The spec of a concrete tensor."""
-    return _intern(
+    return interned(
         tuple(tensor.shape),
         tensor.stride(),
         int(tensor.storage_offset()),
@@ -124,16 +87,6 @@ def _steps_alike(stride: tuple[int, ...], spec: Spec) -> bool:
     return spec.numel == 0 or all(
         a == b for a, b, size in zip(stride, spec.stride, spec.shape, strict=True) if size != 1
     )
-
-
-def _intern(
-    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, conj: bool, neg: bool
-) -> Spec:
-    key = (shape, stride, offset, dtype, conj, neg)
-    found = _interned.get(key)
-    if found is None:
-        found = _interned[key] = Spec(shape, stride, offset, dtype, 0, conj, neg)
-    return found
 
 
 # --- elements as bytes -----------------------------------------------------------------------------------------------

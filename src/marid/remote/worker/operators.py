@@ -9,11 +9,12 @@ PyTorch can be named.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from marid.graph.program import operation_of
 from marid.remote.worker.admitted import is_admitted
 from marid.remote.worker.checks import CHECKS
 
-__all__ = ["admit_namespace", "check_call", "kind_of", "operator_named"]
+__all__ = ["admit_namespace", "also_admitted", "check_call", "kind_of", "operator_named"]
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}\.[A-Za-z_]\w{0,127}\.[A-Za-z_]\w{0,127}", re.ASCII)
 
@@ -55,6 +56,19 @@ def admit_namespace(name: str) -> None:
     """Let the operators of ``torch.ops.<name>`` be named."""
     _namespaces.add(name)
     operator_named.cache_clear()
+
+
+@contextlib.contextmanager
+def also_admitted(names: Iterable[str]) -> Iterator[None]:
+    """Inside, the operators of ``torch.ops.<name>`` can be named too."""
+    added = {*names} - _namespaces
+    _namespaces.update(added)
+    operator_named.cache_clear()
+    try:
+        yield
+    finally:
+        _namespaces.difference_update(added)
+        operator_named.cache_clear()
 
 
 @functools.lru_cache(16384)
