@@ -21,7 +21,7 @@ from marid.remote.launch import connect as connecting
 from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.wire import requests as ask
 from marid.remote.wire.endpoints import ClientKey
-from marid.remote.wire.programs import body_of, digest_of, geometry_of, packed
+from marid.remote.wire.program_records import body_of, digest_of, geometry_of, packed
 from marid.remote.wire.tensors import packing_of, segments_of
 
 __all__ = ["Recorded", "connected", "end", "kill", "linked", "serving", "upload", "within", "worker_process"]

@@ -19,7 +19,7 @@ import torch
 
 import marid
 from marid.execute.compiled import workers
-from marid.execute.compiled.run import _close
+from marid.execute.compiled.execution import _close
 from marid.execute.compiled.tier import Tier
 from marid.execute.compiled.workers import Job
 from marid.frontend import handles

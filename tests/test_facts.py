@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from marid.ops import autocast, table
+from marid.ops import autocast_lists, irregular
 from marid.ops.facts import Facts, facts_of, named, overload_named
 
 aten = torch.ops.aten
@@ -18,27 +18,27 @@ NEW = {"aten::rand_like.generator", "aten::randn_like.generator", "aten::randint
 
 
 def test_rows_are_of_operators_that_exist() -> None:
-    packets = {name: name.partition(".")[0].split("::") for name in table.ROWS}
+    packets = {name: name.partition(".")[0].split("::") for name in irregular.ROWS}
     assert not [name for name, (space, base) in packets.items() if not hasattr(getattr(torch.ops, space), base)]
 
 
 def test_rows_of_overloads_are_of_overloads_that_exist() -> None:
-    assert not [name for name in table.ROWS if "." in name and overload_named(name) is None]
+    assert not [name for name in irregular.ROWS if "." in name and overload_named(name) is None]
 
 
 def test_rows_say_what_a_record_has() -> None:
-    said = {field for row in table.ROWS.values() for field in row}
+    said = {field for row in irregular.ROWS.values() for field in row}
     assert said == {field.name for field in fields(Facts)} - DERIVED
 
 
 def test_operators_that_rows_name_exist() -> None:
-    named_by = {row[field] for row in table.ROWS.values() for field in ("in_place_of", "views_as") if field in row}
+    named_by = {row[field] for row in irregular.ROWS.values() for field in ("in_place_of", "views_as") if field in row}
     assert not [name for name in named_by if overload_named(name) is None and not hasattr(aten, name.split("::")[-1])]
 
 
 def test_a_fact_is_said_once() -> None:
     with pytest.raises(ValueError, match=r"index has \['mask'\] already"):
-        table.row("index", mask="written")
+        irregular.row("index", mask="written")
 
 
 def test_a_record_is_made_of_schema_tags_and_row() -> None:
@@ -66,6 +66,6 @@ def test_overloads_that_take_a_generator_draw() -> None:
 
 
 def test_no_operator_is_on_two_lists_of_autocast() -> None:
-    for lists in (autocast.CPU, autocast.CUDA):
+    for lists in (autocast_lists.CPU, autocast_lists.CUDA):
         names = [name for listed in lists.values() for name in listed]
         assert len(names) == len(set(names))

@@ -21,7 +21,7 @@ LAYERS = [
     {"ops"},
     {"graph"},
     {"semantics"},
-    {"report.builds", "report.hooks", "report.operators", "report.stats", "report.traffic", "report.units"},
+    {"report.builds", "report.hooks", "report.operator_times", "report.stats", "report.traffic", "report.units"},
     {"execute"},
     {"engine"},
     {"remote"},

@@ -14,7 +14,7 @@ import torch
 
 import marid
 from marid.frontend.engines import local_engine as engine
-from marid.report import operators
+from marid.report import operator_times
 from tests.helpers import DEVICE
 
 pytestmark = pytest.mark.in_process("operations on a worker are not timed one by one")
@@ -124,7 +124,7 @@ def test_nothing_when_it_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sums_are_merged_by_line_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_PROFILES", 3)
+    monkeypatch.setattr(operator_times, "_PROFILES", 3)
     x = torch.ones(40, device=DEVICE)
     marid.materialize(x)
     marid.reset_stats()
@@ -157,7 +157,7 @@ def test_readings_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(50, device=DEVICE)
     marid.materialize(x)
     seen: list[np.ndarray] = []
-    monkeypatch.setattr(operators.operator_times, "traced", 1)
+    monkeypatch.setattr(operator_times.operator_times, "traced", 1)
     with marid.on_run(lambda event: seen.append((event.began, event.timing.spans, event.ended))):
         for _ in range(3):
             x.exp().mul(2).tan().sum().item()

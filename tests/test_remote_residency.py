@@ -20,7 +20,7 @@ from marid.remote.client.link import Link
 from marid.remote.launch import connect as connecting
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
-from marid.remote.worker.memory import Residency
+from marid.remote.worker.residency import Residency
 from tests.remote_helpers import linked, upload, worker_process
 from tests.remote_runs import decode, same, train
 

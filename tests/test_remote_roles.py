@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import marid
-from marid.remote.client.memory import role_of
+from marid.remote.client.blocks import role_of
 from marid.remote.launch import connect as connecting
 
 WORKER = "remote_accelerator:6"

@@ -23,7 +23,7 @@ from marid.graph.program import bind
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
 from marid.remote.wire.kernel_settings import KernelSettings
-from marid.remote.wire.programs import BODY_BYTES, body_of, digest_of, geometry_of, packed, unpacked
+from marid.remote.wire.program_records import BODY_BYTES, body_of, digest_of, geometry_of, packed, unpacked
 from marid.remote.wire.requests import read_requests
 from marid.remote.wire.tensors import (
     CHUNK_BYTES,
@@ -36,9 +36,9 @@ from marid.remote.wire.tensors import (
     spec_to,
     tensor_of,
 )
-from marid.remote.worker.memory import ChunkStore
 from marid.remote.worker.operators import operator_named
-from marid.remote.worker.programs import RemoteProgram, geometry_from
+from marid.remote.worker.program_reader import RemoteProgram, geometry_from
+from marid.remote.worker.residency import ChunkStore
 from tests.helpers import DEVICE
 
 CPU = torch.device("cpu")

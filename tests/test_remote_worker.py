@@ -18,7 +18,7 @@ from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.wire import requests as ask
 from marid.remote.wire.endpoints import ClientKey, endpoint, make_client, make_worker, served_endpoint
-from marid.remote.wire.programs import packed
+from marid.remote.wire.program_records import packed
 from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, memory_of
 from tests.helpers import DEVICE, assert_same
 from tests.remote_helpers import Recorded, end, linked, upload, worker_process

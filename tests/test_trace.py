@@ -11,7 +11,7 @@ import torch
 
 import marid
 from marid.execute.compiled.workers import Compiler, Job
-from marid.report.operators import operator_times
+from marid.report.operator_times import operator_times
 from tests.helpers import DEVICE
 from tests.remote_helpers import connected
 

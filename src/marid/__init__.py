@@ -51,10 +51,10 @@ try:
     from marid.report.traffic import RemoteStats, budget
     from marid.saved.loaded import SavedProgram, load_program
     from marid.saved.writing import save_program
-    from marid.semantics.analysis import register_enricher, unregister_enricher
+    from marid.semantics.analyzer import register_enricher, unregister_enricher
     from marid.semantics.metadata import SemanticMetadata
-    from marid.semantics.registry import register_pattern, unregister_pattern
     from marid.semantics.scopes import phase
+    from marid.semantics.user_patterns import register_pattern, unregister_pattern
     from marid.settings import Settings, settings
 except ImportError as error:
     if not environment.is_asked_for():  # `marid env` says what is missing

@@ -22,10 +22,10 @@ from marid.report.builds import builds
 from marid.report.differences import recompiles
 from marid.report.explain import Explanation, Resident, cuts_of, fallbacks_of
 from marid.report.hooks import Built, Handle, Materialized, Ran, Recorded
-from marid.report.operators import operator_times
+from marid.report.operator_times import operator_times
 from marid.report.stats import Stats, counters, functions
 from marid.report.traffic import RemoteStats, traffic
-from marid.semantics.analysis import Analysis
+from marid.semantics.analyzer import Analysis
 from marid.semantics.marks import marks
 from marid.semantics.tracebacks import folded
 

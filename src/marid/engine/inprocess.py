@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from marid import policy
-from marid.engine import operators
+from marid.engine import single_call
 from marid.engine.failed import explain, salvage
 from marid.engine.flight import Flight, Positioned
 from marid.engine.protocol import Called, Engine, GiveBack, Need
@@ -169,7 +169,7 @@ class InProcessEngine:
         named = {name: placed(arg, _concrete_of) for name, arg in kwargs}
         tensors = [value.concrete for value in values_in((*args, *[arg for _, arg in kwargs]))]
         with concretely():
-            return operators.perform(op, [placed(arg, _concrete_of) for arg in args], named, tensors, state)
+            return single_call.perform(op, [placed(arg, _concrete_of) for arg in args], named, tensors, state)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with concretely():

@@ -81,7 +81,7 @@ class Executable:
         self.origins: list[int] | None = None
         """For each instruction the recorded one that it stands for, where these are others."""
         self.profiles: list[Any] = []
-        """Sums of what its runs took (``report/operators.py``)."""
+        """Sums of what its runs took (``report/operator_times.py``)."""
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""
         self.ran: Callable[[float], None] | None = None

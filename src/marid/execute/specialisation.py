@@ -15,7 +15,7 @@ from marid.execute.table import DONE, DRAWS, RAISED, Seen, TableRun
 from marid.graph.node import Draw
 from marid.graph.prepared import Replay
 from marid.graph.program import Param, Task
-from marid.report.operators import Timing, labels_of, operator_times
+from marid.report.operator_times import Timing, labels_of, operator_times
 
 if TYPE_CHECKING:
     from marid.execute.executable import Executable

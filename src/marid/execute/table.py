@@ -37,8 +37,8 @@ _MEMORY_FORMATS = [
 
 Specs = tuple[Spec | None, ...] | None
 Seen = tuple[int | None, int | None, tuple[str, ...] | None]
-"""Where a run adds what its instructions take, and notes when they begin and end (``report/operators.py``: ``Timing``),
-and what profilers call them."""
+"""Where a run adds what its instructions take, and notes when they begin and end (``Timing`` of
+``report/operator_times.py``), and what profilers call them."""
 UNSEEN: Seen = None, None, None
 
 

@@ -1,5 +1,5 @@
 """``torch.autocast("remote_accelerator")``: which operators run in lower precision, with the CPU's lists, or with
-CUDA's under ``marid run --as-cuda`` (``ops/autocast.py``)."""
+CUDA's under ``marid run --as-cuda`` (``ops/autocast_lists.py``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from marid.frontend import handles
 from marid.native import module
-from marid.ops import autocast as lists
+from marid.ops import autocast_lists as lists
 from marid.ops.facts import facts_of
 
 __all__ = ["calls_listed", "is_on", "may_call_listed", "register", "taken_apart", "use_cuda_lists", "without"]

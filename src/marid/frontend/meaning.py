@@ -8,7 +8,7 @@ from typing import Any
 from marid.frontend import handles
 from marid.graph.computation import Meaning, Recorded
 from marid.graph.node import Value, root_of
-from marid.semantics.analysis import Analysis
+from marid.semantics.analyzer import Analysis
 from marid.semantics.scopes import met_optimizers, outermost
 
 __all__ = ["known_roles", "understand"]

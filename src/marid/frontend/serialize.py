@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from marid.errors import UnsupportedOperationError
-from marid.frontend import handles, memory
+from marid.frontend import handles, storage_objects
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import read
 
@@ -95,5 +95,5 @@ def _placed(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorag
     plain = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     buffer, spec = engine_of(index).upload(plain), handles.spec_of(plain, index)
     base = handles.wrap(handles.source(buffer, spec), spec)
-    made = memory.untyped_storage(base)
-    return memory.keep_with(made, base)
+    made = storage_objects.untyped_storage(base)
+    return storage_objects.keep_with(made, base)

@@ -13,10 +13,10 @@ from marid.frontend.eager import run_eagerly, run_now, unsupported
 from marid.frontend.engines import engine_of
 from marid.frontend.handles import check_index
 from marid.frontend.materialize import download, read, taken
-from marid.frontend.memory import storage_behind
 from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, recorder_of, special
 from marid.frontend.results import retarget
+from marid.frontend.storage_objects import storage_behind
 from marid.ops.facts import facts_of, named, overload_named
 
 aten = torch.ops.aten

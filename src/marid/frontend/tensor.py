@@ -11,7 +11,7 @@ import torch
 from torch._C import _disabled_torch_function_impl
 from torch.nn.parameter import UninitializedTensorMixin
 
-from marid.frontend import capture, handles, memory, record, serialize
+from marid.frontend import capture, handles, record, serialize, storage_objects
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
@@ -187,7 +187,7 @@ class LazyTensor(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage, for its identity and size; it holds no data in this process."""
-        return memory.untyped_storage(self)
+        return storage_objects.untyped_storage(self)
 
     def _typed_storage(self) -> torch.TypedStorage:
         return torch.TypedStorage(wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True)
@@ -225,7 +225,7 @@ class LazyTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            made: torch.Tensor = memory.copy_with_aliases(self, memo)
+            made: torch.Tensor = storage_objects.copy_with_aliases(self, memo)
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(made.data, self.requires_grad)
         elif self.requires_grad:

@@ -121,7 +121,7 @@ class Task:
     ``nodes`` in program order; ``inputs`` are buffers, ``params`` the lifted numbers; ``slots`` maps every
     value of the cut to its slot; ``outputs`` are the values that outlive the run, in the program's output order.
     ``specs`` has the spec of every tensor, by slot: with the program, all that decides how much memory a run takes.
-    ``timing`` belongs to the executor (``report/operators.py``).
+    ``timing`` belongs to the executor (``report/operator_times.py``).
     """
 
     __slots__ = (

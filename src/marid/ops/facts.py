@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from marid.ops.table import ROWS
+from marid.ops.irregular import ROWS
 
 __all__ = ["Facts", "base_name", "facts_of", "named", "overload_named"]
 

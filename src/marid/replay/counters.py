@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Adagrad, Adam, Adamax, Optimizer
 
-from marid.replay.snapshot import same_number
+from marid.replay.state_check import same_number
 
 __all__ = ["FOLLOWED", "FORMULAS", "CounterLog", "Expression", "Formula", "is_in_a_formula", "may_count"]
 

@@ -17,10 +17,10 @@ from marid.replay.arguments import Call, Unreadable
 from marid.replay.checks import Checks
 from marid.replay.dynamic import mark_arguments
 from marid.replay.impure import has_profiler
+from marid.replay.observed_run import Run
 from marid.replay.places import Refused
 from marid.replay.reachable import Wrapper
 from marid.replay.recording import Recording
-from marid.replay.run import Run
 from marid.replay.template import Fit, Template
 from marid.report.stats import FunctionStats, functions
 from marid.semantics.tracebacks import folded

@@ -14,7 +14,7 @@ from marid.frontend.observe import Drawn
 from marid.graph.node import Spec
 from marid.replay.counters import CounterLog, Expression
 from marid.replay.reachable import Reached, is_plain
-from marid.replay.snapshot import Snapshot, same_number
+from marid.replay.state_check import Snapshot, same_number
 
 __all__ = [
     "CONSTANT",

@@ -15,7 +15,8 @@ from marid.frontend.materialize import bytes_of
 from marid.graph.node import Node, Storage, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.replay.arguments import Call
-from marid.replay.backward import connect
+from marid.replay.autograd_function import connect
+from marid.replay.draws import take_again
 from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
 from marid.replay.pending import run_needed
 from marid.replay.recording import (
@@ -32,7 +33,6 @@ from marid.replay.recording import (
     Ref,
     expressions,
 )
-from marid.replay.streams import take_again
 from marid.semantics.scopes import current_scope, current_site
 from marid.settings import settings
 

@@ -21,7 +21,7 @@ import torch
 from marid.api import explain, stats
 from marid.frontend.meaning import understand
 from marid.report.explain import short
-from marid.report.operators import operator_times
+from marid.report.operator_times import operator_times
 from marid.report.programs import Alive, ShownProgram, held_by, shown
 from marid.report.units import bytes_text, seconds_text
 from marid.semantics.regions import Region

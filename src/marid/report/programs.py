@@ -10,7 +10,7 @@ from marid.graph.computation import ComputationGraph, Meaning, Recorded
 from marid.graph.node import Node, Value, input_values, root_of, values_in
 from marid.graph.shown import shown as nodes_of
 from marid.ops.facts import facts_of
-from marid.report.operators import Profile
+from marid.report.operator_times import Profile
 
 __all__ = ["Alive", "Held", "ShownProgram", "held_by", "shown"]
 

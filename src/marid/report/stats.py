@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, field, fields, replace
 
 from marid.graph.html import folded_html, table_html
-from marid.report.operators import OperatorStats
+from marid.report.operator_times import OperatorStats
 from marid.report.traffic import RemoteStats
 from marid.semantics.scopes import Site
 

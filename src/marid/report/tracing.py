@@ -14,7 +14,7 @@ from typing import Any, Self
 from marid.frontend.materialize import wait_anyway
 from marid.report import hooks
 from marid.report.hooks import Compiled, Materialized, Ran
-from marid.report.operators import operator_times
+from marid.report.operator_times import operator_times
 from marid.semantics.tracebacks import folded
 
 __all__ = ["Trace", "trace"]

@@ -176,7 +176,7 @@ def argument_to(arg: Any, number: Any) -> Any:
 
 class Numbers:
     """The numbers of a program, taken from the arguments of its nodes while these become those of the wire
-    (``remote/wire/programs.py``).
+    (``remote/wire/program_records.py``).
 
     ``values`` are the numbers, ("draw", index) for random positions; ``computed`` those that come of counters, by
     place, as they stand in the file: one, or a list of such and of numbers.

@@ -19,7 +19,7 @@ from marid.frontend.engines import engine_of
 from marid.graph.node import Spec, root_of
 from marid.replay.reachable import Reached
 from marid.replay.recording import CONSTANT, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Made, Origin, Recording, Ref
-from marid.replay.snapshot import Snapshot, same_number
+from marid.replay.state_check import Snapshot, same_number
 from marid.replay.template import Template
 from marid.saved.form import DIGEST, ENTRY
 from marid.saved.structure import fitted, leaves_of
@@ -243,7 +243,7 @@ class SavedProgram:
         """The program as a ``torch.fx.GraphModule`` of ATen operators. Its placeholders are the inputs: ``argument_0``
         and so on, the names of the state with underscores, ``number_0`` and so on for numbers that come of counters.
         Writes are in-place operators; ``node.meta`` has ``val`` (a meta tensor) and ``stack_trace``."""
-        from marid.saved.fx import graph_of
+        from marid.saved.fx_graph import graph_of
 
         return graph_of(self._plan)
 

@@ -16,10 +16,10 @@ from marid.frontend.materialize import materialize
 from marid.graph.prepared import Prepared
 from marid.replay.arguments import Call, Unreadable
 from marid.replay.counters import may_count
+from marid.replay.observed_run import Run, grad_of
 from marid.replay.places import ChangesState
 from marid.replay.reachable import Reached, reach
 from marid.replay.recording import Recording
-from marid.replay.run import Run, grad_of
 from marid.saved.sizes import is_dense
 from marid.saved.structure import mapped
 from marid.semantics.scopes import meet

@@ -14,8 +14,8 @@ from marid.semantics.canonical import Canonical
 from marid.semantics.details import describe
 from marid.semantics.library import OPERATORS, patterns
 from marid.semantics.patterns import Match, matches_in, nodes_of
-from marid.semantics.registry import registered
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
+from marid.semantics.user_patterns import registered
 
 __all__ = ["matches_of"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from marid.execute.compiled.operators import is_row_product
+from marid.execute.compiled.eligibility import is_row_product
 from marid.execute.compiled.partition import Partition, Specs, arguments_of
 from marid.graph.node import Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot

@@ -149,7 +149,7 @@ def _listed(expression: Any, symbols: list[Any]) -> Any:
 
 # --- products ------------------------------------------------------------------------------------------------------
 
-_PRODUCTS = {  # with the arguments that they may have; as `kernel` in ops/table.py, which this process does not import
+_PRODUCTS = {  # with the arguments that they may have; as in ops/irregular.py, which is not imported here
     "mm": {"self", "mat2"},
     "bmm": {"self", "mat2"},
     "addmm": {"self", "mat1", "mat2"},

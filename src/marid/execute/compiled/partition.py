@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from marid import policy
-from marid.execute.compiled.operators import admissible, is_row_product, lifted_arguments
+from marid.execute.compiled.eligibility import admissible, is_row_product, lifted_arguments
 from marid.graph.analysis import analysis_of
 from marid.graph.node import Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot

@@ -17,9 +17,9 @@ import torch
 from marid import policy
 from marid.execute.compiled.asked import Asked, asked
 from marid.execute.compiled.disk import DiskCache, Entry, folder, identity
+from marid.execute.compiled.execution import Bound, Checked, CompiledProgram
 from marid.execute.compiled.partition import Partition, Specs, choose
 from marid.execute.compiled.passes.registry import generation
-from marid.execute.compiled.run import Bound, Checked, CompiledProgram
 from marid.execute.compiled.variant import CompiledPartition, Variant
 from marid.execute.compiled.workers import Job, compiler
 from marid.execute.executable import Executable

@@ -16,7 +16,7 @@ import torch
 from marid import policy
 from marid.execute.compiled.asked import Asked
 from marid.execute.compiled.describe import describe, solve
-from marid.execute.compiled.operators import DTYPES
+from marid.execute.compiled.eligibility import DTYPES
 from marid.execute.compiled.partition import Partition, Specs
 from marid.graph.node import Operation
 from marid.graph.program import Instruction, ListOf, Param, Program, Result, Slot

@@ -5,7 +5,7 @@
 ``multiply.cpp`` and ``multiply_row.cpp`` are the two kernels. Operators with sums in an order of their own are in
 ``fast_linear.cpp`` (floats) and ``quantized.cpp`` (packed matrices); the ``*_kernels.cpp`` are compiled for this
 machine's vector unit. This module switches them on and off; which operator runs in the place of
-which of ATen's is in ``ops/table.py``.
+which of ATen's is in ``ops/irregular.py``.
 """
 
 from __future__ import annotations

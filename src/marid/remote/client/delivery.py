@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from marid.errors import MaterializationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
+from marid.remote.client.blocks import Memory
 from marid.remote.client.link import Link
-from marid.remote.client.memory import Memory
 from marid.remote.client.queue import Batch, StepQueue
 from marid.remote.client.recovery import PoisonDetector, Recovery
 from marid.remote.client.runs import ReplayStep, RunStep, report_mispredictions

@@ -25,21 +25,13 @@ from marid.errors import LazyTensorError, MaterializationError, WireError
 from marid.graph.node import Node, Operation, Value, values_in
 from marid.graph.prepared import Prepared
 from marid.graph.program import bind
+from marid.remote.client import blocks
 from marid.remote.client import transfers as exchange
+from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, note_roles, role_of
 from marid.remote.client.contents import LARGE, Content, FileContent, content_of
 from marid.remote.client.delivery import Connection, Delivery
 from marid.remote.client.journal import compact
 from marid.remote.client.link import Link
-from marid.remote.client.memory import (
-    Block,
-    Memory,
-    RemoteBuffer,
-    extent_of,
-    note_roles,
-    raise_spoiled,
-    refuse_spoiled,
-    role_of,
-)
 from marid.remote.client.runs import EncodedPrograms, ReplayStep, RunStep, Specialization
 from marid.remote.client.steps import RESULTS, AskStep, CallStep, FetchStep, FreeStep, ReadStep, RolesStep, Step
 from marid.remote.client.uploads import UploadStep
@@ -106,7 +98,7 @@ class RemoteEngine:
     def _run(self, nodes: list[Node], give_back: GiveBack, room: int | None) -> int:
         """The same for as many nodes as fit into one request; the list must be the only one that holds them."""
         task = bind(nodes)
-        refuse_spoiled(task)
+        blocks.refuse_spoiled(task)
         specialization = self._programs.find(task)
         if room is not None:
             refuse_beyond(room, task, specialization.encoded.program)
@@ -158,7 +150,7 @@ class RemoteEngine:
         with self.lock:
             self.delivery.settle()
             buffers = [value.concrete for value in values or () if isinstance(value.concrete, RemoteBuffer)]
-            raise_spoiled(values or ())
+            blocks.raise_spoiled(values or ())
             if need == "buffer":
                 return False
             wanted = [buffer for buffer in buffers if need == "value" and self._brought(buffer) is None]
@@ -170,7 +162,7 @@ class RemoteEngine:
             if last is None:
                 return False
             self._await(last)
-            raise_spoiled(values or ())
+            blocks.raise_spoiled(values or ())
             compact(self.delivery)
             return True
 
@@ -249,7 +241,7 @@ class RemoteEngine:
         with self.lock:
             self.delivery.settle()
             values = list(values_in((*args, *[arg for _, arg in kwargs])))
-            raise_spoiled(values)
+            blocks.raise_spoiled(values)
             buffers: list[RemoteBuffer] = [value.concrete for value in values]
             foreign = [arg for arg in (*args, *[arg for _, arg in kwargs]) if isinstance(arg, torch.layout)]
             if any(layout is not torch.strided for layout in foreign):

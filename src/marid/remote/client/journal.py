@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from marid.engine.protocol import Geometry
+from marid.remote.client.blocks import Block
 from marid.remote.client.contents import Content, content_of
-from marid.remote.client.memory import Block
 from marid.remote.client.runs import RunStep
 from marid.remote.client.steps import FetchStep, Sent, Step
 from marid.remote.client.uploads import upload_requests

@@ -14,8 +14,8 @@ from marid.engine.failed import explain, salvage
 from marid.errors import MaterializationError, MemoryLimitError, UnsupportedOperationError, WireError, WorkerLostError
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import fail
+from marid.remote.client.blocks import Block, Memory
 from marid.remote.client.journal import Journal
-from marid.remote.client.memory import Block, Memory
 from marid.remote.client.runs import ReplayStep, RunStep
 from marid.remote.client.steps import CallStep, FreeStep, Sent, Step
 from marid.remote.client.uploads import UploadProgress, UploadStep

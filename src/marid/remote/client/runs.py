@@ -14,12 +14,12 @@ from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Node, Spec, finish
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, differ
-from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
+from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
 from marid.remote.client.steps import Sent, Step, configure
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import as_int, as_list
 from marid.remote.wire.kernel_settings import current
-from marid.remote.wire.programs import body_of, changes_between, digest_of, geometry_of, packed
+from marid.remote.wire.program_records import body_of, changes_between, digest_of, geometry_of, packed
 from marid.remote.wire.tensors import spec_from
 from marid.report.hooks import ran
 

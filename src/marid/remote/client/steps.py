@@ -13,9 +13,9 @@ import torch
 from marid.engine.protocol import Called, Returned
 from marid.errors import WireError
 from marid.graph.node import Operation, Spec, Value, placed
+from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec, role_of
 from marid.remote.client.contents import Content, FileContent
 from marid.remote.client.link import Link
-from marid.remote.client.memory import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec, role_of
 from marid.remote.wire.codec import as_int, as_list, as_text
 from marid.remote.wire.kernel_settings import KernelSettings, current
 from marid.remote.wire.replies import as_tensor

@@ -19,9 +19,9 @@ import torch
 
 from marid.engine.protocol import Geometry
 from marid.errors import MaterializationError
+from marid.remote.client.blocks import Block, Memory, RemoteBuffer
 from marid.remote.client.delivery import Delivery
 from marid.remote.client.link import Link
-from marid.remote.client.memory import Block, Memory, RemoteBuffer
 from marid.remote.client.queue import StepQueue
 from marid.remote.client.steps import Peer, Sent, Step
 from marid.remote.wire.requests import TICKET_BYTES, Pack, Reduce, Request, Take

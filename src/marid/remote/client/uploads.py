@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from marid.engine.protocol import Geometry as Layout
+from marid.remote.client.blocks import RemoteBuffer, role_of
 from marid.remote.client.contents import LARGE, Content, FileContent
-from marid.remote.client.memory import RemoteBuffer, role_of
 from marid.remote.client.steps import Sent, Step
 from marid.remote.wire.codec import as_int, as_list
 from marid.remote.wire.requests import (

@@ -45,7 +45,7 @@ from marid.remote.wire.fields import (
     wholes,
 )
 from marid.remote.wire.kernel_settings import KernelSettings
-from marid.remote.wire.programs import BODY_BYTES, DIGEST_BYTES
+from marid.remote.wire.program_records import BODY_BYTES, DIGEST_BYTES
 from marid.remote.wire.tensors import CHUNK_BYTES, check_sizes, packing_of
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 
 from marid.engine.inprocess import concretely
-from marid.engine.operators import perform
 from marid.engine.protocol import Called
+from marid.engine.single_call import perform
 from marid.errors import WireError
 from marid.execute.accelerator import Host, accelerator_of
 from marid.execute.arena import Arena
@@ -29,11 +29,11 @@ from marid.graph.node import Node, Operation, Spec
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.twister import Twisters
 from marid.native import module
-from marid.remote.wire.programs import changed, digest_of, geometry_of
+from marid.remote.wire.program_records import changed, digest_of, geometry_of
 from marid.remote.wire.tensors import matches
 from marid.remote.worker.device_operators import operator_on
-from marid.remote.worker.memory import Residency
-from marid.remote.worker.programs import RemoteProgram, geometry_from
+from marid.remote.worker.program_reader import RemoteProgram, geometry_from
+from marid.remote.worker.residency import Residency
 from marid.report.units import bytes_text
 
 __all__ = ["Executor", "TooLarge", "bytes_of"]

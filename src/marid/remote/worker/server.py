@@ -28,7 +28,7 @@ from marid.remote.worker.collectives import Groups
 from marid.remote.worker.connections import PEER, OwnedSocket, ServerSocket
 from marid.remote.worker.copies import Collectors, Copies, Tickets
 from marid.remote.worker.executor import Executor
-from marid.remote.worker.memory import ChunkStore
+from marid.remote.worker.residency import ChunkStore
 from marid.remote.worker.session import Cancelled, Message, Session
 from marid.remote.worker.workspace import Workspace
 

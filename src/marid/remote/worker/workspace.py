@@ -18,13 +18,13 @@ from marid.execute.interrupted import Interrupted
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES, dtype_name
 from marid.remote.wire.kernel_settings import KernelSettings, apply
-from marid.remote.wire.programs import digest_of, unpacked
+from marid.remote.wire.program_records import digest_of, unpacked
 from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, spec_of, spec_to, tensor_of
 from marid.remote.worker.collectives import Groups, WouldBlock
 from marid.remote.worker.copies import Copies
 from marid.remote.worker.executor import Executor, bytes_of
-from marid.remote.worker.memory import ChunkStore
 from marid.remote.worker.operators import check_call, operator_named
+from marid.remote.worker.residency import ChunkStore
 
 __all__ = ["Missing", "Workspace"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from marid.execute.compiled.operators import admissible
+from marid.execute.compiled.eligibility import admissible
 from marid.execute.compiled.passes.rewriter import Rewriter, look, op_of, results_of, val_of
 from marid.execute.compiled.passes.storages import Storages
 from marid.ops.facts import facts_of

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from marid.execute.compiled.describe import Description, geometry_of, plain, plain_constant
-from marid.execute.compiled.operators import is_row_product
+from marid.execute.compiled.eligibility import is_row_product
 from marid.graph.node import Operation, Spec
 from marid.graph.program import operation_of
 from marid.ops.facts import facts_of

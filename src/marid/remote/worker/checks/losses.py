@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from marid.remote.worker.checks.conditions import Given, alike, need, shaped, within
+from marid.remote.worker.checks.requirements import Given, alike, need, shaped, within
 
 __all__ = ["CHECKS"]
 

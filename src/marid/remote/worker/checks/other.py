@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from marid.remote.worker.checks.conditions import Given, alike, dimension, is_long_enough, need, shaped, within
+from marid.remote.worker.checks.requirements import Given, alike, dimension, is_long_enough, need, shaped, within
 
 __all__ = ["CHECKS"]
 

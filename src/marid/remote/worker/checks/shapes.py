@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from marid.remote.worker.checks.conditions import Given, alike, dimension, need, shaped, within
+from marid.remote.worker.checks.requirements import Given, alike, dimension, need, shaped, within
 
 __all__ = ["CHECKS"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from marid.remote.worker.checks.conditions import Given, alike, dimension, is_long_enough, need, shaped
+from marid.remote.worker.checks.requirements import Given, alike, dimension, is_long_enough, need, shaped
 
 __all__ = ["CHECKS"]
 

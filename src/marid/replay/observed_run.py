@@ -18,7 +18,8 @@ from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, bind
 from marid.graph.tape import Tape
 from marid.replay.arguments import Call
-from marid.replay.backward import record_backwards
+from marid.replay.autograd_function import record_backwards
+from marid.replay.draws import Streams
 from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
 from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
@@ -26,8 +27,7 @@ from marid.replay.pending import run_needed
 from marid.replay.places import ChangesState, Places, Refused, numbers_of
 from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, TENSOR, Origin, Recording, Ref
-from marid.replay.snapshot import Snapshot
-from marid.replay.streams import Streams
+from marid.replay.state_check import Snapshot
 
 __all__ = ["Run", "grad_of"]
 

@@ -23,7 +23,7 @@ from marid.graph.node import Draw, Operation
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.native import library
-from marid.report.operators import operator_times
+from marid.report.operator_times import operator_times
 from marid.report.stats import counters
 
 __all__ = ["Bound", "Checked", "CompiledProgram"]
