@@ -138,7 +138,7 @@ def replay(rounds: int, length: int) -> dict[str, Any]:
         task.resolve()
         with concretely():
             started = time.perf_counter()
-            program.specialised(task).run(task, engine.generator)
+            program.specialised(task).run(task, engine._twisters.at)
             totals["program"].append(time.perf_counter() - started)
         del task, nodes
         started = time.perf_counter()
