@@ -55,6 +55,11 @@ def takes_steps_unread(tape: Tape) -> bool:
     return tape.skips or tape.steps > policy.UNREAD_STEPS
 
 
+def _share() -> int:
+    """What an operation is charged beside its memory."""
+    return settings.max_pending_bytes // settings.max_pending_nodes
+
+
 @functools.cache
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -80,7 +85,7 @@ class _Line:
         """The value is read: whether enough turns in a row have made little, each operation."""
         count, charged = tape.recorded - self.read, tape.charged - self.charged_at_read
         if count > 0:
-            made = charged - count * (settings.max_pending_bytes // settings.max_pending_nodes)
+            made = charged - count * _share()
             is_little = count <= policy.IMMEDIATE_OPERATIONS and made <= count * settings.immediate_bytes
             self.little = self.little + 1 if is_little else 0
         self.charged_at_read = tape.charged
@@ -128,7 +133,7 @@ class Rhythm:
         line.turns = line.turns + 1 if run >= policy.AHEAD_SHARE * recorded else 0
         if line.turns < policy.AHEAD_TURNS:
             return 0
-        piece = max(charged // policy.AHEAD_PIECES, 1)
+        piece = max(charged // policy.AHEAD_PIECES, policy.AHEAD_PIECE * _share(), 1)
         if abs(piece - line.piece) > line.piece // 4:  # else the places would move with every small change
             line.piece = piece
         return line.piece
