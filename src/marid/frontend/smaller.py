@@ -1,7 +1,7 @@
 """A call with small sizes in place of large ones, to find out cheaply what kernels make of it.
 
 Equal sizes stay equal and different ones different, 0 and 1 stay what they are, and so does the order of dimensions in
-memory.
+memory, and where there are gaps between them: a slice of a tensor stays one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from marid.frontend import handles
-from marid.graph.node import Node, Output, Value, root_of
+from marid.graph.node import Node, Output, Spec, Value, root_of
 
 __all__ = ["Smaller", "sizes_of"]
 
@@ -43,7 +43,7 @@ class Smaller:
             if size > _SMALL:
                 self._smaller.setdefault(size, _SMALL + 1 + len(self._smaller))
         shape = tuple([self._smaller.get(size, size) for size in of.shape])
-        spec = handles.spec(shape, _dense_like(shape, of.stride), 0, of.dtype, of.device, of.conj, of.neg)
+        spec = handles.spec(shape, _laid_like(shape, of), 0, of.dtype, of.device, of.conj, of.neg)
         root = self._roots.get(root_of(value))
         node = Node(0, None, None, None, spec, root, None, None)
         self._roots.setdefault(root_of(value), node)
@@ -72,12 +72,14 @@ def _is_size(argument: Any) -> bool:
     return type_.kind() == "SymIntType"
 
 
-def _dense_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Dense strides in the memory order of ``stride``; dimensions of stride 0 stay expanded. One of size 1 that has the
-    stride of another one still has it: some kernels go by that."""
-    result, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], shape[d] != 1, -d)):
-        if stride[dim] != 0:
-            result[dim] = step
-            step *= max(shape[dim], 1)
+def _laid_like(shape: tuple[int, ...], of: Spec) -> tuple[int, ...]:
+    """Strides for other sizes, in the memory order of ``of``; dimensions of stride 0 stay expanded. One of size 1 that
+    has the stride of another one still has it: some kernels go by that. A stride that leaves a gap leaves one still."""
+    result, step, dense, inner = [0] * len(shape), 1, 1, 1
+    for dim in sorted(range(len(shape)), key=lambda d: (of.stride[d], shape[d] != 1, -d)):
+        if of.stride[dim] == 0:
+            continue
+        result[dim] = step + (inner if of.stride[dim] > dense else 0)
+        inner = result[dim]
+        step, dense = inner * max(shape[dim], 1), of.stride[dim] * max(of.shape[dim], 1)
     return tuple(result)
