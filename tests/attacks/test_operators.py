@@ -151,7 +151,13 @@ def _numbers(*values: int) -> torch.Tensor:
 _NINE = torch.ones(1, 1, 3, 3)
 _NAN = torch.full((1, 3, 3, 2), torch.nan)
 _EMPTY = (torch.empty(0), torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32))
+_HALVES = torch.ones(1, 1, 4, dtype=torch.bfloat16)
 _FORGED: dict[str, tuple[Any, ...]] = {
+    "aten.convolution.default": (_HALVES, _HALVES, None, [1000], [1], [2], True, [1], 1),
+    "aten._embedding_bag.default": (
+        *(torch.ones(10, 5), torch.arange(5), torch.arange(0), False, 0, False),
+        torch.ones(5),
+    ),
     "aten._pdist_forward.default": (torch.ones(2, 3, 0), 2.0),
     "aten.upsample_nearest1d.default": (torch.ones(1, 1, 5, dtype=torch.uint8), [7], 1e-30),
     "aten._upsample_nearest_exact3d.default": (torch.ones(1, 1, 3, 3, 3), [4, 4, 4], 1e-25, 1.0, 1.0),

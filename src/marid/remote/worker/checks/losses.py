@@ -97,6 +97,7 @@ def _bags(of: Given) -> None:
     need(indices.is_contiguous() and offsets.is_contiguous() and indices.dtype is offsets.dtype, "bags")
     within(indices, 0, weight.shape[0], "indices")
     within(offsets, 0, indices.numel() + 1, "offsets")
+    need(offsets.numel() > 0 or not indices.numel(), "offsets")  # a kernel with weights takes the first on trust
     need(not offsets.numel() or offsets.is_meta or bool((offsets.diff() >= 0).all()), "offsets")
     need(of.get("per_sample_weights") is None or of["per_sample_weights"].shape == indices.shape, "weights")
 
