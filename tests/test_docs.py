@@ -37,6 +37,16 @@ def test_the_table_of_requests_is_what_they_declare() -> None:
     assert f"\n{documented()}\n" in (ROOT / "docs" / "remote.md").read_text(), documented()
 
 
+def test_lines_of_pages_fit_a_screen() -> None:
+    """Of 120 characters, but for tables and code."""
+    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        in_code = False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            in_code ^= line.lstrip().startswith("```")
+            if not in_code and not line.lstrip().startswith("|"):
+                assert len(line) <= 120, f"{page.name}:{number}"
+
+
 _FILE = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9*]+\.(?:py|cpp|h|md))`")
 
 
