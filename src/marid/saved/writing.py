@@ -48,7 +48,7 @@ def save_program(
     ``namespaces``, of which ``load_program`` is told too.
 
     The file is a safetensors file with the state as tensors, and the program as JSON in its metadata
-    (``docs/compile.md``). What was at ``path`` is replaced once all is written.
+    (``docs/programs.md``). What was at ``path`` is replaced once all is written.
 
     Raises ``UnsupportedOperationError`` with the line for what cannot be recorded or saved, ``TypeError`` for arguments
     that are none of the above, ``OSError``, and what ``fn`` raises.
