@@ -454,7 +454,7 @@ def test_results_are_laid_out_as_recorded(machine: Executor, monkeypatch: pytest
 
         return WrittenOut(op, preferring) if op.func is layer_op else operator_on(device, op, draws)
 
-    monkeypatch.setattr("marid.remote.worker.program_reader.operator_on", elsewhere)
+    monkeypatch.setattr("marid.remote.worker.instructions.operator_on", elsewhere)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = F.conv2d(x, w)
@@ -481,7 +481,7 @@ def test_what_is_written_out_is_captured_and_what_the_host_does_is_not(
     def placed(device: torch.device, op: Operation, draws: bool) -> Operation:
         return HostOperator(op, device) if op.func is host else operator_on(cuda, op, draws)
 
-    monkeypatch.setattr("marid.remote.worker.program_reader.operator_on", placed)
+    monkeypatch.setattr("marid.remote.worker.instructions.operator_on", placed)
     x = torch.randn(2, 3, 5, 8)
     repeated = Repeated(machine, function, x)
     for _ in range(RUNS):

@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -426,17 +426,30 @@ class _Counts:
         return x * self.calls
 
 
-_generator = torch.Generator(DEVICE)
-_buffer = torch.zeros(4, device=DEVICE)
-_halves = _buffer[:2], _buffer[2:]
+_generator: Any = None
+_halves: Any = None
+_leaf: Any = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _of_the_module() -> Iterator[None]:
+    """What the functions below refer to: on the device as long as these tests run, since tests of workers take it."""
+    buffer, leaf = torch.zeros(4, device=DEVICE), torch.ones(2, device=DEVICE, requires_grad=True)
+    leaf.grad = torch.ones(2, device=DEVICE)
+    made = {
+        "_generator": torch.Generator(DEVICE),
+        "_buffer": buffer,
+        "_halves": (buffer[:2], buffer[2:]),
+        "_leaf": leaf,
+    }
+    globals().update(made)
+    yield
+    for name in made:
+        del globals()[name]
 
 
 def _replaces_a_gradient(x: torch.Tensor) -> None:
-    _leaf.grad = _leaf.grad + x  # pyright: ignore[reportOptionalOperand]
-
-
-_leaf = torch.ones(2, device=DEVICE, requires_grad=True)
-_leaf.grad = torch.ones(2, device=DEVICE)
+    _leaf.grad = _leaf.grad + x
 
 
 @pytest.mark.parametrize(

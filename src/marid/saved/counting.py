@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from marid.engine.plain import as_int, as_list, as_text, dtype_named
 from marid.errors import WireError
-from marid.remote.wire.plain import as_int, as_list, as_text, dtype_named
 from marid.replay.counters import FOLLOWED, FORMULAS, CounterLog
 from marid.replay.recording import Each
 from marid.saved.form import number_from, part_of

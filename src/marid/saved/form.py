@@ -36,9 +36,9 @@ from typing import Any
 
 import torch
 
+from marid.engine.plain import MEMORY_FORMATS, as_int, as_list, as_text, dtype_name
 from marid.errors import WireError
 from marid.graph.program import Constant, ListOf, Param, Slot
-from marid.remote.wire.plain import MEMORY_FORMATS, as_int, as_list, as_text, dtype_name
 
 __all__ = [
     "DIGEST",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from marid.engine.plain import as_int, as_list, as_text, spec_from
 from marid.errors import WireError
 from marid.frontend import handles, random
 from marid.frontend.observe import Drawn
@@ -20,7 +21,6 @@ from marid.graph.analysis import Analysis, analysis_of, forecast
 from marid.graph.node import Draw, Node, Spec
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program
-from marid.remote.wire.plain import as_int, as_list, as_text, spec_from
 from marid.remote.worker.instructions import check_numbers, read_program
 from marid.saved.counting import Counting
 from marid.saved.form import Numbers, part_of, parts_of, slot_of, text_from

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from marid.engine.plain import as_list
 from marid.errors import WireError
-from marid.remote.wire.plain import as_list
 from marid.saved.form import number_from, number_to, parts_of
 
 __all__ = ["Leaf", "described", "fitted", "leaves_of", "mapped", "rebuilt", "value_from", "value_to"]

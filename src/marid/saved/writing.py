@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from marid.engine.plain import dtype_name, spec_to
 from marid.engine.safetensors import write_file
 from marid.errors import UnsupportedOperationError, WireError
 from marid.frontend import handles
 from marid.frontend.observe import Drawn
 from marid.graph.node import Node, Spec, root_of
 from marid.graph.program import Instruction
-from marid.remote.wire.plain import dtype_name, spec_to
 from marid.replay.recording import CONSTANT, GRAD, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Each, Ref
 from marid.saved.form import DIGEST, ENTRY, FORMAT, VERSION, argument_to, name_of, number_to, text_to
 from marid.saved.names import Names

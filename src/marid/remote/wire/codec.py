@@ -13,8 +13,7 @@ from typing import Any
 
 import msgpack
 
-from marid.errors import WireError
-from marid.remote.wire.plain import (
+from marid.engine.plain import (
     MEMORY_FORMATS,
     as_bytes,
     as_int,
@@ -25,6 +24,7 @@ from marid.remote.wire.plain import (
     number_from,
     number_to,
 )
+from marid.errors import WireError
 
 __all__ = [
     "HEADER_BYTES",

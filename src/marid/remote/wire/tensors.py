@@ -22,11 +22,7 @@ import blake3
 import torch
 
 from marid.engine.pages import in_large_pages
-from marid.errors import WireError
-from marid.execute.accelerator import Accelerator
-from marid.graph.node import Spec
-from marid.remote.wire.codec import SEGMENT_BYTES
-from marid.remote.wire.plain import (
+from marid.engine.plain import (
     LONGEST,
     RANK,
     check_sizes,
@@ -35,6 +31,10 @@ from marid.remote.wire.plain import (
     spec_from,
     spec_to,
 )
+from marid.errors import WireError
+from marid.execute.accelerator import Accelerator
+from marid.graph.node import Spec
+from marid.remote.wire.codec import SEGMENT_BYTES
 
 __all__ = [
     "CHUNK_BYTES",

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from marid.engine.plain import MEMORY_FORMATS, as_int, as_list, as_text, dtype_named
 from marid.errors import WireError
 from marid.graph.node import Draw, Operation
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Result, Slot
-from marid.remote.wire.plain import MEMORY_FORMATS, as_int, as_list, as_text, dtype_named
 from marid.remote.worker.device_operators import operator_on
 from marid.remote.worker.operators import kind_of, operator_named
 

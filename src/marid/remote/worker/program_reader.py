@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from marid.engine.plain import as_int, as_list, spec_from
 from marid.errors import WireError
 from marid.graph.node import Spec
 from marid.graph.program import Program
 from marid.remote.wire.codec import unpack_plain
-from marid.remote.wire.plain import as_int, as_list, spec_from
 from marid.remote.worker.instructions import SLOTS, Kinds, check_numbers, read_program
 
 __all__ = ["RemoteProgram", "geometry_from"]
