@@ -19,6 +19,7 @@ import marid
 from marid import built
 from marid.cli import commands
 from marid.execute.compiled.disk import folder
+from tests.remote_helpers import connected
 
 COMMAND = [sys.executable, "-m", "marid"]
 
@@ -83,13 +84,10 @@ def test_a_compiler_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.in_process("connects workers of its own")
 def test_workers_are_named() -> None:
     """With the devices that they are."""
-    marid.connect(workers=2)
-    try:
+    with connected(6, 7):
         devices = _found()["devices"]
-    finally:
-        marid.disconnect()
-    assert devices["local worker (cpu)"] == [":0", ":1"]
-    assert devices["in-process engine"][0] == ":2"
+    assert devices["local worker (cpu)"] == [":6", ":7"]
+    assert devices["in-process engine"][0] == ":0"
 
 
 def _elsewhere(folder: Path, **changes: str) -> dict[str, str]:

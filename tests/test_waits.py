@@ -13,6 +13,7 @@ import torch
 
 import marid
 from tests.helpers import DEVICE, assert_same
+from tests.remote_helpers import connected
 
 _open = threading.Event()
 _reached = threading.Event()
@@ -186,7 +187,7 @@ def test_a_worker_is_asked_once_for_what_is_awaited() -> None:
         return await x
 
     def work() -> None:
-        x = torch.arange(1000.0, device=DEVICE) * 2
+        x = torch.arange(1000.0, device=f"{DEVICE}:6") * 2
         wait = marid.would_sync(x)
         assert (wait.operations, wait.worker, wait.running) == (2, "local worker (cpu)", False)
         asyncio.run(read(x))
@@ -196,11 +197,8 @@ def test_a_worker_is_asked_once_for_what_is_awaited() -> None:
             assert_same(x, torch.arange(1000.0) * 2)
         assert str(marid.would_sync(x)) == "an answer of local worker (cpu)"
 
-    marid.connect(workers=1)
-    try:
+    with connected(6):
         work()
-    finally:
-        marid.disconnect()
 
 
 @pytest.mark.in_process("reads from this process")
