@@ -8,18 +8,12 @@ from pathlib import Path
 import click
 
 from benchmarks.suite.command import Bench
+from benchmarks.suite.options import which_workloads
 from benchmarks.suite.workloads import WORKLOADS
 
 
 @click.command()
-@click.option("--list", "list_only", is_flag=True, help="Only list the workloads.")
-@click.option(
-    "--only",
-    metavar="NAME",
-    multiple=True,
-    type=click.Choice([workload.name for workload in WORKLOADS]),
-    help="Run this workload; repeat it.",
-)
+@which_workloads([workload.name for workload in WORKLOADS])
 @click.option(
     "--peers", metavar="NAME", multiple=True, help="Let only these take part, beside eager: beginnings of names."
 )

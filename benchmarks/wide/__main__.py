@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from benchmarks.suite.machine import machine, versions
+from benchmarks.suite.options import which_workloads
 from benchmarks.wide import harness, table
 from benchmarks.wide.worker import COLD_SECONDS
 from benchmarks.wide.workloads import WORKLOADS
@@ -21,14 +22,7 @@ _WIDTH_OF_FILES = 140
 
 
 @click.command()
-@click.option("--list", "list_only", is_flag=True, help="Only list the workloads.")
-@click.option(
-    "--only",
-    metavar="NAME",
-    multiple=True,
-    type=click.Choice([workload.name for workload in WORKLOADS]),
-    help="Run this workload; repeat it.",
-)
+@which_workloads([workload.name for workload in WORKLOADS])
 @click.option("--turns", type=click.IntRange(min=1), default=40, show_default=True, help="Timed turns of each device.")
 @click.option("--quick", is_flag=True, help="Three turns and hardly a warm-up, to see that everything works.")
 @click.option("--compile/--no-compile", "compiled", default=True, help="Whether Marid may compile (MARID_COMPILE).")

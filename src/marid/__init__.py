@@ -7,9 +7,14 @@ a value is read. Nothing else of PyTorch or of the process changes before the de
 from __future__ import annotations
 
 import gc
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from marid import environment, registration
+from marid import registration
+
+if TYPE_CHECKING:
+    from marid.saved.loaded import SavedProgram, load_program
+    from marid.saved.writing import save_program
 
 registration.register()
 _collects = gc.isenabled()
@@ -49,14 +54,14 @@ try:
     from marid.report.stats import FunctionStats, Stats
     from marid.report.tracing import trace
     from marid.report.traffic import RemoteStats, budget
-    from marid.saved.loaded import SavedProgram, load_program
-    from marid.saved.writing import save_program
     from marid.semantics.analyzer import register_enricher, unregister_enricher
     from marid.semantics.metadata import SemanticMetadata
     from marid.semantics.scopes import phase
     from marid.semantics.user_patterns import register_pattern, unregister_pattern
     from marid.settings import Settings, settings
 except ImportError as error:
+    from marid import environment
+
     if not environment.is_asked_for():  # `marid env` says what is missing
         raise
     _problem: str | None = str(error)
@@ -66,6 +71,17 @@ finally:
     if _collects:
         gc.enable()
         gc.collect(1)  # of these alone, and not in the middle of the first operation
+
+
+_LATE = {"SavedProgram": "loaded", "load_program": "loaded", "save_program": "writing"}
+
+
+def __getattr__(name: str) -> Any:
+    """What few programs need is imported with its first use."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"marid.saved.{_LATE[name]}"), name)
+    return found
 
 
 def connect(*args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from marid.graph.tape import Tape
 from marid.semantics.scopes import OPTIMIZER
 from marid.settings import settings
 
-__all__ = ["Rhythm", "has_stepped", "may_go_ahead", "takes_steps_unread"]
+__all__ = ["Rhythm", "has_stepped", "may_go_ahead", "share", "takes_steps_unread"]
 
 
 def may_go_ahead() -> bool:
@@ -55,7 +55,7 @@ def takes_steps_unread(tape: Tape) -> bool:
     return tape.skips or tape.steps > policy.UNREAD_STEPS
 
 
-def _share() -> int:
+def share() -> int:
     """What an operation is charged beside its memory."""
     return settings.max_pending_bytes // settings.max_pending_nodes
 
@@ -85,7 +85,7 @@ class _Line:
         """The value is read: whether enough turns in a row have made little, each operation."""
         count, charged = tape.recorded - self.read, tape.charged - self.charged_at_read
         if count > 0:
-            made = charged - count * _share()
+            made = charged - count * share()
             is_little = count <= policy.IMMEDIATE_OPERATIONS and made <= count * settings.immediate_bytes
             self.little = self.little + 1 if is_little else 0
         self.charged_at_read = tape.charged
@@ -133,7 +133,7 @@ class Rhythm:
         line.turns = line.turns + 1 if run >= policy.AHEAD_SHARE * recorded else 0
         if line.turns < policy.AHEAD_TURNS:
             return 0
-        piece = max(charged // policy.AHEAD_PIECES, policy.AHEAD_PIECE * _share(), 1)
+        piece = max(charged // policy.AHEAD_PIECES, policy.AHEAD_PIECE * share(), 1)
         if abs(piece - line.piece) > line.piece // 4:  # else the places would move with every small change
             line.piece = piece
         return line.piece

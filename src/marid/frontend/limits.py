@@ -6,7 +6,7 @@ from typing import Any
 
 from marid import policy
 from marid.frontend import handles
-from marid.frontend.ahead import takes_steps_unread
+from marid.frontend.ahead import share, takes_steps_unread
 from marid.frontend.materialize import is_held_back, run_everything
 from marid.frontend.observe import observer
 from marid.graph.tape import Tape
@@ -19,7 +19,7 @@ __all__ = ["cost_of", "optimizer_stepped", "overflow"]
 
 def cost_of(nbytes: int) -> int:
     """What one node that allocates ``nbytes`` is charged: its bytes, and its share of the limit on nodes."""
-    return nbytes + settings.max_pending_bytes // settings.max_pending_nodes
+    return nbytes + share()
 
 
 def overflow(tape: Tape) -> None:
