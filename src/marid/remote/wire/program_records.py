@@ -4,7 +4,7 @@ A body is ``[[operator names], [input slots], [output slots], [instruction, ...]
 ``[operator index, [argument, ...], [name, argument, ...], [slot, path..., ...]]``. Arguments: a slot is its number; "p"
 is the next number of the run, "g" the next random position; None and booleans are themselves; texts, dtypes, memory
 formats and lists are tagged. A program travels once, compressed, and is then named by the digest of its body, and so do
-geometries: the spec of every slot, ``[[spec, ...], [index by slot, ...]]``. ``worker/programs.py`` reads both.
+geometries: the spec of every slot, ``[[spec, ...], [index by slot, ...]]``. ``worker/program_reader.py`` reads both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Instructions as plain data, read into a program: ``wire/programs.py`` has the form.
+"""Instructions as plain data, read into a program: ``wire/program_records.py`` has the form.
 
 Slots are in range and defined before they are used, every argument is of a type that its operator's schema takes there,
 and everything is bounded. So is what each run gives: ``_NUMBERS``.
