@@ -15,7 +15,7 @@ import torch
 from marid.execute.kernel_warnings import warn_of
 from marid.execute.specialisation import Runnable
 from marid.execute.table import TableRun
-from marid.graph.node import Node, Value, finish, input_values, root_of
+from marid.graph.node import Node, Value, input_values, root_of
 from marid.graph.program import Task
 from marid.native import int64s, library, module
 from marid.report.hooks import Ran, ran, run_of
@@ -64,7 +64,7 @@ class Flight:
         self.queued = time.perf_counter() if ran.listeners else 0.0
         writes = [node for node in task.nodes if node.op is not None and node.op.mutates]
         self.roots = [root_of(value) for node in writes for value in input_values(node)]
-        self._kept: list[tuple[Any, ...]] = []
+        self._kept: list[Any] = []
         self._sources, slots, from_slots = _links(task)
         if placement is None:
             memory, plan, peak = _PLAIN, None, 0
@@ -87,11 +87,7 @@ class Flight:
         self.number = library.marid_job_submit(self.job, positioned)
         if self.number == 0:
             return False
-        for node in self.task.nodes:
-            self._kept.append((node, node.args, node.kwargs, node.after, node.overwrites))
-            finish(node)
-        for value in self.task.outputs:
-            value.concrete = self  # pyright: ignore[reportAttributeAccessIssue]
+        module.hand_over(self.task, self, self._kept)
         return True
 
     def land(self) -> None:
@@ -111,7 +107,8 @@ class Flight:
         """It will not run, or did not come to its end: let its nodes be pending again."""
         for value in self.task.outputs:
             value.concrete = None
-        for node, args, kwargs, after, overwrites in self._kept:
+        kept = iter(self._kept)
+        for node, args, kwargs, after, overwrites in zip(self.task.nodes, kept, kept, kept, kept, strict=False):
             node.args, node.kwargs, node.after, node.overwrites = args, kwargs, after, overwrites
         self._note_memory(False)
         self.give_back(self.task.nodes)

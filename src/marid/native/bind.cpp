@@ -233,25 +233,55 @@ PyObject* configure_binding(PyObject*, PyObject*, PyObject* names) {
 
 namespace marid {
 
-void deliver(PyObject* of, PyObject* results) {
-  Ref outputs = Ref::to(task.at(of, kOutputs)), nodes = Ref::to(task.at(of, kNodes));
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs.get()); i++) {
-    PyObject* value = PyList_GET_ITEM(outputs.get(), i);
-    Ref tensor = Ref::to(PyList_GET_ITEM(results, i));
-    if (is_node(value)) {
-      node.set(value, kConcrete, std::move(tensor));
-    } else {
-      output.set(value, kOutputConcrete, std::move(tensor));
-    }
-  }
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes.get()); i++) {
-    Ref of_task = Ref::to(PyList_GET_ITEM(nodes.get(), i));
-    for (int slot : {kArgs, kKwargs, kAfter, kOverwrites}) node.set(of_task.get(), slot, Ref::to(Py_None));
+namespace {
+
+void set_concrete(PyObject* value, Ref to) {
+  if (is_node(value)) {
+    node.set(value, kConcrete, std::move(to));
+  } else {
+    output.set(value, kOutputConcrete, std::move(to));
   }
 }
 
+}  // namespace
+
+void deliver(PyObject* of, PyObject* results) {
+  Ref outputs = Ref::to(task.at(of, kOutputs)), nodes = Ref::to(task.at(of, kNodes));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs.get()); i++) {
+    set_concrete(PyList_GET_ITEM(outputs.get(), i), Ref::to(PyList_GET_ITEM(results, i)));
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes.get()); i++) {
+    Ref of_task = Ref::to(PyList_GET_ITEM(nodes.get(), i));
+    for (int slot : kNeeds) node.set(of_task.get(), slot, Ref::to(Py_None));
+  }
+}
+
+namespace {
+
+// hand_over(task, flight, kept): its nodes count as run, and its values hold the flight. What each node needed, and forgets, is
+// put into the list `kept`: `args`, `kwargs`, `after` and `overwrites`, one after the other. No interrupt comes in between.
+PyObject* hand_over(PyObject*, PyObject* const* given, Py_ssize_t) {
+  Ref outputs = Ref::to(task.at(given[0], kOutputs)), nodes = Ref::to(task.at(given[0], kNodes));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes.get()); i++) {
+    for (int slot : kNeeds) {
+      if (PyList_Append(given[2], node.at(PyList_GET_ITEM(nodes.get(), i), slot)) < 0) return nullptr;
+    }
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes.get()); i++) {
+    PyObject* of = PyList_GET_ITEM(nodes.get(), i);
+    for (int slot : kNeeds) node.set(of, slot, Ref::to(Py_None));
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs.get()); i++) {
+    set_concrete(PyList_GET_ITEM(outputs.get(), i), Ref::to(given[1]));
+  }
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
 PyMethodDef bind_functions[] = {
     {"bind", fast(bind), METH_FASTCALL, nullptr},
+    {"hand_over", fast(hand_over), METH_FASTCALL, nullptr},
     {"places_of", places_of, METH_O, nullptr},
     {"configure_binding", fast(configure_binding), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr, nullptr, 0, nullptr},

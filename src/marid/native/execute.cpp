@@ -5,6 +5,8 @@
 // positioned, after every stretch of time in which Ctrl-C should be heard, and where an operation raises: the caller
 // then goes on in Python, which raises the same error in Python's terms. Each result is compared with what was recorded of
 // it; behind one that differs the run stops too, for Python to lay it out as recorded (execute/geometry.py).
+#include "python.h"
+
 #include "execute.h"
 
 #include <ATen/record_function.h>
@@ -173,6 +175,16 @@ bool agrees(const Run& run, const Instruction& instruction, bool given) {
   return true;
 }
 
+bool has_own_object(const at::Tensor& tensor) {
+  return tensor.defined() && has_object(*tensor.unsafeGetTensorImpl()->pyobj_slot());
+}
+
+// Let go of a tensor that no later instruction needs. What Python has an object of is not freed by that anyway.
+void retire(Run& run, at::Tensor& tensor) {
+  if (has_own_object(tensor)) run.retired.push_back(std::move(tensor));
+  tensor.reset();
+}
+
 void execute(Run& run, const Instruction& instruction, int64_t donor, const at::Generator& generator) {
   torch::jit::Stack& stack = run.stack;
   stack.clear();
@@ -196,7 +208,7 @@ void execute(Run& run, const Instruction& instruction, int64_t donor, const at::
   stack.clear();
   run.differs = !agrees(run, instruction, given);
   if (run.differs) return;  // with what it was called with
-  for (int64_t slot : instruction.dying) run.slots[slot].reset();
+  for (int64_t slot : instruction.dying) retire(run, run.slots[slot]);
 }
 
 int64_t nanoseconds(std::chrono::steady_clock::time_point at) {
@@ -222,6 +234,13 @@ class Stretch {
 };
 
 }  // namespace
+
+void marid::release_objects(Run& run) {
+  run.retired.clear();
+  for (at::Tensor& tensor : run.slots) {
+    if (has_own_object(tensor)) tensor.reset();
+  }
+}
 
 Status marid::go(Run& run, at::Generator from, double seconds) {
   const auto& instructions = run.program->instructions;
@@ -326,7 +345,14 @@ int64_t marid_program_constant(void* given, char kind, int64_t number, const cha
   return static_cast<int64_t>(constants.size()) - 1;
 }
 
-void marid_run_free(void* run) { delete static_cast<Run*>(run); }
+void marid_run_free(void* given) {
+  std::unique_ptr<Run> run(static_cast<Run*>(given));
+  InterpreterLock lock;
+  release_objects(*run);
+  PyThreadState* state = PyEval_SaveThread();
+  run.reset();  // what it frees takes its time
+  PyEval_RestoreThread(state);
+}
 
 // Go on (see `go`), with a generator or null; a `Status`.
 int marid_run_go(void* run, void* generator, double seconds) {

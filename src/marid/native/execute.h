@@ -82,7 +82,13 @@ struct Run {
   std::vector<std::string> labels;  // what profilers are to show each instruction under, where one is at work
   bool differs = false;  // the instruction before `next` gave something else than was recorded
   torch::jit::Stack stack;  // of the operation at hand
+  // Tensors that it does not need any more and that Python has objects of. PyTorch takes the interpreter's lock where the last
+  // other owner of such a tensor lets go of it, and this thread, which has none, would wait for whoever records meanwhile.
+  std::vector<at::Tensor> retired;
 };
+
+// Let go of the tensors that Python has objects of; with the interpreter's lock.
+void release_objects(Run& run);
 
 // How far a run has come.
 enum Status { kRunDone, kRunAgain, kRunDraws, kRunRaised };

@@ -9,7 +9,7 @@
 namespace marid {
 
 Slots operation, storage, recorder, known, tape, spec;
-PyObject *tapes, *last_write_of, *run_pending, *draw_for, *draw_failed, *recorders, *backward_name, *address_name;
+PyObject *tapes, *last_write_of, *run_pending, *draw_for, *draw_failed, *recorders, *address_name;
 
 }  // namespace marid
 
@@ -109,7 +109,6 @@ extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concre
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
-  backward_name = PyUnicode_InternFromString("backward");
   address_name = PyUnicode_InternFromString("_cdata");
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* more :

@@ -7,6 +7,7 @@ namespace marid {
 
 extern Slots node, output;  // found when cut.cpp is configured
 enum NodeSlot { kSeq, kOp, kArgs, kKwargs, kSpec, kRoot, kSite, kScope, kAfter, kOverwrites, kOuts, kConcrete };
+constexpr int kNeeds[] = {kArgs, kKwargs, kAfter, kOverwrites};  // what a node forgets when it has run
 enum OutputSlot { kOutputNode, kPath, kOutputSpec, kOutputRoot, kOutputConcrete };
 
 inline bool is_node(PyObject* object) { return Py_TYPE(object) == node.type; }

@@ -27,6 +27,8 @@ struct Operator {
   size_t returns = 0;
   bool returns_list = false;
   PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
+  mutable PyObject* recorder = nullptr;  // found by its identity in `table`; they live for good
+  mutable PyObject* table = nullptr;
   bool reads_number = false;  // whether it is what `item()` calls
   bool asks_autocast = false;  // whether Python has to be asked how autocast changes it
   std::shared_ptr<KnownCalls> calls;
@@ -62,5 +64,8 @@ void unregister_kernels();
 
 // The user's line and the scope that are running now, of which either may be null; false after an error. (stack.cpp)
 bool where(Ref* site, Ref* scope);
+
+// The scope of what autograd runs for an operation of this scope; borrowed. (stack.cpp)
+PyObject* backward_of(PyObject* scope);
 
 }  // namespace marid

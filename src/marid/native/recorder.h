@@ -24,7 +24,7 @@ extern PyObject* last_write_of;  // see graph/node.py
 extern PyObject* run_pending;  // see frontend/materialize.py
 extern PyObject *draw_for, *draw_failed;  // see frontend/record.py
 extern PyObject* recorders;  // by identity of the operator
-extern PyObject *backward_name, *address_name;  // of attributes
+extern PyObject* address_name;  // of an attribute
 
 // The values of the tensors of a call, in the order of their appearance; or of its results.
 using Concrete = c10::SmallVector<at::Tensor, 8>;

@@ -92,8 +92,7 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
 Ref new_node(PyObject* by, PyObject* like) {
   Ref seq = next_number(known.at(like, kTape)), site, scope;
   if (!seq || !marid::where(&site, &scope)) return Ref();
-  if (torch::autograd::get_current_graph_task_id() >= 0) scope = Ref(PyObject_GetAttr(scope.get(), backward_name));
-  if (!scope) return Ref();
+  if (torch::autograd::get_current_graph_task_id() >= 0) scope = Ref::to(backward_of(scope.get()));
   Ref made(node.type->tp_alloc(node.type, 0));
   if (!made) return Ref();
   PyObject_GC_UnTrack(made.get());

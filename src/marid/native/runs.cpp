@@ -173,6 +173,7 @@ PyObject* run_once(PyObject*, PyObject* const* given, Py_ssize_t) {
   PyEval_RestoreThread(state);
   if (status != kRunDone) return Py_BuildValue("iN", status, PyLong_FromVoidPtr(run.release()));
   std::vector<at::Tensor> results = in_slots(*run, given[9]);
+  release_objects(*run);
   state = PyEval_SaveThread();
   run.reset();  // what it frees takes its time
   PyEval_RestoreThread(state);

@@ -19,11 +19,15 @@ using marid::Ref;
 
 // --- what `configure_stack` is told ----------------------------------------------------------------------------------
 
-PyObject *sites, *internal, *site_table, *site_at, *called_in, *thread_state, *child_scope, *meet;
+PyObject *sites, *internal, *site_table, *site_at, *called_in, *usual_outside, *child_scope, *meet;
 PyObject* walk;
 PyCodeObject *module_code, *optimizer_code;
 Py_ssize_t optimizer_self;
-PyObject* outside_name;
+marid::Slots scope_slots;
+enum ScopeSlot { kBackward };
+
+// What `set_outside` has said in this thread. Scopes live for good.
+thread_local PyObject* outside = nullptr;
 
 #ifdef MARID_HAS_FRAMES
 
@@ -227,8 +231,7 @@ bool marid::where(Ref* site, Ref* scope) {
     *scope = Ref::to(step);
     return true;
   }
-  Ref outside(PyObject_GetAttr(thread_state, outside_name));
-  PyObject *found = outside.get(), *parent = nullptr;
+  PyObject *found = outside == nullptr ? usual_outside : outside, *parent = nullptr;
   for (size_t i = modules.size(); found != nullptr && i-- > 0; parent = modules[i]) {
     found = inside(found, parent, modules[i]);
   }
@@ -252,7 +255,7 @@ PyObject* configure_stack(PyObject*, PyObject*, PyObject* names) {
   std::pair<const char*, PyObject**> wanted[] = {
       {"sites", &sites}, {"internal", &internal}, {"site_table", &site_table}, {"site_at", &site_at},
       {"called_in", &called_in},
-      {"state", &thread_state}, {"child_scope", &child_scope}, {"meet", &meet},
+      {"outside", &usual_outside}, {"child_scope", &child_scope}, {"meet", &meet},
       {"walk", &walk}, {"module_code", &module}, {"optimizer_code", &optimizer}, {"optimizer_self", &self}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
@@ -262,7 +265,13 @@ PyObject* configure_stack(PyObject*, PyObject*, PyObject* names) {
   module_code = reinterpret_cast<PyCodeObject*>(module);
   optimizer_code = reinterpret_cast<PyCodeObject*>(optimizer);
   optimizer_self = PyLong_AsSsize_t(self);
-  outside_name = PyUnicode_InternFromString("outside");
+  if (!scope_slots.find(reinterpret_cast<PyObject*>(Py_TYPE(usual_outside)), {"backward"})) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// set_outside(scope): the scope outside of all modules, in this thread.
+PyObject* set_outside(PyObject*, PyObject* scope) {
+  outside = scope;
   Py_RETURN_NONE;
 }
 
@@ -290,8 +299,11 @@ PyObject* forget_optimizers(PyObject*, PyObject*) {
 
 namespace marid {
 
+PyObject* backward_of(PyObject* scope) { return scope_slots.at(scope, kBackward); }
+
 PyMethodDef stack_functions[] = {
     {"configure_stack", fast(configure_stack), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"set_outside", set_outside, METH_O, nullptr},
     {"here", here, METH_NOARGS, nullptr},
     {"scope", scope, METH_NOARGS, nullptr},
     {"forget_optimizers", forget_optimizers, METH_NOARGS, nullptr},

@@ -136,12 +136,18 @@ _phases: dict[str, Scope] = {}
 def phase(name: str) -> Iterator[None]:
     """Operations recorded inside, by this thread, have this phase in place of "forward"; a hint, which changes no
     value. For example "prefill" and "decode"."""
-    here, before = _state, _state.outside
-    here.outside = _phases.setdefault(name, Scope(None, None, name))
+    before = _state.outside
+    _set_outside(_phases.setdefault(name, Scope(None, None, name)))
     try:
         yield
     finally:
-        here.outside = before
+        _set_outside(before)
+
+
+def _set_outside(scope: Scope) -> None:
+    _state.outside = scope
+    if _native is not None:
+        _native.set_outside(scope)
 
 
 class _State(threading.local):
@@ -228,7 +234,7 @@ def use(module: Any) -> None:
         site_table=site_table,
         site_at=_site_at,
         called_in=_called_in,
-        state=_state,
+        outside=_OUTSIDE,
         child_scope=child_scope,
         meet=_meet,
         walk=_walk,
@@ -237,6 +243,7 @@ def use(module: Any) -> None:
         optimizer_self=_OPTIMIZER_STEP.co_varnames.index("self"),
     )
     _native = module
+    module.set_outside(_state.outside)
 
 
 def current_site() -> Site | None:
