@@ -217,7 +217,8 @@ def _without_a_crash() -> Iterator[None]:
     """Raise where PyTorch's CPU kernels for gradients end the process or write behind their memory.
 
     That of group norm does where the input is laid out as channels-last and needs no gradient, but the weight does;
-    that of a convolution with stride where the kernel is a single point and the input is channels-last (PyTorch 2.13).
+    that of a convolution with stride where the kernel is a single point and the input is channels-last; and
+    convolutions where padding "same" means one more on one side (PyTorch 2.13).
     """
     group_norm, convolutions = F.group_norm, {name: getattr(F, name) for name in ("conv2d", "conv3d")}
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -229,11 +230,19 @@ def _without_a_crash() -> Iterator[None]:
         return group_norm(x, *arguments, **options)
 
     def pointwise(name: str, x: torch.Tensor, weight: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        stride: Any = options.get("stride", arguments[1] if len(arguments) > 1 else 1)
-        strided = any(step != 1 for step in (stride if isinstance(stride, tuple) else (stride,)))
+        def given(option: str, place: int, otherwise: Any) -> Any:
+            return options.get(option, arguments[place] if len(arguments) > place else otherwise)
+
+        def of_each_dimension(number: Any) -> tuple[int, ...]:
+            return number if isinstance(number, tuple) else (number,) * (weight.dim() - 2)
+
+        strided = any(step != 1 for step in of_each_dimension(given("stride", 1, 1)))
         last = formats.get(x.dim())
         if last and strided and set(weight.shape[2:]) == {1} and x.is_contiguous(memory_format=last):
             raise NotImplementedError("a convolution of single points with stride in channels-last")
+        reaches = zip(of_each_dimension(given("dilation", 3, 1)), weight.shape[2:], strict=True)
+        if given("padding", 2, 0) == "same" and any(step * (size - 1) % 2 for step, size in reaches):
+            raise NotImplementedError('a convolution that "same" pads on one side more')
         return convolutions[name](x, weight, *arguments, **options)
 
     F.group_norm = guarded
