@@ -18,6 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from marid.engine.inprocess import concretely
 from marid.frontend import autocast, handles
 from marid.frontend.cells import dropout
+from marid.frontend.composites import taken_apart
 from marid.frontend.record import Recorder, special
 from marid.frontend.rules import attends, has_plain_rows
 from marid.ops.facts import facts_of
@@ -81,13 +82,11 @@ def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
 
 @special(aten.linear.default, by_key=True)
 def _linear(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    input, *others = (t for t in (*args, *kwargs.values()) if t is not None)
-    required = any(t.requires_grad for t in (input, *others))
+    input, *others = (tensor for tensor in (*args, *kwargs.values()) if tensor is not None)
     is_simple = input.dim() == 2 or has_plain_rows(input.shape, input.stride())
-    is_simple = is_simple or (not required and input.is_contiguous())
-    if is_simple and all(handles.is_lazy(t) and t.device == input.device for t in (input, *others)):
+    if is_simple and all(handles.is_lazy(one) and one.device == input.device for one in (input, *others)):
         return recorder.record(args, kwargs)
-    return aten.linear.default.decompose(*args, **kwargs)
+    return taken_apart(aten.linear.default, args, kwargs)
 
 
 # Recorded whole too: where nobody differentiates it the CPU has a kernel for it. It arrives so from

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from marid import policy
 from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import BOUNDS, NOT_RECORDED, Call, bucket, read, take, writes_of
+from marid.frontend.composites import is_composite, taken_apart
 from marid.frontend.derive import deriver_of
 from marid.frontend.drawing import draw_failed, draw_for, take_numbers
 from marid.frontend.eager import run_eagerly
@@ -105,8 +106,8 @@ class Recorder:
         self.bumps = facts.mutates and facts.is_foreach
         self.known: dict[Any, Known] = {}
         self.same_value = facts.same_value
-        if self.handler is None and _is_composite(func):
-            self.handler = _decompose
+        if self.handler is None and is_composite(func):
+            self.handler = _take_apart
         from_numbers = not any("Tensor" in str(a.type) and not a.is_out for a in schema.arguments)
         self.exact_floats = self.random or from_numbers  # which then may decide the shape
         # Numbers in lists may be factors of sizes, but not where there is one for each tensor.
@@ -241,14 +242,8 @@ class Recorder:
         return returned
 
 
-def _is_composite(func: Any) -> bool:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
-
-
-def _decompose(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Autograd takes these apart; they arrive whole when it is off (inference mode).
-    return recorder.func.decompose(*args, **kwargs)
+def _take_apart(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return taken_apart(recorder.func, args, kwargs)
 
 
 def _unshare(tensor: Any, call: Call) -> None:

@@ -123,7 +123,7 @@ def _linear(x: Value, weight: Value, bias: Value | None = None) -> Any:
         return NotImplemented
     if bias is not None and _spec(bias).shape != rows.shape[:1]:
         return NotImplemented
-    if len(of.shape) != 2 and not of.is_contiguous:  # which is never recorded whole
+    if len(of.shape) != 2 and not has_plain_rows(of.shape, of.stride):  # which is never recorded whole
         return NotImplemented
     return _dense((*of.shape[:-1], rows.shape[0]), of.dtype)
 

@@ -216,6 +216,8 @@ class LazyTensor(torch.Tensor):
 
     @folded
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if isinstance(self, torch.nn.Parameter):
+            return self._copied_parameter(memo)
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
@@ -226,15 +228,20 @@ class LazyTensor(torch.Tensor):
             return memo[id(self)]
         with torch.no_grad():
             made: torch.Tensor = storage_objects.copy_with_aliases(self, memo)
-        if isinstance(self, torch.nn.Parameter):
-            made = torch.nn.Parameter(made.data, self.requires_grad)
-        elif self.requires_grad:
+        if self.requires_grad:
             made.requires_grad_()
         memo[id(self)] = made
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         made.__dict__.update(copy.deepcopy(user_attributes(self), memo))
         return made
+
+    def _copied_parameter(self, memo: dict[int, Any]) -> torch.Tensor:
+        # As `Parameter.__deepcopy__`: without gradient and attributes, and in memory of its own.
+        if id(self) not in memo:
+            data = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(data, self.requires_grad)
+        return memo[id(self)]
 
     def __copy__(self) -> torch.Tensor:
         made: torch.Tensor = self.data

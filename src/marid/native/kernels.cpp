@@ -99,8 +99,7 @@ bool in_own_function() {
 // inference mode.)
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   bool has_bias = bias.has_value() && bias->defined();
-  bool required = input.requires_grad() || weight.requires_grad() || (has_bias && bias->requires_grad());
-  bool simple = input.dim() == 2 || has_plain_rows(input) || (!required && input.is_contiguous());
+  bool simple = input.dim() == 2 || has_plain_rows(input);
   bool whole = is_plain(input) && is_plain(weight) && (!has_bias || is_plain(*bias)) &&
       simple && !in_own_function() && input.device() == weight.device() &&
       (!has_bias || bias->device() == input.device()) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
