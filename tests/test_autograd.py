@@ -588,3 +588,22 @@ def test_two_devices_in_one_graph() -> None:
     assert_same([first, second], run(("cpu", "cpu")))
     assert first.device.index == 0
     assert second.device.index == 1
+
+
+def test_attention_of_which_nobody_wants_the_gradient() -> None:
+    """Autograd calls its backward with an undefined gradient."""
+
+    class Lost(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(_ctx: Any, _grad: torch.Tensor) -> None:  # type: ignore[override]
+            return None
+
+    for _ in range(3):  # from the second time on by what is known of the first
+        q = torch.randn(1, 2, 3, 4, device=DEVICE, requires_grad=True)
+        Lost.apply(torch.nn.functional.scaled_dot_product_attention(q, q, q)).sum().backward()
+        assert q.grad is None
+    assert not marid.stats().fallbacks

@@ -33,7 +33,15 @@ def deriver_of(recorder: Recorder) -> Derivation | None:
     it gives what is known of them, or None. Itself None where there is no such thing."""
     rule = rules.get(recorder.func) or for_each(recorder.func)
     if rule is not None:
-        return Derivation(recorder, lambda args, kwargs: rule(*args, **dict(kwargs or ())))
+        # Autograd gives an undefined tensor for a gradient that nobody has asked for; rules are about tensors.
+        tensors = [place for place, one in enumerate(recorder.func._schema.arguments) if str(one.type) == "Tensor"]
+
+        def derived(args: tuple[Any, ...], kwargs: Any) -> Any:
+            if any(args[place] is None for place in tensors if place < len(args)):
+                return NotImplemented
+            return rule(*args, **dict(kwargs or ()))
+
+        return Derivation(recorder, derived)
     if recorder.facts.asks_for_more:
         return None
     func, translated = same_as.get(recorder.func, (recorder.func, None))
