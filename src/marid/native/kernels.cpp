@@ -210,7 +210,6 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
     Operator& own = *found->second;
     if (own.identity == nullptr) describe(&own, c10::Dispatcher::singleton().findSchema(full)->schema());
     Py_XSETREF(own.identity, Py_NewRef(given[2]));
-    own.table = nullptr;
     own.asks_autocast = given[3] == Py_True;
   }
   Py_RETURN_NONE;

@@ -91,15 +91,6 @@ at::Tensor marid::detached(const at::Tensor& tensor) {
 
 namespace {
 
-// What records an operator as switches stand (frontend/record.py), borrowed; null where nothing does yet, or after an error.
-PyObject* recorder_of(const Operator& op) {
-  if (op.table != recorders) {
-    op.recorder = PyDict_GetItemWithError(recorders, op.identity);
-    op.table = op.recorder == nullptr ? nullptr : recorders;
-  }
-  return op.recorder;
-}
-
 // What is known of a call, whose tensors are read into `call`; empty where Python has to find it out, or after an error.
 Ref known_of(const Operator& op, PyObject* by, const c10::IValue* arguments, Call& call) {
   bool mutates = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
@@ -173,7 +164,7 @@ bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
 bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
   if (op.reads_number) return read_number(stack);
-  PyObject* by = recorder_of(op);
+  PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
   if (by == nullptr) return false;
   if (op.view_handle) return view_in_place(op, stack);
   if (recorder.at(by, kSameValue) == Py_True) return same_value(op, stack);

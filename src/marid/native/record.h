@@ -27,8 +27,6 @@ struct Operator {
   size_t returns = 0;
   bool returns_list = false;
   PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
-  mutable PyObject* recorder = nullptr;  // found by its identity in `table`; they live for good
-  mutable PyObject* table = nullptr;
   bool reads_number = false;  // whether it is what `item()` calls
   bool asks_autocast = false;  // whether Python has to be asked how autocast changes it
   std::shared_ptr<KnownCalls> calls;
