@@ -449,3 +449,21 @@ def test_storages_cannot_be_made() -> None:
     """An error, and no end of the process."""
     with pytest.raises(RuntimeError, match="has no storages of its own"):
         torch.UntypedStorage(4, device=DEVICE)
+
+
+def test_hooks_of_parameters_move_with_their_module() -> None:
+    torch.ones(1, device=DEVICE)  # the first use of the device is not the move
+
+    def called(device: str) -> list[Any]:
+        layer, calls = nn.Linear(2, 2), list[Any]()
+        first = layer.weight.register_hook(lambda _: calls.append("gradient"))
+        second = layer.weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+        layer.to(device).double().float()
+        layer.cpu().to(device)
+        for turn in range(3):
+            layer(torch.ones(1, 2, device=device)).sum().backward()
+            calls.append(turn)
+            (first, second, second)[turn].remove()
+        return calls
+
+    assert called(DEVICE) == called("cpu") == ["gradient", "accumulated", 0, "accumulated", 1, 2]

@@ -113,6 +113,11 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
     @functools.wraps(move)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         results: dict[int, torch.Tensor] = {}
+        hooked = {
+            name: (parameter._cdata, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+            for name, parameter in self._parameters.items()
+            if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        }
         for parameter in self._parameters.values():
             if parameter is not None and not is_lazy(parameter):
                 with torch.no_grad():
@@ -126,9 +131,19 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
                 return uninitialized.moved(tensor, fn)
             return results.pop(id(tensor)) if id(tensor) in results else fn(tensor)
 
-        return move(self, apply_once, recurse)
+        try:
+            return move(self, apply_once, recurse)
+        finally:
+            for name, hooks in hooked.items():
+                _keep_hooks(self._parameters[name], *hooks)
 
     return apply
+
+
+def _keep_hooks(parameter: Any, address: int, of_gradients: Any, after_accumulation: Any) -> None:
+    if parameter._cdata != address:  # they belong to what was swapped; handles that remove hooks know the dictionaries
+        parameter._backward_hooks = of_gradients
+        parameter._post_accumulate_grad_hooks = after_accumulation
 
 
 def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
