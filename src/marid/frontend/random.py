@@ -27,6 +27,7 @@ __all__ = [
     "default_generator",
     "draw",
     "draw_failed",
+    "draw_unused",
     "generator_at",
     "generator_of",
     "measure",
@@ -163,6 +164,11 @@ def draw_failed(device: int, draw: Draw) -> None:
             generator_at(Draw(draw.seed, draw.offset, draw.spare, draw.offset, draw.spare)).get_state(),
             reached,
         )
+
+
+def draw_unused() -> None:
+    """An operation that this thread had a generator for is recorded after all: the generator has given no numbers."""
+    _positioned.twisters.forget()
 
 
 # --- how many words an operation takes -----------------------------------------------------------------------------

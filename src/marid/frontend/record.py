@@ -362,6 +362,7 @@ def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
 module.configure(
     draw_for=draw_for,
     draw_failed=draw_failed,
+    draw_unused=random.draw_unused,
     Operation=Operation,
     Storage=Storage,
     Tape=Tape,

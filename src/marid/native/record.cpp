@@ -208,6 +208,8 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   if (at_once == Outcome::kError) return false;
   if (at_once == Outcome::kUnusual) {
     results.clear();
+    // The thread's generator stands where the call's numbers begin, and counts as having given them.
+    if (draws && immediate && !Ref(PyObject_CallNoArgs(draw_unused))) return false;
     if (left < 0 && !draws) return false;  // what it draws it has by now
     if (!call.args && !store_call(op, given, call)) return false;
     if (!add(by, found, call, left, results)) return false;

@@ -22,7 +22,7 @@ enum SpecSlot { kSpecPattern, kSpecDevice };
 extern PyObject* tapes;  // see frontend/handles.py
 extern PyObject* last_write_of;  // see graph/node.py
 extern PyObject* run_pending;  // see frontend/materialize.py
-extern PyObject *draw_for, *draw_failed;  // see frontend/record.py
+extern PyObject *draw_for, *draw_failed, *draw_unused;  // see frontend/record.py
 extern PyObject* recorders;  // by identity of the operator
 extern PyObject* address_name;  // of an attribute
 
