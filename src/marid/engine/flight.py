@@ -107,7 +107,7 @@ class Flight:
         """It will not run, or did not come to its end: let its nodes be pending again."""
         for value in self.task.outputs:
             value.concrete = None
-        kept = iter(self._kept)
+        kept = iter(self._kept)  # empty where an interrupt came before anything was handed over
         for node, args, kwargs, after, overwrites in zip(self.task.nodes, kept, kept, kept, kept, strict=False):
             node.args, node.kwargs, node.after, node.overwrites = args, kwargs, after, overwrites
         self._note_memory(False)
