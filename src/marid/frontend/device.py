@@ -118,13 +118,6 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
             for name, parameter in self._parameters.items()
             if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
         }
-        for parameter in self._parameters.values():
-            if parameter is not None and not is_lazy(parameter):
-                with torch.no_grad():
-                    applied = fn(parameter)
-                if (type(applied) is LazyTensor) != (type(parameter) is LazyTensor):
-                    applied = _moved_in_place(parameter, applied, fn)
-                results[id(parameter)] = applied
 
         def apply_once(tensor: Any) -> torch.Tensor:
             if is_lazy(tensor):
@@ -132,6 +125,13 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
             return results.pop(id(tensor)) if id(tensor) in results else fn(tensor)
 
         try:
+            for parameter in self._parameters.values():
+                if parameter is not None and not is_lazy(parameter):
+                    with torch.no_grad():
+                        applied = fn(parameter)
+                    if (type(applied) is LazyTensor) != (type(parameter) is LazyTensor):
+                        applied = _moved_in_place(parameter, applied, fn)
+                    results[id(parameter)] = applied
             return move(self, apply_once, recurse)
         finally:
             for name, hooks in hooked.items():
