@@ -11,6 +11,7 @@ from torch import nn
 
 import marid
 from marid.frontend import materialize as materializing
+from marid.frontend.handles import recording
 from marid.frontend.handles import tape as tape_of
 from marid.frontend.materialize import run_pending
 from marid.native import module
@@ -150,6 +151,24 @@ def test_numbers_after_a_failed_call_are_the_cpus(at_once: None) -> None:
                 found.append(torch.bernoulli(p).tolist())
             except RuntimeError:
                 found.append(torch.rand(4, device=device).tolist())
+        return found
+
+    assert _immediate(lambda: draw(DEVICE)) >= 3
+    assert draw(DEVICE) == draw("cpu")
+
+
+def test_numbers_after_a_draw_that_is_recorded_are_the_cpus(at_once: None) -> None:
+    """Its argument is not there yet, so it does not run at once, and the generator it was given has given nothing."""
+
+    def draw(device: str) -> list[list[float]]:
+        torch.manual_seed(1)
+        found, x = [], torch.full((40,), 0.5, device=device)
+        for turn in range(6):
+            with recording():
+                p = x.mul(1)
+            first = torch.bernoulli(p) if turn % 2 else x
+            second = torch.rand(4, device=device)
+            found += [first.tolist(), second.tolist(), torch.rand(3, device=device).tolist()]
         return found
 
     assert _immediate(lambda: draw(DEVICE)) >= 3

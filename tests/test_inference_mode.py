@@ -42,6 +42,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Any, 
     "chunks of a weight": (lambda: _Weight(9, 3), (2, 4, 3), lambda m, x: x @ m.w.chunk(3)[1].t()),
     "attention": (lambda: nn.MultiheadAttention(6, 2, batch_first=True), (2, 4, 6), _attention),
     "attention of one": (lambda: nn.MultiheadAttention(3, 1, bias=False, batch_first=True), (1, 4, 3), _attention),
+    "packed attention": (
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True), (4, 8, 7),
+        lambda m, x: m(*[x.mT] * 3, need_weights=False)[0],
+    ),
     "decoder": (
         lambda: nn.TransformerDecoderLayer(6, 6, 5, batch_first=True), (5, 17, 6), lambda m, x: m(x, x.sin())
     ),

@@ -360,6 +360,15 @@ def test_max_pool1d_takes_the_kernels_of_the_cpu(options: tuple[Any, ...], mode:
     assert results[0] == results[1]
 
 
+def test_max_pool1d_takes_the_kernels_of_the_cpu_in_a_compiled_function() -> None:
+    compiled = marid.compile(lambda x: F.max_pool1d(x, 3, 2))
+    for _ in range(3):
+        x = torch.randn(2, 9, 6)
+        expected, got = F.max_pool1d(x.mT, 3, 2), compiled(x.to(DEVICE).mT)
+        assert got.stride() == expected.stride()
+        assert torch.equal(got.cpu(), expected)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("trained", [False, True])
 def test_linear_counts_strides_of_single_elements(bias: bool, trained: bool) -> None:

@@ -94,6 +94,19 @@ def _linear(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 special(aten.max_pool1d.default, by_key=True)(Recorder.record)
 
 
+# Inside, too, products with a weight that requires gradients fold whatever rows they are given. The values that weights
+# have when a program runs require none, so the rows are laid out for folding before.
+
+
+@special(aten._native_multi_head_attention.default)
+def _native_attention(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    weights = [one for one in (*args[3:], *kwargs.values()) if isinstance(one, torch.Tensor)]
+    if any(weight.requires_grad for weight in weights):
+        laid_out = {one: one.contiguous() for one in args[:3]}  # two that are the same tensor are multiplied together
+        args = (*(laid_out[one] for one in args[:3]), *args[3:])
+    return recorder.record(args, kwargs)
+
+
 # Subclasses never broadcast a single matrix against a batch: another kernel multiplies them.
 
 

@@ -68,10 +68,9 @@ bool adds_up_gradients(const torch::jit::Stack& stack) {
   if (at::ROCmBackwardPassGuard::is_backward_pass()) return false;
   const at::Tensor& first = torch::jit::peek(stack, 0, 3).toTensor();
   if (!first.is_non_overlapping_and_dense()) return false;
-  auto modes = c10::impl::TorchDispatchModeTLS::stack_len();
-  if (modes > (is_watched() ? 1 : 0)) return false;  // under a mode of the user's own it never adds in place
+  if (is_in_users_mode()) return false;  // there it never adds in place
   InterpreterLock lock;
-  return is_called_by_engine() && is_unshared(first, 1 + modes);  // with modes PyTorch boxes the call twice
+  return is_called_by_engine() && is_unshared(first, 1 + c10::impl::TorchDispatchModeTLS::stack_len());  // with a mode PyTorch boxes the call twice
 }
 
 void add_up(const at::Tensor& first, const at::Tensor& second, torch::jit::Stack* stack) {

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -146,6 +147,8 @@ namespace marid {
 thread_local bool watched = false;
 
 bool is_watched() { return watched; }
+
+bool is_in_users_mode() { return c10::impl::TorchDispatchModeTLS::stack_len() > (watched ? 1 : 0); }
 
 // watch(on): there is a mode of ours on this thread, or none, that changes nothing of what a call does.
 PyObject* watch(PyObject*, PyObject* on) {

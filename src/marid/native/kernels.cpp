@@ -102,7 +102,7 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   bool simple = input.dim() == 2 || has_plain_rows(input);
   bool whole = is_plain(input) && is_plain(weight) && (!has_bias || is_plain(*bias)) &&
       simple && !in_own_function() && input.device() == weight.device() &&
-      (!has_bias || bias->device() == input.device()) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+      (!has_bias || bias->device() == input.device()) && !marid::is_in_users_mode();
   if (!whole) return at::native::linear(input, weight, bias);
   at::AutoDispatchBelowADInplaceOrView below;
   return at::linear(input, weight, bias);
@@ -111,7 +111,7 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
 // Where nobody differentiates it the CPU has a kernel of its own, to which there is no other way.
 at::Tensor max_pool1d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
-  if (!is_plain(input) || c10::impl::TorchDispatchModeTLS::stack_len() != 0) {
+  if (!is_plain(input) || marid::is_in_users_mode()) {
     return at::native::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
   }
   at::AutoDispatchBelowADInplaceOrView below;

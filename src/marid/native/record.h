@@ -56,6 +56,9 @@ bool is_autocasting();
 // Whether there is a dispatch mode of ours on this thread that changes nothing of what a call does. (autocast.cpp)
 bool is_watched();
 
+// Whether there are other dispatch modes than that one on this thread. (autocast.cpp)
+bool is_in_users_mode();
+
 // Give each of PyTorch's operators on tensors a kernel that records; keywords in `not_recorded` are left to Python.
 void register_kernels(PyObject* not_recorded);
 void unregister_kernels();
