@@ -100,7 +100,7 @@ def test_the_check_sees_the_imports() -> None:
     edges = set(_edges(everywhere=True))
     assert ("engine.inprocess", "graph.node") in edges
     assert ("guest", "frontend.device") in edges
-    assert ("frontend.tensor", "frontend.record") in edges
+    assert ("frontend.tensor", "frontend.capture") in edges
     assert _rank("graph.node") < _rank("semantics.scopes") < _rank("report.stats") < _rank("execute.executable")
 
 

@@ -35,7 +35,14 @@ _OF_KERNELS = (
     else ["-O3", "-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"]
 )
 """For ``*_kernels.cpp``, which are compiled for the vector unit that PyTorch uses here, as its own kernels are."""
-_OPTIONS = ["-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+# Without NDEBUG, objects of PyTorch have members in its headers that they have not in its libraries.
+_OPTIONS = [
+    "-std=c++20",
+    "-O1",
+    "-DNDEBUG",
+    "-fPIC",
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+]
 
 
 def library_path() -> Path:

@@ -2,9 +2,10 @@
 
 At the import there is a device and nothing else (``registration.py``): a name, its methods, its module, its location in
 files. ``CHANGES`` are made when the first tensor of the device is about to be, and ``uninstall`` undoes them. What is
-not listed there stays once it is there, and is about nothing but Marid: the device, kernels' ``marid::`` operators,
-a method of Marid's own class, a device guard and an allocator for the device, and what is called at a fork and at the
-exit of the process, which then finds nothing to do.
+not listed there stays once it is there, and is about nothing but Marid: the device, ``KERNELS`` of operators for its
+tensors, operators of the namespace ``marid``, a method of Marid's own class, a device guard and an allocator for the
+device, a list of what operators are defined later, and what is called at a fork and at the exit of the process, which
+then finds nothing to do.
 
 Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda/``), which owns its process; ``import
 marid.lightning``, which adds to Lightning (``frameworks.py``); and ``marid.compile``, while it runs a function for the
@@ -173,25 +174,10 @@ _LAZY_MODULES = "a parameter without a shape yet can be on the device"
 _EXACT_TYPE = "it goes by the exact type of tensors"
 
 CHANGES: list[Change] = [
-    Change("aten, dispatch key PrivateUse1", "what makes a tensor of the device", factories.register),
     Change(
-        "aten, dispatch keys AutogradPrivateUse1 and FuncTorchVmapMode",
-        "composite operators that would not take the CPU's way; under vmap, attention for every device, which goes on "
-        "to PyTorch's own kernel for others",
-        overrides.register,
-    ),
-    Change("aten, dispatch key AutocastPrivateUse1", "autocast of the device", autocast.register),
-    Change(
-        "aten, dispatch key Python",
-        "calls with tensors of the device are recorded in C++; those with other tensor subclasses, and under modes, "
-        "get what PyTorch's own fallback does",
-        record.record_in_cpp,
-    ),
-    Change(
-        "c10::impl::getGlobalPyInterpreter(), detach",
-        "autograd asks it for each output that it saves, and it imports torch.distributed.tensor to look whether this "
-        "is one of its tensors; others are still its own",
-        record.detach_in_cpp,
+        "aten::scaled_dot_product_attention, dispatch key FuncTorchVmapMode",
+        "under vmap, for every device; it goes on to PyTorch's own kernel for others",
+        overrides.attend_in_vmap,
     ),
     Change(
         "c10::GetCPUAllocator()",
@@ -278,6 +264,12 @@ CHANGES: list[Change] = [
         "is imported",
         late.spare_dynamo,
     ),
+    _replaced(
+        "torch._subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__",
+        "it leaves calls to classes of tensors that it does not know, and tensors of the device are no such class to "
+        "PyTorch's dispatcher",
+        dynamo.beside_fake_tensors,
+    ),
     Change(
         "torch._dynamo: CatchErrorsWrapper.__call__, VariableBuilder._wrap, TensorVariable.__init__, SKIP_DIRS; and "
         "sys.meta_path until it is imported",
@@ -286,6 +278,9 @@ CHANGES: list[Change] = [
     ),
 ]
 
+KERNELS = (factories.register, overrides.register, autocast.register, record.record_in_cpp)
+"""What registers kernels for the device, at the dispatch keys that only its tensors have; those stay."""
+_has_kernels = False
 _lock = threading.RLock()
 _undo: Undo | None = None
 
@@ -301,8 +296,12 @@ def first_use() -> None:
 
 
 def _make_changes() -> None:
-    global _undo
+    global _undo, _has_kernels
     try:
+        if not _has_kernels:
+            for register in KERNELS:
+                register()
+            _has_kernels = True
         _undo = _all_or_nothing(change.apply() for change in CHANGES)
     except BaseException:
         registration.device_module._initialized = False

@@ -3,7 +3,7 @@ CUDA's under ``marid run --as-cuda`` (``ops/autocast_lists.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ _libraries: list[torch.library.Library] = []
 _listed: set[str] = set()
 
 
-def register() -> Callable[[], None]:
-    """Register CPU autocast's lists for the device. Returns what takes them away."""
-    _register(lists.CPU)
-    return _unregister
+def register() -> None:
+    """Register CPU autocast's lists for the device, unless others are there."""
+    if not _libraries:
+        _register(lists.CPU)
 
 
 def use_cuda_lists() -> None:

@@ -23,11 +23,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from marid.frontend import handles, late
 from marid.frontend.tensor import LazyTensor
 
-__all__ = ["leave_alone", "refusing", "refusing_devices", "skipping", "when_imported"]
+__all__ = ["beside_fake_tensors", "leave_alone", "refusing", "refusing_devices", "skipping", "when_imported"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TRIES = 8  # times that a function is traced in vain before it is left to Python for good
@@ -63,6 +64,20 @@ def leave_alone() -> Callable[[], None]:
         trace_rules._recompile_re()
 
     return undo
+
+
+def beside_fake_tensors(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """``FakeTensorMode.__torch_dispatch__``, which leaves calls with tensors of other classes to these: tensors of the
+    device are computed as ever."""
+
+    @functools.wraps(dispatch)
+    def wrapper(self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        returned = dispatch(self, func, types, args, kwargs)
+        if returned is NotImplemented and any(map(handles.is_lazy, tree_leaves((args, kwargs)))):
+            return func(*args, **(kwargs or {}))
+        return returned
+
+    return wrapper
 
 
 def skipping(convert: Callable[..., Any]) -> Callable[..., Any]:

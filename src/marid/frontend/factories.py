@@ -5,7 +5,6 @@ A blanket fallback for the device would be shorter, but it breaks ``torch.tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +17,13 @@ from marid.semantics.tracebacks import fold
 
 __all__ = ["register"]
 
+_libraries: list[torch.library.Library] = []
 
-def register() -> Callable[[], None]:
-    """Give every factory its device kernel. Returns what takes it away."""
+
+def register() -> None:
+    """Give every factory its device kernel."""
     library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
     for name in named("factory"):
         func = overload_named(name)
         if func is not None:
@@ -31,10 +33,9 @@ def register() -> Callable[[], None]:
             library.impl(name, _kernel(overload_named(name)), key)
     for name in _partly_composite():
         library.impl(name, _recording(overload_named(name)), "PrivateUse1")
-    # torch.tensor(data, device=...) calls these with tensor subclasses switched off.
+    # What torch.tensor(data, device=...) calls of these is about a tensor of the CPU.
     for name in ("copy_", "_copy_from", "_to_copy", "_local_scalar_dense"):
         library.impl(name, _recording(getattr(torch.ops.aten, name).default), "PrivateUse1")
-    return library._destroy
 
 
 def _kernel(func: Any) -> Any:

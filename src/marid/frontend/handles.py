@@ -1,7 +1,7 @@
 """Handles: making the tensor objects that users hold, without data, at the lowest cost PyTorch allows.
 
 Specs are interned here, and each keeps a *pattern*: a data-less device tensor of its geometry from which new handles
-are copied (about two thirds of the cost of ``_make_wrapper_subclass``).
+are copied (``native/handle.cpp``).
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ tapes = [Tape(index) for index in range(device_count)]
 _handle_class: Any = None
 _specs: weakref.WeakValueDictionary[tuple[Any, ...], Spec] = weakref.WeakValueDictionary()
 _specs_lock = threading.Lock()
-_make_subclass = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
-_make_wrapper = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def bind_handle_class(cls: type) -> None:
@@ -177,21 +175,7 @@ def below_autograd() -> Any:
 def new_handle(value: Value, of: Spec, storage: Storage | None, alone: bool = False) -> LazyTensor:
     """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``. To PyTorch's C++ all
     handles of a spec seem to share memory, but for one that is made ``alone``."""
-    if not alone:
-        handle = _make_subclass(_handle_class, of.pattern)
-        library.marid_view_by_strides(handle._cdata)
-    else:
-        handle = _make_wrapper(
-            _handle_class,
-            of.shape,
-            of.stride,
-            of.offset,
-            None,
-            of.dtype,
-            torch.strided,
-            torch.device(DEVICE_TYPE, of.device),
-        )
-        _set_bits(handle, of)
+    handle = module.new_handle(of.pattern._cdata, alone)
     handle._value = value
     handle._storage = storage
     return handle

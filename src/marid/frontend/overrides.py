@@ -1,4 +1,4 @@
-"""Composite operators whose C++ code takes another road for tensor subclasses or foreign devices than on the CPU.
+"""Composite operators whose C++ code takes another road for foreign devices than on the CPU.
 
 Each is replaced for the device by the steps that the CPU takes, so that results are bitwise equal. They must also be
 taken apart when they arrive whole (in inference mode, when autograd is off).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,15 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from marid.engine.inprocess import concretely
 from marid.frontend import autocast, handles
 from marid.frontend.cells import dropout
-from marid.frontend.composites import taken_apart
 from marid.frontend.record import Recorder, special
-from marid.frontend.rules import attends, has_plain_rows
+from marid.frontend.rules import attends
 from marid.ops.facts import facts_of
 from marid.semantics.tracebacks import folded
 
 aten = torch.ops.aten
 
-# Not ``.decompose``, which prefers PyTorch's decomposition in Python.
-_whole_matmul = functools.partial(aten.matmul.default._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 _replacements: dict[Any, Callable[..., Any]] = {}
+_libraries: list[torch.library.Library] = []
 
 
 def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -41,12 +39,18 @@ def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-def register() -> Callable[[], None]:
-    """Install the replacements above autograd. Returns what takes them away."""
+def register() -> None:
+    """Install the replacements above autograd."""
     library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
     for func, replacement in _replacements.items():
-        if not facts_of(func).replaced_in_cpp:  # by native/kernels.cpp and native/cells.cpp
+        if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp
             library.impl(func, folded(replacement), "AutogradPrivateUse1")
+
+
+def attend_in_vmap() -> Callable[[], None]:
+    """Have ``vmap`` give attention to the device whole. Returns what ends that."""
+    library = torch.library.Library("aten", "IMPL")
     always, before = torch.is_warn_always_enabled(), "__warningregistry__" in vars(torch.library)
     torch.set_warn_always(True)  # or what PyTorch says once in a process of who overrides kernels would be used up here
     try:
@@ -60,42 +64,13 @@ def register() -> Callable[[], None]:
     return library._destroy
 
 
-# Subclasses always compute the vectors too, by another LAPACK routine, in case somebody differentiates.
+# Recorded whole: where nobody differentiates them the CPU has a kernel for one, and takes the other apart when it runs
+# (native/kernels.cpp says when).
+special(aten.linear.default, aten.max_pool1d.default, by_key=True)(Recorder.record)
 
 
-@_replaces(aten.linalg_svdvals.default)
-def _svdvals(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
-    vectors = torch.is_grad_enabled() and A.requires_grad
-    return aten._linalg_svd.default(A, False, vectors, driver=driver)[1]
-
-
-@_replaces(aten.linalg_eigvalsh.default)
-def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
-    vectors = torch.is_grad_enabled() and self.requires_grad
-    return aten._linalg_eigh.default(self, UPLO, vectors)[0]
-
-
-# Recorded whole where it gives the bits of its steps whatever requires gradients: that decides how the CPU folds inputs
-# whose rows do not lie behind each other. Above autograd ``native/kernels.cpp`` has the same rule for what nobody
-# differentiates.
-
-
-@special(aten.linear.default, by_key=True)
-def _linear(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    input, *others = (tensor for tensor in (*args, *kwargs.values()) if tensor is not None)
-    is_simple = input.dim() == 2 or has_plain_rows(input.shape, input.stride())
-    if is_simple and all(handles.is_lazy(one) and one.device == input.device for one in (input, *others)):
-        return recorder.record(args, kwargs)
-    return taken_apart(aten.linear.default, args, kwargs)
-
-
-# Recorded whole too: where nobody differentiates it the CPU has a kernel for it. It arrives so from
-# ``native/kernels.cpp`` and in inference mode.
-special(aten.max_pool1d.default, by_key=True)(Recorder.record)
-
-
-# Inside, too, products with a weight that requires gradients fold whatever rows they are given. The values that weights
-# have when a program runs require none, so the rows are laid out for folding before.
+# Fused attention multiplies by weights, and rows fold whatever they are where a weight requires gradients. The values
+# that weights have when a program runs require none, so rows are laid out for folding before.
 
 
 @special(aten._native_multi_head_attention.default)
@@ -107,17 +82,7 @@ def _native_attention(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[st
     return recorder.record(args, kwargs)
 
 
-# Subclasses never broadcast a single matrix against a batch: another kernel multiplies them.
-
-
-@_replaces(aten.matmul.default)
-def _matmul(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if self.dim() == other.dim() == 3 and self.shape[0] != other.shape[0]:
-        alone = self if self.shape[0] == 1 else other
-        if alone.shape[0] == 1 and not alone.requires_grad:
-            count = self.shape[0] * other.shape[0]
-            return aten.bmm.default(self.expand(count, -1, -1), other.expand(count, -1, -1))
-    return _whole_matmul(self, other)
+# Results are written to through C++ storages, which handles do not have.
 
 
 def _matmul_to_write(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -125,10 +90,7 @@ def _matmul_to_write(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if self.dim() == other.dim() == 3 and other.shape[0] == 1 != self.shape[0] and other.requires_grad:
         other = other.squeeze(0)
     with autocast.without():  # the CPU calls operators that are given their result, and those are on no list
-        return _matmul(self.detach(), other.detach())
-
-
-# Subclasses are not written to, or are written through C++ storages, which handles do not have.
+        return aten.matmul.default(self.detach(), other.detach())
 
 
 def _out_by_copy(written: Any, out_of_place: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -187,10 +149,11 @@ def _attention(
         attention = aten.scaled_dot_product_attention.default.decompose
         return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    differentiable = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
+    required = tuple(t.requires_grad for t in tensors)  # of the mask without a look at the mode
     specs = tuple(handles.spec_of(t, 0) for t in tensors)
     backends = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
-    flash = _takes_flash(specs, differentiable, dropout_p, is_causal, scale, enable_gqa, backends)
+    differentiates = torch.is_grad_enabled()
+    flash = _takes_flash(specs, required, differentiates, dropout_p, is_causal, scale, enable_gqa, backends)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         kept, blocked = (torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, float("-inf")))
         attn_mask = torch.where(attn_mask, kept, blocked)
@@ -203,23 +166,18 @@ def _attention(
     )[0]
 
 
-# CTC loss: lengths may be on the CPU, as they mostly are, but for subclasses they must not.
+# PyTorch asks for a storage in C++, and handles have theirs in Python.
 
 
-@_replaces(aten.ctc_loss.Tensor)
-def _ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    *options: Any,
-    **named_options: Any,
+@_replaces(aten.set_.source_Tensor_storage_offset)
+def _set_within(
+    self: torch.Tensor, source: torch.Tensor, storage_offset: int, size: Sequence[int], stride: Sequence[int] = ()
 ) -> torch.Tensor:
-    if handles.is_lazy(input_lengths) or handles.is_lazy(target_lengths):
-        loss = aten.ctc_loss.Tensor.decompose
-        return loss(log_probs, targets, input_lengths, target_lengths, *options, **named_options)
-    lengths = input_lengths.tolist(), target_lengths.tolist()
-    return aten.ctc_loss.IntList(log_probs, targets, *lengths, *options, **named_options)
+    if not handles.is_lazy(source):
+        raise RuntimeError(
+            f"set_() expects a tensor on {handles.DEVICE_TYPE}, but got one on {source.device}; move it first"
+        )
+    return self.set_(source.untyped_storage(), storage_offset, size, stride)
 
 
 _VMAP = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)
@@ -294,7 +252,8 @@ def _adds_to_gradients() -> bool:
 @functools.lru_cache(maxsize=4096)
 def _takes_flash(
     specs: tuple[Any, ...],
-    differentiable: tuple[bool, ...],
+    required: tuple[bool, ...],
+    differentiates: bool,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -309,9 +268,9 @@ def _takes_flash(
             mask = metas[3] if len(metas) > 3 else None
             aten.scaled_dot_product_attention.default(*metas[:3], mask, dropout_p, is_causal, **options)
         stand_ins = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="cpu") for s in specs]
-        for tensor, grad in zip(stand_ins, differentiable, strict=True):
+        for tensor, grad in zip(stand_ins, required, strict=True):
             tensor.requires_grad_(grad)
         mask = stand_ins[3] if len(stand_ins) > 3 else None
-        with torch.set_grad_enabled(any(differentiable)):
+        with torch.set_grad_enabled(differentiates):
             choice = aten._fused_sdp_choice.default(*stand_ins[:3], mask, dropout_p, is_causal, **options)
     return choice == int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)

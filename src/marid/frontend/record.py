@@ -1,4 +1,4 @@
-"""Recording: what ``LazyTensor.__torch_dispatch__`` does with an operation.
+"""Recording: what is done with an operation on tensors of the device.
 
 Every operator overload gets a ``Recorder`` when it is first seen. A recorder looks up what is known of calls with the
 same input specs and constants, appends a node to the tape, and returns handles for the results. Operators that cannot
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 from marid import policy
 from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import BOUNDS, NOT_RECORDED, Call, bucket, read, take, writes_of
-from marid.frontend.composites import is_composite, taken_apart
 from marid.frontend.derive import deriver_of
 from marid.frontend.drawing import draw_failed, draw_for, take_numbers
 from marid.frontend.eager import run_eagerly
@@ -106,8 +105,6 @@ class Recorder:
         self.bumps = facts.mutates and facts.is_foreach
         self.known: dict[Any, Known] = {}
         self.same_value = facts.same_value
-        if self.handler is None and is_composite(func):
-            self.handler = _take_apart
         from_numbers = not any("Tensor" in str(a.type) and not a.is_out for a in schema.arguments)
         self.exact_floats = self.random or from_numbers  # which then may decide the shape
         # Numbers in lists may be factors of sizes, but not where there is one for each tensor.
@@ -242,10 +239,6 @@ class Recorder:
         return returned
 
 
-def _take_apart(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return taken_apart(recorder.func, args, kwargs)
-
-
 def _unshare(tensor: Any, call: Call) -> None:
     """Give ``tensor`` a value of its own before an operation changes its geometry; other aliases keep theirs."""
     old = tensor._value
@@ -325,14 +318,14 @@ def recorder_of(func: Any) -> Recorder:
     return found
 
 
-def dispatch(cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """``__torch_dispatch__``: record one operation."""
+def dispatch(func: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """Record one operation, of which the C++ half does not know how."""
     try:
         recorder = recorder_of(func)
         if recorder.asks_autocast and recorder.is_changed_by_autocast(args, kwargs):
             return autocast.taken_apart(func, args, kwargs or {})
         if recorder.plain:
-            taken = take(cls, args, kwargs, recorder.exact_floats, recorder.exact_lists)
+            taken = take(handles._handle_class, args, kwargs, recorder.exact_floats, recorder.exact_lists)
             if taken is not None:
                 key, values, named, tensors = taken
                 known = recorder.known.get(recorder.key_of(key, tensors))
@@ -375,20 +368,14 @@ module.configure(
     tapes=handles.tapes,
     last_write=last_write,
     run_pending=run_everything,
+    dispatch=dispatch,
 )
 module.use(_recorders)
 scopes.use(module)
 
 
-def record_in_cpp() -> Callable[[], None]:
-    """Have the C++ half record what it can. Returns what ends that."""
-    module.record_calls(True)
-    for found in _recorders.values():
+def record_in_cpp() -> None:
+    """Have operators on tensors of the device recorded, those that are new since the last call too."""
+    module.record_calls()
+    for found in list(_recorders.values()):
         found.adopt()
-    return lambda: module.record_calls(False)
-
-
-def detach_in_cpp() -> Callable[[], None]:
-    """Have the C++ half detach the device's tensors where autograd saves them. Returns what ends that."""
-    module.detach_directly(True)
-    return lambda: module.detach_directly(False)

@@ -214,7 +214,6 @@ def _detach_in_place(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[s
     aten.set_.default,
     aten.set_.source_Storage,
     aten.set_.source_Storage_storage_offset,
-    aten.set_.source_Tensor_storage_offset,
 )
 def _set(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]

@@ -11,7 +11,7 @@ import torch
 from torch._C import _disabled_torch_function_impl
 from torch.nn.parameter import UninitializedTensorMixin
 
-from marid.frontend import capture, handles, record, serialize, storage_objects
+from marid.frontend import capture, handles, serialize, storage_objects
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
@@ -40,7 +40,6 @@ class LazyTensor(torch.Tensor):
     _storage: Storage | None = None
 
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-    __torch_dispatch__ = classmethod(record.dispatch)  # pyright: ignore[reportAssignmentType]
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         raise TypeError(

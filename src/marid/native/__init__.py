@@ -5,12 +5,12 @@ A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cp
 operators of a model; ``gemm/`` multiplies matrices, and has a page of its own (``docs/matrix_kernels.md``). Kernels for
 this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python module (``module.cpp``): ``kernels.cpp``,
 ``call.cpp``, ``record.cpp``, ``order.cpp`` and ``results.cpp`` record the usual operations, ``known_calls.cpp`` finds
-what is known of such calls,
-``resident.cpp`` counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays
-sums of gradients out, ``dispatch.cpp`` leaves others to Python, ``autocast.cpp`` casts before some of them,
-``derive.cpp`` says what they return for new sizes, ``cut.cpp`` chooses what runs, ``bind.cpp`` makes a program's key of
-it, ``runs.cpp`` begins runs and hands out their results, ``placement.cpp`` says where results lie meanwhile,
-``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp`` runs operations as they are called.
+what is known of such calls, ``resident.cpp`` counts what their values hold, ``stack.cpp`` finds where they were
+written, ``accumulate.cpp`` lays sums of gradients out, ``dispatch.cpp`` leaves others to Python, ``handle.cpp`` is what
+tensors of the device are, ``host_calls.cpp`` tells of calls on those of the host, ``autocast.cpp`` casts before some
+operations, ``derive.cpp`` says what they return for new sizes, ``cut.cpp`` chooses what runs, ``bind.cpp`` makes a
+program's key of it, ``runs.cpp`` begins runs and hands out their results, ``placement.cpp`` says where results lie
+meanwhile, ``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp`` runs operations as they are called.
 
 Where it is not built and cannot be, the import raises ``ImportError``.
 """
@@ -71,7 +71,6 @@ _INT64S, _POINTERS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_voi
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_set_geometry": (None, [_POINTER, _INT, _INT, _INT64S, _INT64S, _INT64]),
-    "marid_view_by_strides": (None, [_POINTER]),
     "marid_register_hooks": (None, []),
     "marid_require_init": (None, []),
     "marid_set_figures": (None, [_POINTER]),

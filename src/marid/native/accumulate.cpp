@@ -42,11 +42,11 @@ bool is_called_by_engine() {
   return code.get() == entering();
 }
 
-// Whether nobody but autograd's buffer has a tensor that is an argument on so many stacks, nor another that lies in its
-// memory. Python may know the tensor, and not keep it.
-bool is_unshared(const at::Tensor& tensor, size_t stacks) {
+// Whether nobody but autograd's buffer has a tensor that is an argument on the stack, nor another that lies in its memory.
+// Python may know the tensor, and not keep it.
+bool is_unshared(const at::Tensor& tensor) {
   const auto& slot = *tensor.unsafeGetTensorImpl()->pyobj_slot();
-  size_t others = tensor.use_count() - 1 - stacks;
+  size_t others = tensor.use_count() - 2;
   if constexpr (requires { slot.load_pyobj(); }) {  // from PyTorch 2.13 on a tensor counts its Python object
     PyObject* known = slot.load_pyobj();
     if (known != nullptr && others == 1 && Py_REFCNT(known) == 1) others = 0;
@@ -68,9 +68,9 @@ bool adds_up_gradients(const torch::jit::Stack& stack) {
   if (at::ROCmBackwardPassGuard::is_backward_pass()) return false;
   const at::Tensor& first = torch::jit::peek(stack, 0, 3).toTensor();
   if (!first.is_non_overlapping_and_dense()) return false;
-  if (is_in_users_mode()) return false;  // there it never adds in place
+  if (c10::impl::TorchDispatchModeTLS::stack_len() > 0) return false;  // there it never adds in place
   InterpreterLock lock;
-  return is_called_by_engine() && is_unshared(first, 1 + c10::impl::TorchDispatchModeTLS::stack_len());  // with a mode PyTorch boxes the call twice
+  return is_called_by_engine() && is_unshared(first);
 }
 
 void add_up(const at::Tensor& first, const at::Tensor& second, torch::jit::Stack* stack) {

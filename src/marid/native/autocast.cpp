@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -144,23 +143,10 @@ PyObject* autocasts(PyObject*, PyObject* lists) {
 
 namespace marid {
 
-thread_local bool watched = false;
-
-bool is_watched() { return watched; }
-
-bool is_in_users_mode() { return c10::impl::TorchDispatchModeTLS::stack_len() > (watched ? 1 : 0); }
-
-// watch(on): there is a mode of ours on this thread, or none, that changes nothing of what a call does.
-PyObject* watch(PyObject*, PyObject* on) {
-  watched = on == Py_True;
-  Py_RETURN_NONE;
-}
-
 bool is_autocasting() { return !c10::impl::tls_is_dispatch_key_excluded(kAutocast); }
 
 PyMethodDef autocast_functions[] = {
     {"autocasts", autocasts, METH_O, nullptr},
-    {"watch", watch, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

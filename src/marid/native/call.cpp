@@ -2,6 +2,8 @@
 // any call; here for own tensors, numbers, texts, None, dtypes, and lists of these.
 #include "call.h"
 
+#include "handle.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -101,7 +103,7 @@ Outcome read_tensor(const at::Tensor& tensor, bool exact, Call& call, PyObject**
       default: return Outcome::kUnusual;
     }
   }
-  if (!impl->key_set().has(c10::DispatchKey::Python)) return Outcome::kUnusual;
+  if (!is_handle(impl)) return Outcome::kUnusual;
   Ref handle(THPVariable_Wrap(tensor));
   if (!handle) return Outcome::kError;
   if (Py_TYPE(handle.get()) != handle_type) return Outcome::kUnusual;

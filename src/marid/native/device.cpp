@@ -138,13 +138,9 @@ struct PositionGenerator final : c10::GeneratorImpl {
   }
 };
 
-// What of a TensorImpl is protected: its device, of which PyTorch's Python helper only makes index 0, and its keys.
+// What of a TensorImpl is protected: its device, of which PyTorch's Python helper only makes index 0.
 struct Inside : c10::TensorImpl {
   static void set_device(c10::TensorImpl* impl, c10::Device device) { (impl->*(&Inside::device_opt_)) = device; }
-  static void remove(c10::TensorImpl* impl, c10::DispatchKey key) {
-    c10::DispatchKeySet& keys = impl->*(&Inside::key_set_);
-    keys = keys.remove(key);
-  }
 };
 
 at::Generator make_generator(c10::DeviceIndex index) {
@@ -264,14 +260,6 @@ void marid_set_geometry(void* tensor, int device, int rank, const int64_t* sizes
   Inside::set_device(impl, on);
   impl->set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, on)));
   impl->set_sizes_and_strides(c10::IntArrayRef(sizes, rank), c10::IntArrayRef(strides, rank), offset);
-}
-
-// `tensor` is the TensorImpl* of a handle that was just made. Autograd replays the views of tensors implemented in Python
-// operation by operation, since these may have no strides: it does so wherever both of Python's keys are set. Ours have
-// strides, and what happens to their views is to be what happens on the CPU, which takes them by `as_strided`. (The key
-// that goes keeps the state of dispatch for tensors that dispatch again from above autograd; ours are recorded below it.)
-void marid_view_by_strides(void* tensor) {
-  Inside::remove(static_cast<c10::TensorImpl*>(tensor), c10::DispatchKey::PythonTLSSnapshot);
 }
 
 }  // extern "C"

@@ -59,14 +59,14 @@ at::Tensor concrete_tensor(PyObject* value) {
   PyObject* held = concrete_of(value);
   if (held == Py_None || !THPVariable_Check(held)) return at::Tensor();
   const at::Tensor& tensor = THPVariable_Unpack(held);
-  return is_in_python(tensor) ? at::Tensor() : tensor;
+  return is_handle(tensor) ? at::Tensor() : tensor;
 }
 
 void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
              torch::jit::Stack& returned) {
   size_t next = 0;
   returned.reserve(arguments.size());
-  auto placed = [&](const at::Tensor& tensor) { return is_in_python(tensor) ? concrete[next++] : tensor; };
+  auto placed = [&](const at::Tensor& tensor) { return is_handle(tensor) ? concrete[next++] : tensor; };
   for (const c10::IValue& argument : arguments) {
     if (argument.isTensor()) {
       returned.emplace_back(placed(argument.toTensor()));
@@ -199,7 +199,7 @@ Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& han
 
 bool read_number(torch::jit::Stack* stack) {
   const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
-  if (!is_in_python(tensor)) return false;
+  if (!is_handle(tensor)) return false;
   Ref handle(THPVariable_Wrap(tensor));
   if (!handle || Py_TYPE(handle.get()) != handle_type) return false;
   Ref value = value_of(handle.get()), own = storage_of(handle.get());

@@ -6,25 +6,26 @@
 #include "record.h"
 
 #include <ATen/Tensor.h>
+#include <ATen/TensorUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/bmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/linear_native.h>
-#include <ATen/ops/matmul_native.h>
 #include <ATen/ops/max_pool1d.h>
 #include <ATen/ops/max_pool1d_native.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -33,13 +34,13 @@ namespace {
 using marid::Formal;
 using marid::Operator;
 
-// The kernel of one operator for tensors implemented in Python, ours and others.
+// The kernel of one operator for tensors of the device.
 struct Kernel final : c10::OperatorKernel {
   explicit Kernel(std::shared_ptr<Operator> of) : of(std::move(of)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     bool asks = of->asks_autocast && marid::is_autocasting();
-    if (of->identity != nullptr && !asks && c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
+    if (of->identity != nullptr && !asks) {
       marid::InterpreterLock lock;
       if (marid::recorded(op, *of, stack)) return;
       if (PyErr_Occurred()) {  // from the handler of a signal, say: it is raised at the user's line
@@ -48,10 +49,17 @@ struct Kernel final : c10::OperatorKernel {
         throw error;
       }
     }
-    marid::call_python(op, keys, stack);
+    marid::call_python(op, stack);
   }
 
   std::shared_ptr<Operator> of;
+};
+
+// The kernel of any other operator.
+struct Fallback final : c10::OperatorKernel {
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    marid::call_python(op, stack);
+  }
 };
 
 // The kernel of `a + b`, by which autograd adds gradients up.
@@ -66,6 +74,25 @@ struct Sum final : c10::OperatorKernel {
   }
 
   Kernel usual;
+};
+
+// The kernel of `_reshape_alias`, which is what `reshape` calls where a view is possible: it is one.
+struct Reshaped final : c10::OperatorKernel {
+  Reshaped(std::shared_ptr<Operator> of, std::shared_ptr<Operator> view) : usual(std::move(of)), view(std::move(view)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const at::Tensor& self = torch::jit::peek(*stack, 0, 3).toTensor();
+    auto size = torch::jit::peek(*stack, 1, 3).toIntVector(), stride = torch::jit::peek(*stack, 2, 3).toIntVector();
+    auto own = at::detail::computeStride(self.sizes(), self.strides(), at::DimVector(size));
+    if (!own.has_value() || !std::equal(own->begin(), own->end(), stride.begin(), stride.end())) {
+      return usual(op, keys, stack);
+    }
+    static const c10::OperatorHandle viewing = c10::Dispatcher::singleton().findSchemaOrThrow("aten::view", "");
+    torch::jit::drop(*stack, 1);
+    view(viewing, keys, stack);
+  }
+
+  Kernel usual, view;
 };
 
 // --- composites ------------------------------------------------------------------------------------------------------
@@ -93,50 +120,54 @@ bool in_own_function() {
   return !state.get_grad_mode() && !state.get_fw_grad_mode() && !state.get_inference_mode();
 }
 
-// Recorded whole where nobody differentiates it: that is one node in place of three or four, and the CPU takes it apart
-// when it runs. Whether it folds other rows than plain ones depends on what requires gradients (parameters do, also where
-// none are recorded), which is no longer known then. (frontend/overrides.py has the same rule for what arrives whole in
-// inference mode.)
+// Whether `linear` may be recorded whole, if nobody differentiates it: that is one node in place of three or four, and the
+// CPU takes it apart when it runs. Whether it folds other rows than plain ones depends on what requires gradients
+// (parameters do, also where none are recorded), which is no longer known then.
+bool is_simple(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  if (input.device() != weight.device()) return false;
+  if (bias.has_value() && bias->defined() && bias->device() != input.device()) return false;
+  return input.dim() == 2 || has_plain_rows(input);
+}
+
+// Above autograd.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  bool has_bias = bias.has_value() && bias->defined();
-  bool simple = input.dim() == 2 || has_plain_rows(input);
-  bool whole = is_plain(input) && is_plain(weight) && (!has_bias || is_plain(*bias)) &&
-      simple && !in_own_function() && input.device() == weight.device() &&
-      (!has_bias || bias->device() == input.device()) && !marid::is_in_users_mode();
-  if (!whole) return at::native::linear(input, weight, bias);
+  bool plain = is_plain(input) && is_plain(weight) && (!bias.has_value() || !bias->defined() || is_plain(*bias));
+  if (!plain || in_own_function() || !is_simple(input, weight, bias)) return at::native::linear(input, weight, bias);
   at::AutoDispatchBelowADInplaceOrView below;
   return at::linear(input, weight, bias);
 }
 
+// The kernel of `linear`, where there is no autograd above it.
+struct Linear final : c10::OperatorKernel {
+  explicit Linear(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    at::Tensor input = torch::jit::peek(*stack, 0, 3).toTensor(), weight = torch::jit::peek(*stack, 1, 3).toTensor();
+    auto bias = torch::jit::peek(*stack, 2, 3).toOptional<at::Tensor>();
+    if (is_simple(input, weight, bias)) return usual(op, keys, stack);
+    torch::jit::drop(*stack, 3);
+    stack->emplace_back(at::native::linear(input, weight, bias));
+  }
+
+  Kernel usual;
+};
+
 // Where nobody differentiates it the CPU has a kernel of its own, to which there is no other way.
 at::Tensor max_pool1d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
-  if (!is_plain(input) || marid::is_in_users_mode()) {
+  if (!is_plain(input)) {
     return at::native::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return at::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
 }
 
-// PyTorch never broadcasts a single matrix against a batch for subclasses: another kernel multiplies them than on the
-// CPU. (frontend/overrides.py has the same for where this cannot be built.)
-at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
-  if (self.dim() == 3 && other.dim() == 3 && self.size(0) != other.size(0)) {
-    const at::Tensor& alone = self.size(0) == 1 ? self : other;
-    if (alone.size(0) == 1 && !alone.requires_grad()) {
-      int64_t count = self.size(0) * other.size(0);
-      return at::bmm(self.expand({count, -1, -1}), other.expand({count, -1, -1}));
-    }
-  }
-  return at::native::matmul(self, other);
-}
-
 // --- registering -----------------------------------------------------------------------------------------------------
 
 // Never freed: what is known of calls are objects of Python, which ends before this would.
 auto& operators = *new std::unordered_map<c10::OperatorName, std::shared_ptr<Operator>>();
-std::vector<c10::RegistrationHandleRAII>* kernels;  // these two stay when the process ends
-torch::Library* above;
+std::vector<c10::RegistrationHandleRAII>* kernels;  // which stay when the process ends
+auto& registered = *new std::unordered_set<c10::OperatorName>();
 PyObject* not_recorded;  // names of arguments with which a call is left to Python
 
 bool holds_tensors(const c10::Type& type) {
@@ -199,6 +230,94 @@ void describe(Operator* made, const c10::FunctionSchema& schema) {
   made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
 }
 
+// Inside, PyTorch does not say that kernels of its own are overridden; what it says once in a process is not used up.
+struct Quiet {
+  struct Silent final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;
+  c10::WarningUtils::WarningHandlerGuard guard{&silent};
+  c10::WarningUtils::WarnAlways always{true};
+};
+
+// Whether an operator is composed of others for the CPU, above autograd, and has no other way on the device.
+bool is_composed(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+      !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+      !op.hasKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse1);
+}
+
+bool is_in(const c10::OperatorName& name, const char* names) { return name.name.rfind(names, 0) == 0; }
+
+void register_kernel(const c10::OperatorName& name) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  auto op = dispatcher.findSchema(name);
+  if (!op || !takes_tensors(op->schema()) || is_composed(*op)) return;
+  if (is_in(name, "fsdp::")) return;  // PyTorch's own, which brings kernels for all devices
+  // So do collectives, but theirs look for a backend of the device.
+  if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) && !is_in(name, "c10d::")) return;
+  if (!registered.insert(name).second) return;
+  std::shared_ptr<Operator> own;
+  if (is_in(name, "aten::") || is_in(name, "marid::")) {
+    std::shared_ptr<Operator>& known = operators[name];
+    if (known == nullptr) known = std::make_shared<Operator>();
+    own = known;
+  } else {
+    own = std::make_shared<Operator>();  // which is never recorded in C++: such an operator may be defined anew
+  }
+  c10::KernelFunction kernel;
+  if (name == c10::OperatorName("aten::add", "Tensor")) {
+    kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Sum>(own));
+  } else if (name == c10::OperatorName("aten::_reshape_alias", "")) {
+    std::shared_ptr<Operator>& view = operators[c10::OperatorName("aten::view", "")];
+    if (view == nullptr) view = std::make_shared<Operator>();
+    kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Reshaped>(own, view));
+  } else if (name == c10::OperatorName("aten::linear", "")) {
+    kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Linear>(own));
+  } else {
+    kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
+  }
+  kernels->push_back(
+      dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1, std::move(kernel), {}, nullptr, __FILE__));
+}
+
+// Operators that are defined later, as `torch.library` does. A listener is called while the dispatcher is locked, so their
+// kernels are registered as soon as Python is back in its loop.
+std::mutex pending_lock;
+std::vector<c10::OperatorName> pending;
+
+int register_pending(void*) {
+  std::vector<c10::OperatorName> names;
+  {
+    std::lock_guard<std::mutex> guard(pending_lock);
+    names.swap(pending);
+  }
+  for (const c10::OperatorName& name : names) {
+    if (kernels != nullptr) register_kernel(name);
+  }
+  return 0;
+}
+
+struct Listener final : c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle& op) override {
+    if (!listening) return;
+    std::lock_guard<std::mutex> guard(pending_lock);
+    pending.push_back(op.operator_name());
+    if (pending.size() == 1) Py_AddPendingCall(register_pending, nullptr);
+  }
+  void onOperatorDeregistered(const c10::OperatorHandle&) override {}
+
+  bool listening = false;  // it is told of all that are there when it is added
+};
+
+void listen() {
+  auto own = std::make_unique<Listener>();
+  Listener* listener = own.get();
+  static auto& handle = *new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::move(own)));
+  static_cast<void>(handle);
+  listener->listening = true;
+}
+
 // adopt(name, overload, identity, asks_autocast): the operator (`aten::add`, `Tensor`) is recorded by the recorder that
 // is found by this number; under autocast not without asking Python, if that is said.
 PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
@@ -219,36 +338,28 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 namespace marid {
 
-// Operators are PyTorch's own again.
-void unregister_kernels() {
-  delete std::exchange(kernels, nullptr);
-  delete std::exchange(above, nullptr);
-}
-
-// Give each of PyTorch's operators on tensors, and of ours, our kernel, until `unregister_kernels`. There are thousands:
-// what is known of one is found out when it is first recorded.
+// Give each of PyTorch's operators on tensors, and of ours, our kernel for tensors of the device. There are thousands: what is
+// known of one is found out when it is first recorded. Again: give one to those that are new.
 void register_kernels(PyObject* names) {
-  unregister_kernels();
-  not_recorded = names;
-  above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
-  above->impl("linear", TORCH_FN(linear));
-  above->impl("matmul", TORCH_FN(matmul));
-  above->impl("max_pool1d", TORCH_FN(max_pool1d));
-  marid::register_cells(*above);
-  kernels = new std::vector<c10::RegistrationHandleRAII>();
+  Quiet quiet;
   auto& dispatcher = c10::Dispatcher::singleton();
-  const c10::OperatorName sum("aten::add", "Tensor");
-  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0 && name.name.rfind("marid::", 0) != 0) continue;
-    auto op = dispatcher.findSchema(name);
-    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::Python) || !takes_tensors(op->schema())) continue;
-    std::shared_ptr<Operator>& own = operators[name];
-    if (own == nullptr) own = std::make_shared<Operator>();
-    auto kernel = name == sum ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Sum>(own))
-                              : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
-    kernels->push_back(
-        dispatcher.registerImpl(name, c10::DispatchKey::Python, std::move(kernel), {}, nullptr, __FILE__));
+  bool first = kernels == nullptr;
+  if (first) {
+    not_recorded = Py_NewRef(names);
+    auto* above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+    above->impl("linear", TORCH_FN(linear));
+    above->impl("max_pool1d", TORCH_FN(max_pool1d));
+    marid::register_cells(*above);
+    kernels = new std::vector<c10::RegistrationHandleRAII>();
   }
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) register_kernel(name);
+  if (!first) return;
+  for (auto key : {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
+                   c10::DispatchKey::QuantizedPrivateUse1, c10::DispatchKey::NestedTensorPrivateUse1}) {
+    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Fallback>());
+    kernels->push_back(dispatcher.registerFallback(key, std::move(kernel), __FILE__));
+  }
+  listen();
 }
 
 PyMethodDef kernel_functions[] = {

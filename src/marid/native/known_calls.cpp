@@ -1,5 +1,7 @@
 #include "known_calls.h"
 
+#include "handle.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -55,7 +57,7 @@ bool add_tensor(const at::Tensor& tensor, bool exact, Call& call, Words& words) 
       default: return false;
     }
   }
-  if (!impl->key_set().has(c10::DispatchKey::Python)) return false;
+  if (!is_handle(impl)) return false;
   Ref handle(THPVariable_Wrap(tensor));
   if (!handle || Py_TYPE(handle.get()) != handle_type) return false;
   Ref value = value_of(handle.get());

@@ -9,7 +9,7 @@
 namespace marid {
 
 Slots operation, storage, recorder, known, tape, spec;
-PyObject *tapes, *last_write_of, *run_pending, *draw_for, *draw_failed, *draw_unused, *recorders, *address_name;
+PyObject *tapes, *last_write_of, *run_pending, *draw_for, *draw_failed, *draw_unused, *dispatch, *recorders, *address_name;
 
 }  // namespace marid
 
@@ -27,7 +27,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       {"Operation", &operation_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"Spec", &spec_type}, {"not_recorded", &not_recorded},
       {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for},
-      {"draw_failed", &draw_failed}, {"draw_unused", &draw_unused}};
+      {"draw_failed", &draw_failed}, {"draw_unused", &draw_unused}, {"dispatch", &dispatch}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);
@@ -45,20 +45,23 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   Py_RETURN_NONE;
 }
 
-// record_calls(on): have PyTorch's operators recorded here, or leave them to Python again.
-PyObject* record_calls(PyObject*, PyObject* on) {
+// record_calls(): have operators on tensors of the device recorded, also those that are new since the last call.
+PyObject* record_calls(PyObject*, PyObject*) {
   try {
-    on == Py_True ? marid::register_kernels(not_recorded) : marid::unregister_kernels();
+    marid::register_kernels(not_recorded);
   } catch (const std::exception& error) {
     return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
   }
   Py_RETURN_NONE;
 }
 
-// detach_directly(on): have what autograd saves detached without a detour, or as PyTorch does it again.
-PyObject* detach_directly(PyObject*, PyObject* on) {
-  marid::detach_in_python(on == Py_True);
-  Py_RETURN_NONE;
+// new_handle(pattern, alone): a tensor of the device that looks like a pattern, given by its address.
+PyObject* new_handle(PyObject*, PyObject* const* given, Py_ssize_t) {
+  auto* pattern = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(given[0]));
+  if (pattern == nullptr) return nullptr;
+  Ref made;
+  marid::handle_like(pattern, made, given[1] == Py_True);
+  return made.release();
 }
 
 // use(recorders): find recorders in this dict, by identity of the operator.
@@ -92,8 +95,8 @@ PyObject* make_handles(PyObject*, PyObject* type) {
 
 PyMethodDef functions[] = {
     {"configure", marid::fast(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
-    {"record_calls", record_calls, METH_O, nullptr},
-    {"detach_directly", detach_directly, METH_O, nullptr},
+    {"record_calls", record_calls, METH_NOARGS, nullptr},
+    {"new_handle", marid::fast(new_handle), METH_FASTCALL, nullptr},
     {"use", use, METH_O, nullptr},
     {"forget_known", forget_known, METH_NOARGS, nullptr},
     {"make_handles", make_handles, METH_O, nullptr},
@@ -105,7 +108,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 
 namespace marid {
 extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concretely_functions[], run_functions[], derive_functions[],
-    geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[];
+    geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[],
+    host_call_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -113,7 +117,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::bind_functions, marid::concretely_functions, marid::run_functions,
-        marid::derive_functions, marid::geometry_functions, marid::autocast_functions,
+        marid::derive_functions, marid::geometry_functions, marid::autocast_functions, marid::host_call_functions,
         marid::stack_functions, marid::immediate_functions, marid::resident_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }

@@ -75,7 +75,7 @@ at::Tensor same_value(const at::Tensor& tensor) {
 
 bool same_value(const Operator& op, torch::jit::Stack* stack) {
   const c10::IValue& first = torch::jit::peek(*stack, 0, op.formals.size());
-  if (op.formals.size() != 1 || !first.isTensor() || !is_in_python(first.toTensor())) return false;
+  if (op.formals.size() != 1 || !first.isTensor() || !is_handle(first.toTensor())) return false;
   at::Tensor made = same_value(first.toTensor());
   if (!made.defined()) return false;
   torch::jit::drop(*stack, 1);
@@ -143,7 +143,7 @@ Outcome draw(PyObject* by, PyObject* like, Call& call, bool at_once, at::Generat
 bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
   size_t count = op.formals.size();
   at::Tensor self = torch::jit::peek(*stack, 0, count).toTensor();
-  if (op.view == nullptr || !op.view_handle || !is_in_python(self)) return false;
+  if (op.view == nullptr || !op.view_handle || !is_handle(self)) return false;
   auto arguments = torch::jit::last(*stack, count);
   torch::jit::Stack inner(arguments.begin(), arguments.end());
   if (!marid::recorded(*op.view_handle, *op.view, &inner)) return false;

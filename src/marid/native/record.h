@@ -43,25 +43,21 @@ bool recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit:
 // for other tensors, where Python has to make it, and after an error, which is set then.
 at::Tensor detached(const at::Tensor& tensor);
 
-// Do with a call that is not recorded what PyTorch does with operators that have no kernel for tensors implemented in
-// Python: give it to Python, or to the kernel below. (dispatch.cpp)
-void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+// Give a call to Python. (dispatch.cpp)
+void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// Detach our own tensors without PyTorch's detour, or as PyTorch does it again. (dispatch.cpp)
-void detach_in_python(bool directly);
+// Tell a Python function of a call: the operator, arguments, keywords, and what was returned. It must not raise. (dispatch.cpp)
+void tell(PyObject* function, const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> given,
+          c10::ArrayRef<c10::IValue> returned);
+
+// One of our tensors without its gradient's history, in one way or the other. (dispatch.cpp)
+at::Tensor detach(const at::Tensor& tensor);
 
 // Whether autocast is on for the device, and not excluded. (autocast.cpp)
 bool is_autocasting();
 
-// Whether there is a dispatch mode of ours on this thread that changes nothing of what a call does. (autocast.cpp)
-bool is_watched();
-
-// Whether there are other dispatch modes than that one on this thread. (autocast.cpp)
-bool is_in_users_mode();
-
-// Give each of PyTorch's operators on tensors a kernel that records; keywords in `not_recorded` are left to Python.
+// Give each operator on tensors that has none yet a kernel that records; keywords in `not_recorded` are left to Python.
 void register_kernels(PyObject* not_recorded);
-void unregister_kernels();
 
 // The user's line and the scope that are running now, of which either may be null; false after an error. (stack.cpp)
 bool where(Ref* site, Ref* scope);

@@ -2,6 +2,7 @@
 // frontend/record.py, graph/node.py and graph/tape.py, with __slots__, read and written where the slots lie.
 #pragma once
 #include "call.h"
+#include "handle.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
@@ -22,15 +23,13 @@ enum SpecSlot { kSpecPattern, kSpecDevice };
 extern PyObject* tapes;  // see frontend/handles.py
 extern PyObject* last_write_of;  // see graph/node.py
 extern PyObject* run_pending;  // see frontend/materialize.py
-extern PyObject *draw_for, *draw_failed, *draw_unused;  // see frontend/record.py
+extern PyObject *draw_for, *draw_failed, *draw_unused, *dispatch;  // see frontend/record.py
 extern PyObject* recorders;  // by identity of the operator
 extern PyObject* address_name;  // of an attribute
 
 // The values of the tensors of a call, in the order of their appearance; or of its results.
 using Concrete = c10::SmallVector<at::Tensor, 8>;
 using Results = c10::SmallVector<at::Tensor, 4>;
-
-bool is_in_python(const at::Tensor& tensor);
 
 // The write that a reader must see, if any: a pending one, or one that failed unnoticed (graph/node.py). Borrowed.
 PyObject* last_write(PyObject* of);

@@ -3,17 +3,11 @@
 
 #include "resident.h"
 
-PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
-extern "C" void marid_view_by_strides(void* tensor);  // device.cpp
 namespace torch::autograd {
 int get_current_graph_task_id();
 }
 
 namespace marid {
-
-bool is_in_python(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
-}
 
 PyObject* tape_of(PyObject* of) {
   return PyList_GetItem(tapes, PyLong_AsSsize_t(spec.at(of, kSpecDevice)));
@@ -21,11 +15,7 @@ PyObject* tape_of(PyObject* of) {
 
 at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
   auto* pattern = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
-  auto copy = pattern->shallow_copy_and_detach(c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
-  copy->set_python_dispatch(true);
-  at::Tensor made(std::move(copy));
-  handle = Ref(THPVariable_Wrap(made, handle_type));
-  marid_view_by_strides(made.unsafeGetTensorImpl());
+  at::Tensor made = handle_like(pattern, handle);
   return handle && set_value(handle.get(), value) ? made : at::Tensor();
 }
 

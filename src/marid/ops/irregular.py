@@ -99,7 +99,7 @@ row(
 
 row("_transformer_encoder_layer_fwd.default", composed_on_cpu=True)
 row(
-    "matmul.default gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default",
+    "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default",
     replaced_in_cpp=True,
 )
 row("mm.default bmm.default", kernel="marid::product", factors=(0, 1))

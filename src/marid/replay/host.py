@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from marid.frontend import handles
 from marid.native import module
@@ -23,27 +22,25 @@ from marid.semantics.scopes import current_site
 __all__ = ["HostWatch"]
 
 
-class HostWatch(TorchDispatchMode):
-    """A dispatch mode that notes what happens to tensors of the host. ``refusal`` says why there can be no replay."""
+class HostWatch:
+    """Inside (it is a context manager), what this thread does with tensors of the host is noted. ``refusal`` says why
+    there can be no replay."""
 
     def __init__(self, known: list[torch.Tensor], state: list[torch.Tensor], optimizers: list[Optimizer]) -> None:
-        super().__init__()
         self.counters = CounterLog(state, optimizers)
         self.refusal: str | None = None
         self._known = {id(tensor): tensor for tensor in known}
         self._derived: dict[int, torch.Tensor] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to be skipped, PyTorch would import Dynamo at the first operation: half a second
+        self._error: BaseException | None = None
 
     def __enter__(self) -> Self:
-        module.watch(True)
-        return super().__enter__()
+        module.watch_host(self._called)
+        return self
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        module.watch(False)
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        module.watch_host(None)
+        if self._error is not None and kind is None:
+            raise self._error
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is an argument or reachable state."""
@@ -57,21 +54,25 @@ class HostWatch(TorchDispatchMode):
         """Note why there can be no replay."""
         self.refusal = self.refusal or f"{why} at {current_site()}"
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        try:
+            self._note(func, args, kwargs, returned)
+        except BaseException as error:  # Ctrl-C, say: from here it would go nowhere, so it is raised at the end
+            self._error = self._error or error
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         if func is torch.ops.aten._local_scalar_dense.default:
             if self.is_known(args[0]) or self.is_derived(args[0]):
-                self._note_read(args[0], returned, is_in_a_formula(sys._getframe(1)))
-            return returned
+                self._note_read(args[0], returned, is_in_a_formula(sys._getframe(2)))
+            return
         given = list(_host_tensors((*args, *kwargs.values())))
-        if any(handles.is_lazy(arg) for arg in _tensors((*args, *kwargs.values()))):
-            return returned  # copies to the host are reads
+        if any(handles.is_lazy(made) for made in _tensors((returned,))):
+            return
         random = torch.Tag.nondeterministic_seeded in func.tags
         if not random and not any(self.is_known(t) or self.is_derived(t) for t in given):
-            return returned
+            return
         if func._schema.is_mutable and self.counters.write(func, args, kwargs, self.is_derived):
-            return returned
+            return
         if not isinstance(returned, (torch.Tensor, list, tuple)):
             self.refuse("the value of a tensor of the CPU is read")
         if func._schema.is_mutable:
@@ -83,7 +84,6 @@ class HostWatch(TorchDispatchMode):
         for tensor in _host_tensors((returned,)):
             if not self.is_known(tensor):
                 self._derived[id(tensor)] = tensor
-        return returned
 
     def _note_read(self, tensor: torch.Tensor, value: Any, in_a_formula: bool) -> None:
         why = self.counters.note_read(tensor, value) if in_a_formula else "the value of a tensor of the CPU is read"
