@@ -278,9 +278,9 @@ CHANGES: list[Change] = [
     ),
 ]
 
-KERNELS = (factories.register, overrides.register, autocast.register, record.record_in_cpp)
+KERNELS = [factories.register, overrides.register, autocast.register, record.record_in_cpp]
 """What registers kernels for the device, at the dispatch keys that only its tensors have; those stay."""
-_has_kernels = False
+_to_register = list(KERNELS)
 _lock = threading.RLock()
 _undo: Undo | None = None
 
@@ -296,12 +296,11 @@ def first_use() -> None:
 
 
 def _make_changes() -> None:
-    global _undo, _has_kernels
+    global _undo
     try:
-        if not _has_kernels:
-            for register in KERNELS:
-                register()
-            _has_kernels = True
+        while _to_register:
+            _to_register[0]()
+            _to_register.pop(0)
         _undo = _all_or_nothing(change.apply() for change in CHANGES)
     except BaseException:
         registration.device_module._initialized = False

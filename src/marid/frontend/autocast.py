@@ -25,7 +25,11 @@ _listed: set[str] = set()
 def register() -> None:
     """Register CPU autocast's lists for the device, unless others are there."""
     if not _libraries:
-        _register(lists.CPU)
+        try:
+            _register(lists.CPU)
+        except BaseException:  # Ctrl-C, say: the next use begins anew
+            _unregister()
+            raise
 
 
 def use_cuda_lists() -> None:

@@ -23,19 +23,18 @@ _libraries: list[torch.library.Library] = []
 def register() -> None:
     """Give every factory its device kernel."""
     library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in named("factory"):
+            func = overload_named(name)
+            if func is not None:
+                library.impl(func, _kernel(func), "PrivateUse1")
+        for name in ("empty.memory_format", "zeros", "empty_strided"):
+            for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
+                library.impl(name, _kernel(overload_named(name)), key)
+    except BaseException:  # Ctrl-C, say: the next use begins anew
+        library._destroy()
+        raise
     _libraries.append(library)
-    for name in named("factory"):
-        func = overload_named(name)
-        if func is not None:
-            library.impl(func, _kernel(func), "PrivateUse1")
-    for name in ("empty.memory_format", "zeros", "empty_strided"):
-        for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
-            library.impl(name, _kernel(overload_named(name)), key)
-    for name in _partly_composite():
-        library.impl(name, _recording(overload_named(name)), "PrivateUse1")
-    # What torch.tensor(data, device=...) calls of these is about a tensor of the CPU.
-    for name in ("copy_", "_copy_from", "_to_copy", "_local_scalar_dense"):
-        library.impl(name, _recording(getattr(torch.ops.aten, name).default), "PrivateUse1")
 
 
 def _kernel(func: Any) -> Any:
@@ -60,23 +59,3 @@ def _kernel(func: Any) -> Any:
             raise
 
     return kernel
-
-
-def _recording(func: Any) -> Any:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        recorder = recorder_of(func)
-        try:
-            with handles.below_autograd():
-                return (recorder.handler or Recorder.record)(recorder, args, kwargs)
-        except BaseException as error:
-            fold(error)
-            raise
-
-    return kernel
-
-
-def _partly_composite() -> list[str]:
-    """Operators with a CPU kernel and a decomposition: without a kernel of its own the device would get the latter."""
-    with_kernel = torch._C._dispatch_get_registrations_for_dispatch_key
-    names = set(with_kernel("CompositeImplicitAutograd")) & set(with_kernel("CPU"))
-    return sorted(name for name in names if name.startswith("aten::"))

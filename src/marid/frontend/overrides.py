@@ -42,10 +42,14 @@ def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def register() -> None:
     """Install the replacements above autograd."""
     library = torch.library.Library("aten", "IMPL")
+    try:
+        for func, replacement in _replacements.items():
+            if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp
+                library.impl(func, folded(replacement), "AutogradPrivateUse1")
+    except BaseException:  # Ctrl-C, say: the next use begins anew
+        library._destroy()
+        raise
     _libraries.append(library)
-    for func, replacement in _replacements.items():
-        if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp
-            library.impl(func, folded(replacement), "AutogradPrivateUse1")
 
 
 def attend_in_vmap() -> Callable[[], None]:
