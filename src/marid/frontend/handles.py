@@ -175,8 +175,7 @@ def below_autograd() -> Any:
 def new_handle(value: Value, of: Spec, storage: Storage | None, alone: bool = False) -> LazyTensor:
     """A tensor for ``value``; only below autograd (inside a dispatch), elsewhere use ``wrap``. To PyTorch's C++ all
     handles of a spec seem to share memory, but for one that is made ``alone``."""
-    handle = module.new_handle(of.pattern._cdata, alone)
-    handle._value = value
+    handle = module.new_handle(of.pattern._cdata, value, alone)
     handle._storage = storage
     return handle
 
@@ -200,7 +199,7 @@ def source(buffer: torch.Tensor, of: Spec, root: Value | None = None) -> Node:
 
 def user_attributes(handle: torch.Tensor) -> dict[str, Any]:
     """The attributes that a user (or ``nn.Parameter``) has set on a tensor."""
-    return {name: value for name, value in handle.__dict__.items() if name not in ("_value", "_storage")}
+    return dict(handle.__dict__)
 
 
 def storage_of(handle: LazyTensor) -> Storage:

@@ -36,8 +36,8 @@ class LazyTensor(torch.Tensor):
     """
 
     # No __slots__: moving a module swaps a parameter for its lazy counterpart in place, which needs equal layouts.
-    _value: Value
-    _storage: Storage | None = None
+    _value: Value  # these two are in the C++ half of the tensor (native/handle.h)
+    _storage: Storage | None
 
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 

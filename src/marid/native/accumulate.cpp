@@ -52,10 +52,8 @@ bool is_unshared(const at::Tensor& tensor) {
     if (known != nullptr && others == 1 && Py_REFCNT(known) == 1) others = 0;
   }
   if (others > 0) return false;
-  marid::Ref handle(THPVariable_Wrap(tensor));
-  marid::Ref storage = handle ? marid::storage_of(handle.get()) : marid::Ref();
-  PyErr_Clear();
-  return storage && (storage.get() == Py_None || Py_REFCNT(storage.get()) == 2);  // of the tensor, and here
+  marid::Handle* handle = marid::handle_of(tensor);
+  return handle != nullptr && (!handle->storage || Py_REFCNT(handle->storage.get()) == 1);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 // any call; here for own tensors, numbers, texts, None, dtypes, and lists of these.
 #include "call.h"
 
-#include "handle.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -21,35 +20,7 @@ PyObject* getTHPMemoryFormat(at::MemoryFormat format);
 
 namespace marid {
 
-PyTypeObject* handle_type;
-
 namespace {
-
-PyObject *value_name, *storage_name;
-
-// The dictionary with the attributes of a tensor of ours; null where it has none yet, or none need be made of them.
-PyObject* attributes_of(PyObject* handle) {
-#if PY_VERSION_HEX < 0x030C0000
-  PyObject** place = Py_TYPE(handle) == handle_type ? _PyObject_GetDictPtr(handle) : nullptr;
-  return place == nullptr ? nullptr : *place;
-#else
-  return nullptr;  // later Pythons keep them without a dictionary, and asking for one makes it
-#endif
-}
-
-Ref attribute(PyObject* handle, PyObject* name) {
-  if (PyObject* attributes = attributes_of(handle)) {
-    PyObject* found = PyDict_GetItemWithError(attributes, name);
-    if (found != nullptr) return Ref::to(found);
-    if (PyErr_Occurred()) return Ref();
-  }
-  return Ref(PyObject_GetAttr(handle, name));
-}
-
-bool set_attribute(PyObject* handle, PyObject* name, PyObject* to) {
-  PyObject* attributes = attributes_of(handle);
-  return (attributes != nullptr ? PyDict_SetItem(attributes, name, to) : PyObject_SetAttr(handle, name, to)) == 0;
-}
 
 PyObject* bucket;
 PyObject *unit, *large, *yes, *no;
@@ -103,40 +74,15 @@ Outcome read_tensor(const at::Tensor& tensor, bool exact, Call& call, PyObject**
       default: return Outcome::kUnusual;
     }
   }
-  if (!is_handle(impl)) return Outcome::kUnusual;
-  Ref handle(THPVariable_Wrap(tensor));
-  if (!handle) return Outcome::kError;
-  if (Py_TYPE(handle.get()) != handle_type) return Outcome::kUnusual;
-  Ref value = value_of(handle.get());
-  if (!value) return Outcome::kError;
-  if (!is_value(value.get())) return Outcome::kUnusual;
-  call.impls.push_back(impl);
-  call.tensors.push_back(std::move(handle));
-  call.values.push_back(value.get());
-  PyObject* spec = spec_of(value.get());
-  return given(spec, value.release(), key, stored);
+  Handle* handle = handle_of(impl);
+  if (handle == nullptr || !handle->value || !is_value(handle->value.get())) return Outcome::kUnusual;
+  PyObject* value = handle->value.get();
+  call.handles.push_back(handle);
+  call.values.push_back(value);
+  return given(spec_of(value), Py_NewRef(value), key, stored);
 }
 
 }  // namespace
-
-Ref value_of(PyObject* handle) { return attribute(handle, value_name); }
-
-Ref storage_of(PyObject* handle) {
-  PyObject* attributes = attributes_of(handle);
-  PyObject* found = attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, storage_name);
-  if (found != nullptr) return Ref::to(found);
-  if (PyErr_Occurred()) return Ref();
-  return attributes != nullptr ? Ref::to(Py_None) : Ref(PyObject_GetAttr(handle, storage_name));  // None by its class
-}
-
-bool set_value(PyObject* handle, PyObject* value) { return set_attribute(handle, value_name, value); }
-bool set_storage(PyObject* handle, PyObject* of) { return set_attribute(handle, storage_name, of); }
-
-void prepare_handles(PyObject* type) {
-  value_name = PyUnicode_InternFromString("_value");
-  storage_name = PyUnicode_InternFromString("_storage");
-  handle_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
-}
 
 Ref untracked_tuple(size_t size) {
   Ref made(PyTuple_New(static_cast<Py_ssize_t>(size)));
@@ -349,7 +295,7 @@ Ref full_key(const Call& call) {
 Sharing sharing(const Call& call) {
   c10::SmallVector<PyObject*, 8> roots;
   for (PyObject* value : call.values) roots.push_back(root_of(value));
-  Sharing found{first_occurrences(roots), first_occurrences(call.impls)};
+  Sharing found{first_occurrences(roots), first_occurrences(call.handles)};
   bool shared = false;
   for (size_t i = 0; i < roots.size(); i++) shared = shared || found.roots[i] != i;
   return shared ? found : Sharing();

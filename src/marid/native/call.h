@@ -1,5 +1,6 @@
 // A call as it is read (call.cpp) and recorded (record.cpp).
 #pragma once
+#include "handle.h"
 #include "nodes.h"
 #include "record.h"
 
@@ -7,24 +8,13 @@
 
 namespace marid {
 
-extern PyTypeObject* handle_type;  // what own tensors are
-
-// The attributes of a tensor of ours: its value, and what that lies in or None. Where objects of its type have their
-// attributes, if that can be told, and not by way of its type, which takes five times as long. Empty, or false, with an error.
-Ref value_of(PyObject* handle);
-Ref storage_of(PyObject* handle);
-bool set_value(PyObject* handle, PyObject* value);
-bool set_storage(PyObject* handle, PyObject* of);
-void prepare_handles(PyObject* type);
-
 enum class Outcome { kError, kUnusual, kDone };
 
 struct Call {
   bool exact, exact_lists;  // whether floating-point numbers are part of the key, alone and in lists
   Ref key, args, kwargs;
   // In order of appearance, and what they stand for; kept by the stack and by the arguments that are recorded.
-  c10::SmallVector<c10::TensorImpl*, 8> impls;
-  c10::SmallVector<Ref, 8> tensors;
+  c10::SmallVector<Handle*, 8> handles;
   c10::SmallVector<PyObject*, 8> values;
 };
 

@@ -1,11 +1,11 @@
 #include "handle.h"
 
-#include "call.h"
 #include "record.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <utility>
@@ -13,62 +13,141 @@
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
 
 namespace marid {
+
+PyTypeObject* handle_type;
+
 namespace {
 
 using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// PyTorch copies a tensor (where autograd saves an output, say) without its Python object, which is where a handle has its
-// value. So handles are copied as `detach` does it.
-struct Handle final : c10::TensorImpl {
-  Handle(const c10::TensorImpl* pattern, bool alone)
-      : c10::TensorImpl(alone ? c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, pattern->device()))
-                              : c10::Storage(pattern->storage()),
-                        pattern->key_set(), pattern->dtype()) {
-    c10::Storage own = storage();
-    copy_tensor_metadata(pattern, this, c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
-    if (alone) set_storage_keep_dtype(std::move(own));
-  }
+c10::Storage storage_like(const c10::TensorImpl* pattern, bool alone) {
+  if (!alone) return pattern->storage();
+  return c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, pattern->device()));
+}
 
-  template <typename Version>
-  c10::intrusive_ptr<c10::TensorImpl> copy(Version version, bool allow_change) const {
-    bool in_mode = c10::impl::TorchDispatchModeTLS::stack_len() > 0 &&
-        !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
-    if (in_mode) return c10::TensorImpl::shallow_copy_and_detach(std::move(version), allow_change);
-    at::Tensor made = detach(at::Tensor(Pointer::unsafe_reclaim_from_nonowning(const_cast<Handle*>(this))));
-    auto impl = made.getIntrusivePtr();
-    impl->set_version_counter(std::move(version));
-    impl->set_allow_tensor_metadata_change(allow_change);
-    return impl;
-  }
+template <typename Version>
+c10::intrusive_ptr<c10::TensorImpl> copied(const Handle* handle, Version&& version, bool allow_change) {
+  at::Tensor made = marid::detach(at::Tensor(Pointer::unsafe_reclaim_from_nonowning(const_cast<Handle*>(handle))));
+  auto impl = made.getIntrusivePtr();
+  impl->set_version_counter(std::forward<Version>(version));
+  impl->set_allow_tensor_metadata_change(allow_change);
+  return impl;
+}
 
-  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
-      const c10::VariableVersion& version, bool allow_change) const override {
-    return copy(version, allow_change);
-  }
-  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
-      c10::VariableVersion&& version, bool allow_change) const override {
-    return copy(std::move(version), allow_change);
-  }
-  const char* tensorimpl_type_name() const override { return "marid::Handle"; }
-};
+bool is_in_mode() {
+  return c10::impl::TorchDispatchModeTLS::stack_len() > 0 &&
+      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
+}
 
 }  // namespace
 
-bool is_handle(const c10::TensorImpl* impl) { return dynamic_cast<const Handle*>(impl) != nullptr; }
+Handle::Handle(const c10::TensorImpl* pattern, bool alone)
+    : c10::TensorImpl(storage_like(pattern, alone), pattern->key_set(), pattern->dtype()) {
+  c10::Storage own = c10::TensorImpl::storage();
+  copy_tensor_metadata(pattern, this, c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
+  if (alone) set_storage_keep_dtype(std::move(own));
+}
 
-bool is_handle(const at::Tensor& tensor) { return is_handle(tensor.unsafeGetTensorImpl()); }
+Handle::~Handle() { Handle::release_resources(); }
+
+void Handle::release_resources() {
+  c10::TensorImpl::release_resources();
+  if (!value && !storage) return;
+  if (Py_IsInitialized() == 0) {  // the process ends
+    value.release();
+    storage.release();
+    return;
+  }
+  InterpreterLock lock;
+  value = Ref();
+  storage = Ref();
+}
+
+c10::intrusive_ptr<c10::TensorImpl> Handle::shallow_copy_and_detach(
+    const c10::VariableVersion& version, bool allow_change) const {
+  if (is_in_mode()) return c10::TensorImpl::shallow_copy_and_detach(version, allow_change);
+  return copied(this, version, allow_change);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> Handle::shallow_copy_and_detach(
+    c10::VariableVersion&& version, bool allow_change) const {
+  if (is_in_mode()) return c10::TensorImpl::shallow_copy_and_detach(std::move(version), allow_change);
+  return copied(this, std::move(version), allow_change);
+}
+
+void Handle::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) {
+  c10::TensorImpl::shallow_copy_from(impl);
+  Handle* other = handle_of(impl.get());
+  if (other == nullptr) return;
+  InterpreterLock lock;
+  stand_for(other->value.get(), other->storage.get());
+}
+
+const char* Handle::tensorimpl_type_name() const { return "marid::Handle"; }
+
+void Handle::stand_for(PyObject* other, PyObject* in) {
+  value = Ref(Py_XNewRef(other));
+  storage = Ref(Py_XNewRef(in));
+}
+
+Handle* handle_of(c10::TensorImpl* impl) { return dynamic_cast<Handle*>(impl); }
 
 bool holds_handle(const c10::IValue& value) {
-  if (value.isTensor()) return value.toTensor().defined() && is_handle(value.toTensor());
+  if (value.isTensor()) return handle_of(value.toTensor()) != nullptr;
   if (!value.isTensorList() && !value.isOptionalTensorList()) return false;
   auto items = value.toListRef();
   return std::any_of(items.begin(), items.end(), holds_handle);
 }
 
-at::Tensor handle_like(const c10::TensorImpl* pattern, Ref& object, bool alone) {
-  at::Tensor made(c10::make_intrusive<Handle>(pattern, alone));
-  object = Ref(THPVariable_Wrap(made, handle_type));
+at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone) {
+  auto impl = c10::make_intrusive<Handle>(pattern, alone);
+  impl->value = Ref(Py_NewRef(value));
+  at::Tensor made(std::move(impl));
+  Ref object(THPVariable_Wrap(made, handle_type));
   return object ? made : at::Tensor();
+}
+
+// --- attributes ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// An attribute of tensors of the class that are no handles yet (a parameter whose shape is not known) is missing.
+Handle* handle_of_object(PyObject* object) {
+  Handle* handle = handle_of(THPVariable_Unpack(object));
+  if (handle == nullptr) PyErr_SetString(PyExc_AttributeError, "this tensor stands for no value of the device");
+  return handle;
+}
+
+template <Ref Handle::*part>
+PyObject* get(PyObject* object, void* may_miss) {
+  Handle* handle = handle_of_object(object);
+  if (handle == nullptr) return nullptr;
+  PyObject* found = (handle->*part).get();
+  return Py_NewRef(found == nullptr ? Py_None : found);
+}
+
+template <Ref Handle::*part>
+int set(PyObject* object, PyObject* to, void*) {
+  Handle* handle = handle_of_object(object);
+  if (handle == nullptr) return -1;
+  handle->*part = Ref(to == Py_None ? nullptr : Py_XNewRef(to));
+  return 0;
+}
+
+PyGetSetDef attributes[] = {
+    {"_value", get<&Handle::value>, set<&Handle::value>, nullptr, nullptr},
+    {"_storage", get<&Handle::storage>, set<&Handle::storage>, nullptr, nullptr},
+};
+
+}  // namespace
+
+bool prepare_handles(PyObject* type) {
+  handle_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
+  for (PyGetSetDef& attribute : attributes) {
+    Ref descriptor(PyDescr_NewGetSet(handle_type, &attribute));
+    if (!descriptor || PyObject_SetAttrString(type, attribute.name, descriptor.get()) < 0) return false;
+  }
+  return true;
 }
 
 }  // namespace marid

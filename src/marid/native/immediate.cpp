@@ -59,14 +59,14 @@ at::Tensor concrete_tensor(PyObject* value) {
   PyObject* held = concrete_of(value);
   if (held == Py_None || !THPVariable_Check(held)) return at::Tensor();
   const at::Tensor& tensor = THPVariable_Unpack(held);
-  return is_handle(tensor) ? at::Tensor() : tensor;
+  return handle_of(tensor) != nullptr ? at::Tensor() : tensor;
 }
 
 void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
              torch::jit::Stack& returned) {
   size_t next = 0;
   returned.reserve(arguments.size());
-  auto placed = [&](const at::Tensor& tensor) { return is_handle(tensor) ? concrete[next++] : tensor; };
+  auto placed = [&](const at::Tensor& tensor) { return handle_of(tensor) != nullptr ? concrete[next++] : tensor; };
   for (const c10::IValue& argument : arguments) {
     if (argument.isTensor()) {
       returned.emplace_back(placed(argument.toTensor()));
@@ -102,8 +102,8 @@ bool is_ready(PyObject* on, const Call& call, bool writes, Concrete& concrete) {
   if (writes && PyList_GET_SIZE(tape.at(on, kEntries)) != 0) return false;
   for (size_t i = 0; i < call.values.size(); i++) {
     concrete.push_back(concrete_tensor(call.values[i]));
-    Ref own = storage_of(call.tensors[i].get());
-    if (!concrete.back().defined() || !own || (own.get() != Py_None && last_write(own.get()) != nullptr)) return false;
+    PyObject* own = call.handles[i]->storage.get();
+    if (!concrete.back().defined() || (own != nullptr && last_write(own) != nullptr)) return false;
   }
   return true;
 }
@@ -199,15 +199,13 @@ Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& han
 
 bool read_number(torch::jit::Stack* stack) {
   const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
-  if (!is_handle(tensor)) return false;
-  Ref handle(THPVariable_Wrap(tensor));
-  if (!handle || Py_TYPE(handle.get()) != handle_type) return false;
-  Ref value = value_of(handle.get()), own = storage_of(handle.get());
-  if (!value || !own || !is_value(value.get())) return false;
+  Handle* handle = handle_of(tensor);
+  if (handle == nullptr || !handle->value || !is_value(handle->value.get())) return false;
+  Ref value = Ref::to(handle->value.get());
   PyObject* on = tape_of(spec_of(value.get()));
   if (on == nullptr || recording > 0 || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
   if (marid_queue_busy() != 0) return false;
-  if (own.get() != Py_None && last_write(own.get()) != nullptr) return false;
+  if (handle->storage && last_write(handle->storage.get()) != nullptr) return false;
   at::Tensor concrete = concrete_tensor(value.get());
   if (!concrete.defined()) return false;
   static const c10::OperatorHandle item = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_local_scalar_dense", "");

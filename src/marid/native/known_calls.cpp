@@ -1,7 +1,5 @@
 #include "known_calls.h"
 
-#include "handle.h"
-
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -57,16 +55,13 @@ bool add_tensor(const at::Tensor& tensor, bool exact, Call& call, Words& words) 
       default: return false;
     }
   }
-  if (!is_handle(impl)) return false;
-  Ref handle(THPVariable_Wrap(tensor));
-  if (!handle || Py_TYPE(handle.get()) != handle_type) return false;
-  Ref value = value_of(handle.get());
-  if (!value || !is_value(value.get())) return false;
+  Handle* handle = handle_of(impl);
+  if (handle == nullptr || !handle->value || !is_value(handle->value.get())) return false;
+  PyObject* value = handle->value.get();
   words.push_back(kTensor);
-  words.push_back(reinterpret_cast<uint64_t>(spec_of(value.get())));
-  call.impls.push_back(impl);
-  call.tensors.push_back(std::move(handle));
-  call.values.push_back(value.get());  // which the handle keeps
+  words.push_back(reinterpret_cast<uint64_t>(spec_of(value)));
+  call.handles.push_back(handle);
+  call.values.push_back(value);  // which the handle keeps
   return true;
 }
 

@@ -55,13 +55,12 @@ PyObject* record_calls(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// new_handle(pattern, alone): a tensor of the device that looks like a pattern, given by its address.
+// new_handle(pattern, value, alone): a tensor of the device that looks like a pattern, given by its address.
 PyObject* new_handle(PyObject*, PyObject* const* given, Py_ssize_t) {
   auto* pattern = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(given[0]));
   if (pattern == nullptr) return nullptr;
-  Ref made;
-  marid::handle_like(pattern, made, given[1] == Py_True);
-  return made.release();
+  at::Tensor made = marid::new_handle(pattern, given[1], given[2] == Py_True);
+  return made.defined() ? THPVariable_Wrap(made) : nullptr;
 }
 
 // use(recorders): find recorders in this dict, by identity of the operator.
@@ -88,7 +87,7 @@ PyObject* forget_known(PyObject*, PyObject*) {
 PyObject* make_handles(PyObject*, PyObject* type) {
   torch_function = PyObject_GetAttrString(type, "__torch_function__");
   if (torch_function == nullptr) return nullptr;
-  marid::prepare_handles(type);
+  if (!marid::prepare_handles(type)) return nullptr;
   handle_type->tp_getattr = attribute_of;
   Py_RETURN_NONE;
 }

@@ -57,25 +57,23 @@ Ref derived(PyObject* by, PyObject* key, const Call& call) {
 // A second tensor for the value of one of ours: no operation at all. Undefined where Python has to make it, or after an
 // error.
 at::Tensor same_value(const at::Tensor& tensor) {
-  Ref handle(THPVariable_Wrap(tensor)), made;
-  if (!handle || Py_TYPE(handle.get()) != handle_type) return at::Tensor();
-  Ref value = value_of(handle.get());
-  if (!value || !is_value(value.get())) return at::Tensor();
-  // Not a copy of the tensor itself: PyTorch asks Python how to detach one that is implemented there.
+  Handle* handle = handle_of(tensor);
+  if (handle == nullptr || !handle->value || !is_value(handle->value.get())) return at::Tensor();
+  Ref value = Ref::to(handle->value.get());
   PyObject* pattern = spec.at(spec_of(value.get()), kSpecPattern);
   if (pattern == Py_None) return at::Tensor();
   PyObject* on = tape_of(spec_of(value.get()));
-  Ref own = on == nullptr ? Ref() : storage_behind(handle.get(), on);
-  Ref address(PyObject_GetAttr(pattern, address_name));
-  if (!own || !address) return at::Tensor();
-  at::Tensor second = new_handle(address.get(), value.get(), made);
-  if (!second.defined() || !set_storage(made.get(), own.get())) return at::Tensor();
+  PyObject* own = on == nullptr ? nullptr : storage_behind(handle, on);
+  Ref address(own == nullptr ? nullptr : PyObject_GetAttr(pattern, address_name));
+  if (!address) return at::Tensor();
+  at::Tensor second = new_handle(address.get(), value.get());
+  if (second.defined()) handle_of(second)->storage = Ref::to(own);
   return second;
 }
 
 bool same_value(const Operator& op, torch::jit::Stack* stack) {
   const c10::IValue& first = torch::jit::peek(*stack, 0, op.formals.size());
-  if (op.formals.size() != 1 || !first.isTensor() || !is_handle(first.toTensor())) return false;
+  if (op.formals.size() != 1 || !first.isTensor() || handle_of(first.toTensor()) == nullptr) return false;
   at::Tensor made = same_value(first.toTensor());
   if (!made.defined()) return false;
   torch::jit::drop(*stack, 1);
@@ -143,17 +141,13 @@ Outcome draw(PyObject* by, PyObject* like, Call& call, bool at_once, at::Generat
 bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
   size_t count = op.formals.size();
   at::Tensor self = torch::jit::peek(*stack, 0, count).toTensor();
-  if (op.view == nullptr || !op.view_handle || !is_handle(self)) return false;
+  if (op.view == nullptr || !op.view_handle || handle_of(self) == nullptr) return false;
   auto arguments = torch::jit::last(*stack, count);
   torch::jit::Stack inner(arguments.begin(), arguments.end());
   if (!marid::recorded(*op.view_handle, *op.view, &inner)) return false;
   at::Tensor view = inner.back().toTensor();
-  Ref handle(THPVariable_Wrap(self)), made(THPVariable_Wrap(view));
-  if (!handle || !made) return false;
-  Ref value = value_of(made.get()), own = storage_of(made.get());
-  if (!value || !own) return false;
+  if (handle_of(view) == nullptr) return false;
   self.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
-  if (!set_value(handle.get(), value.get()) || !set_storage(handle.get(), own.get())) return false;
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(self));
   return true;

@@ -38,7 +38,8 @@ PyObject* last_write(PyObject* of);
 Ref next_number(PyObject* on);
 
 // The storage of a tensor of this tape, made when it has none: `storage_of` in frontend/handles.py.
-Ref storage_behind(PyObject* tensor, PyObject* on);
+// Borrowed; null after an error.
+PyObject* storage_behind(Handle* handle, PyObject* on);
 
 // Note what the node must see and, for what it writes, who may still have to read. Everything that can fail comes first.
 bool order(PyObject* of, PyObject* on, const Call& call, PyObject* writes);
@@ -46,8 +47,8 @@ bool order(PyObject* of, PyObject* on, const Call& call, PyObject* writes);
 // The tape of the device that a spec is of; null after an error. Borrowed.
 PyObject* tape_of(PyObject* of);
 
-// A tensor copied from a pattern, with its Python object; undefined after an error.
-at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle);
+// A handle like a pattern, given by its address; null after an error.
+at::Tensor new_handle(PyObject* address, PyObject* value);
 
 at::Tensor argument(const Call& call, PyObject* index);
 

@@ -13,25 +13,25 @@ PyObject* tape_of(PyObject* of) {
   return PyList_GetItem(tapes, PyLong_AsSsize_t(spec.at(of, kSpecDevice)));
 }
 
-at::Tensor new_handle(PyObject* address, PyObject* value, Ref& handle) {
-  auto* pattern = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
-  at::Tensor made = handle_like(pattern, handle);
-  return handle && set_value(handle.get(), value) ? made : at::Tensor();
+at::Tensor new_handle(PyObject* address, PyObject* value) {
+  return new_handle(static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address)), value);
 }
 
 at::Tensor argument(const Call& call, PyObject* index) {
   return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-      call.impls[PyLong_AsSize_t(index)]));
+      call.handles[PyLong_AsSize_t(index)]));
 }
 
 namespace {
 
 // Let a new result be a view of an argument: it has its storage; what it lies in is `root`.
-bool view(PyObject* handle, PyObject* on, const Call& call, PyObject* view_of, Ref& root) {
+bool view(const at::Tensor& made, PyObject* on, const Call& call, PyObject* view_of, Ref& root) {
   size_t base = PyLong_AsSize_t(view_of);
-  Ref own = storage_behind(call.tensors[base].get(), on);
+  PyObject* own = storage_behind(call.handles[base], on);
+  if (own == nullptr) return false;
   root = Ref::to(root_of(call.values[base]));
-  return own && set_storage(handle, own.get());
+  handle_of(made)->storage = Ref::to(own);
+  return true;
 }
 
 // The results of a node that has several, or none: see Known.several. `made` are those of one that has run.
@@ -49,7 +49,7 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
       results.push_back(argument(call, same_as));
       continue;
     }
-    Ref made(output.type->tp_alloc(output.type, 0)), handle, root = Ref::to(Py_None);
+    Ref made(output.type->tp_alloc(output.type, 0)), root = Ref::to(Py_None);
     if (!made) return false;
     PyObject_GC_UnTrack(made.get());
     output.set(made.get(), kOutputNode, Ref::to(of));
@@ -61,10 +61,10 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
       output.set(made.get(), kOutputConcrete, Ref(THPVariable_Wrap((*made_of)[i])));
       if (!note_resident(on, made.get())) return false;
     }
-    results.push_back(new_handle(PyTuple_GET_ITEM(one, 3), made.get(), handle));
+    results.push_back(new_handle(PyTuple_GET_ITEM(one, 3), made.get()));
     if (!results.back().defined()) return false;
     PyObject* view_of = PyTuple_GET_ITEM(one, 4);
-    if (view_of != Py_None && !view(handle.get(), on, call, view_of, root)) return false;
+    if (view_of != Py_None && !view(results.back(), on, call, view_of, root)) return false;
     output.set(made.get(), kOutputRoot, std::move(root));
     outs.emplace_back(PyWeakref_NewRef(made.get(), nullptr));
     if (!outs.back()) return false;
@@ -98,15 +98,15 @@ Ref new_node(PyObject* by, PyObject* like) {
 bool give_results(PyObject* of, PyObject* like, const Call& call, const Concrete* made, Results& results) {
   PyObject *on = known.at(like, kTape), *returned = known.at(like, kReturned), *view_of = known.at(like, kViewOf);
   if (known.at(like, kPattern) != Py_None) {
-    Ref handle, root;
+    Ref root;
     if (made != nullptr) {
       node.set(of, kConcrete, Ref(THPVariable_Wrap((*made)[0])));
       if (!note_resident(on, of)) return false;
     }
-    results.push_back(new_handle(known.at(like, kPattern), of, handle));
+    results.push_back(new_handle(known.at(like, kPattern), of));
     if (!results.back().defined()) return false;
     if (view_of != Py_None) {
-      if (!view(handle.get(), on, call, view_of, root)) return false;
+      if (!view(results.back(), on, call, view_of, root)) return false;
       node.set(of, kRoot, std::move(root));
     }
   } else if (returned != Py_None) {
@@ -122,7 +122,7 @@ void note_writes(PyObject* by, PyObject* like, const Call& call) {
   if (recorder.at(by, kBumps) != Py_True) return;
   PyObject* writes = known.at(like, kWrites);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
-    call.impls[PyLong_AsSize_t(PyList_GET_ITEM(writes, i))]->bump_version();
+    call.handles[PyLong_AsSize_t(PyList_GET_ITEM(writes, i))]->bump_version();
   }
 }
 
