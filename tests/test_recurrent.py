@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,23 @@ def test_without_gradients(kind: str, mode: str, dtype: torch.dtype) -> None:
     for packed, train in ((False, True), (True, False)):
         with GRAD_MODES[mode]():
             check(kind, dtype, packed, train=train, num_layers=2, bidirectional=True, dropout=0.2)
+
+
+@dtypes
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", MODULES)
+def test_weights_that_require_gradients_without_any(kind: str, batch_first: bool, dtype: torch.dtype) -> None:
+    """What requires gradients decides how rows fold, in inference mode too: views of weights are views there."""
+    torch.manual_seed(1)
+    made = MODULES[kind](5, 6, 2, batch_first=batch_first, bidirectional=True).to(dtype)
+    x = torch.randn(3, 4, 5, dtype=dtype)
+
+    def run(device: str) -> Any:
+        module, given = copy.deepcopy(made).to(device), x.to(device)
+        with torch.inference_mode():
+            return flat(module(given))
+
+    on_both(run)
 
 
 @dtypes

@@ -109,8 +109,13 @@ void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   constexpr c10::DispatchKeySet above = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
       (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
        c10::DispatchKeySet(c10::DispatchKey::Python));
-  // Autocast stays as it is, since kernels of composite operators call operators on its lists, on the CPU too.
-  c10::impl::ExcludeDispatchKeyGuard guard(above - c10::autocast_dispatch_keyset);
+  // Autocast stays as it is, since kernels of composite operators call operators on its lists, on the CPU too. Where such an
+  // operator comes whole, in inference mode, the views that it makes of usual tensors are views to PyTorch.
+  c10::DispatchKeySet left = c10::autocast_dispatch_keyset;
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+    left = left | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+  }
+  c10::impl::ExcludeDispatchKeyGuard guard(above - left);
   InterpreterLock lock;
   try {
     call(op, stack);
