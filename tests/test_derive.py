@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import marid
 from marid.frontend import derive, handles, infer, record
 from marid.frontend.rules import rules, same_as
+from marid.native import module
 from tests.conformance import derived
 from tests.helpers import DEVICE, assert_same, on_both
 
@@ -21,6 +22,7 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def _nothing_known() -> None:
     record._recorders.clear()
+    module.use(record._recorders)
 
 
 def _attention(n: int, device: str, **options: Any) -> Any:

@@ -19,8 +19,9 @@ from tests.helpers import DEVICE
 
 
 @pytest.fixture(autouse=True)
-def _no_programs() -> None:
-    """Programs and what is remembered of them are the process's: other tests have built some."""
+def _no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs and what is remembered of them are the process's: other tests have built some. Everything is one."""
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     builds_module.builds.__init__()
 

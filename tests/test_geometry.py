@@ -26,7 +26,9 @@ _LARGE = 160, 170
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is known of the operators whose meta kernels are wrong is what those say, before and after."""
+    """What is known of the operators whose meta kernels are wrong is what those say, before and after. Everything is
+    recorded."""
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     monkeypatch.setattr(infer, "_TRIED_AS_THEY_ARE", set(infer._TRIED_AS_THEY_ARE))
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     yield

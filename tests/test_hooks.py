@@ -86,8 +86,11 @@ def test_what_runs_ahead_is_told_by_the_thread_of_the_user(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_what_a_listener_raises_reaches_the_line_and_nothing_is_lost(hook: Callable[..., Any]) -> None:
+def test_what_a_listener_raises_reaches_the_line_and_nothing_is_lost(
+    hook: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values afterwards are those of eager PyTorch, also of what was written in place."""
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
 
     def fails(event: Any) -> None:
         raise ZeroDivisionError("of the listener")

@@ -50,8 +50,8 @@ def test_a_loop_that_reads_what_it_makes() -> None:
     found: list[float] = []
     ran = _immediate(lambda: found.extend(run(DEVICE)))
     assert found == expected
-    assert 6 * 8 <= ran <= 9 * 8
-    assert marid.stats().materializations <= 27
+    assert 22 * 8 <= ran <= 25 * 8
+    assert marid.stats().materializations <= 11
 
 
 def test_a_loop_that_makes_much_is_recorded() -> None:
@@ -241,22 +241,22 @@ def test_an_error_is_pytorchs_at_its_line(at_once: None) -> None:
     assert table.sum().item() == pytest.approx(table.cpu().sum().item())
 
 
-@pytest.mark.mispredicts
-def test_another_layout_than_was_recorded_reaches_nobody(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel returns is not what is known of such calls: it is recorded, laid out as recorded, and counted."""
+def test_what_is_known_of_calls_has_no_part_in_it(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result is what the kernel returned, also where something else would have been recorded for such a call."""
     from marid.frontend.handles import spec
     from marid.frontend.record import recorder_of
 
     x = torch.rand(3, 5, device=DEVICE)
-    y = x.cos()
-    recorder = recorder_of(torch.ops.aten.cos.default)
+    with marid.capture():
+        y = x.cos()
     wrong = spec((3, 5), (1, 3), 0, torch.float32, 0)
-    for known in recorder.known.values():
-        if known.spec is y._value.spec:
-            monkeypatch.setattr(known, "spec", wrong)
-            monkeypatch.setattr(known, "pattern", wrong.pattern._cdata)
+    known = [one for one in recorder_of(torch.ops.aten.cos.default).known.values() if one.spec is y._value.spec]
+    assert known
+    for one in known:
+        monkeypatch.setattr(one, "spec", wrong)
+        monkeypatch.setattr(one, "pattern", wrong.pattern._cdata)
     z = x.cos()
-    assert z.stride() == (1, 3)
+    assert z.stride() == (5, 1)
     assert torch.equal(z.cpu(), x.cpu().cos())
 
 
@@ -288,3 +288,181 @@ def test_training_is_the_cpus(at_once: None, kind: str) -> None:
 
     for one, other in zip(train(DEVICE), train("cpu"), strict=True):
         assert torch.equal(one, other)
+
+
+# --- results without a node ------------------------------------------------------------------------------------------
+
+
+def _both(work: Callable[[str], list[torch.Tensor]]) -> None:
+    """The same bits and strides as on the CPU."""
+    for found, expected in zip(work(DEVICE), work("cpu"), strict=True):
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.cpu(), expected)
+
+
+def test_memory_is_shared_between_what_runs_at_once_and_what_is_recorded(at_once: None) -> None:
+    """Views, second tensors for a value and arguments that come back, written in either way."""
+
+    def work(device: str) -> list[torch.Tensor]:
+        base = torch.arange(12.0).to(device) * 2
+        row, column, second = base.view(3, 4)[1], base.view(3, 4).t()[2], base.detach()
+        row += 1
+        with recording():
+            column *= 10
+            read = base + 1
+            second[0] = 7
+        base.view(4, 3)[0, 0] -= 3
+        again = column.add_(1)
+        with recording():
+            last = base * row.sum()
+        return [base, row, column, second, read, again, last]
+
+    _both(work)
+
+
+def test_a_view_of_what_was_recorded(at_once: None) -> None:
+    def work(device: str) -> list[torch.Tensor]:
+        with recording():
+            base = torch.arange(6.0).to(device) + 1
+            before = base[1:]
+        part, other = base[2:], before[1:]
+        part *= 2
+        with recording():
+            before += 1
+            total = other * 3
+        return [base, before, part, other, total]
+
+    _both(work)
+
+
+def test_gradients_add_up_where_nobody_else_sees_them(at_once: None) -> None:
+    """Autograd adds in place where it may; a gradient that is a view, or has one, it may not write to."""
+
+    def work(device: str) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 6).to(device).requires_grad_()
+        seen: list[torch.Tensor] = []
+        y = x * 2
+        y.register_hook(lambda grad: seen.append(grad.view(2, 3)))
+        (y.sum() + y.exp().sum() + (y * y).sum() + y.view(2, 3)[0].sum()).backward()
+        assert x.grad is not None
+        return [x.grad, seen[0]]
+
+    _both(work)
+
+
+def test_a_result_without_a_node_counts_as_memory(at_once: None) -> None:
+    before = torch.accelerator.memory_allocated() if torch.accelerator.is_available() else 0
+    x = torch.ones(1 << 18, device=DEVICE) * 2
+    view = x[1:]
+    held = torch.accelerator.memory_allocated()
+    assert held - before == pytest.approx(4 << 18, abs=4096)
+    del x
+    assert torch.accelerator.memory_allocated() == held
+    del view
+    assert torch.accelerator.memory_allocated() - before <= 4096
+
+
+def test_factories_run_at_once(at_once: None) -> None:
+    def made() -> list[torch.Tensor]:
+        return [
+            torch.zeros(2, 3, device=DEVICE),
+            torch.full((2,), 7, device=DEVICE),
+            torch.arange(4, device=f"{DEVICE}:0"),
+            torch.scalar_tensor(2.5, device=DEVICE),
+            torch.ones(2, dtype=torch.bfloat16, device=DEVICE),
+        ]
+
+    made()  # an operator is met in Python first
+    assert _immediate(made) == 5
+    for one, text in zip(made(), ("zeros", "full", "arange", "scalar_tensor", "ones"), strict=True):
+        assert one.device.type == DEVICE
+        assert text in one.operation  # pyright: ignore[reportAttributeAccessIssue]
+    assert [one.dtype for one in made()] == [torch.float32, torch.int64, torch.int64, torch.float32, torch.bfloat16]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.zeros(2, device=DEVICE).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.zeros(2, device=f"{DEVICE}:63")
+    with pytest.raises(RuntimeError, match="pinned"):
+        torch.zeros(2, device=DEVICE, pin_memory=True)
+    with pytest.raises(RuntimeError, match="negative"):
+        torch.zeros(-1, device=DEVICE)
+    torch.manual_seed(3)
+    drawn = torch.rand(5, device=DEVICE)
+    torch.manual_seed(3)
+    assert torch.equal(drawn.cpu(), torch.rand(5))
+
+
+def test_copies_of_the_hosts_are_the_devices_own(at_once: None) -> None:
+    host = torch.arange(6.0)
+    copy, kept = host.to(DEVICE), torch.zeros(6, device=DEVICE)
+    kept.copy_(host)
+    host += 100
+    assert copy.tolist() == kept.tolist() == [0, 1, 2, 3, 4, 5]
+    kept.copy_(torch.arange(6, dtype=torch.int64).flip(0))
+    assert kept.tolist() == [5, 4, 3, 2, 1, 0]
+
+
+def test_copies_for_the_host_are_the_hosts_own(at_once: None) -> None:
+    x = torch.arange(6.0).to(DEVICE).view(2, 3).t()
+    host, other = x.cpu(), x.to("cpu", torch.int64)
+    x += 100
+    assert host.device.type == other.device.type == "cpu"
+    assert host.tolist() == other.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert host.stride() == torch.arange(6.0).view(2, 3).t().clone().stride()
+    host *= 2
+    assert x[0].tolist() == [100, 103]
+    assert x.requires_grad_().cpu().grad_fn is not None
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_group_norm_in_each_memory_format(at_once: None, form: torch.memory_format) -> None:
+    def work(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(2, 8, 4, 6).to(memory_format=form).to(device).requires_grad_()
+        norm = nn.GroupNorm(4, 8).to(device)
+        y = norm(x)
+        (y * torch.linspace(0, 1, 6, device=device)).sum().backward()
+        assert x.grad is not None
+        assert norm.weight.grad is not None
+        return [y.detach(), x.grad, norm.weight.grad]
+
+    _both(work)
+
+
+@pytest.mark.parametrize("masked", [None, "bool", "float", "turned", "learned"])
+def test_attention_takes_the_kernel_that_it_takes_on_the_cpu(at_once: None, masked: str | None) -> None:
+    def work(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 3, 9, 8).to(device).requires_grad_() for _ in range(3))
+        mask = None if masked is None else (torch.rand(9, 9) > 0.3).to(device)
+        if masked == "learned":
+            mask = nn.Parameter(torch.randn(9, 9)).to(device)
+        elif masked not in (None, "bool"):
+            assert mask is not None
+            mask = mask.float().t() if masked == "turned" else mask.float()
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        out.sum().backward()
+        assert q.grad is not None
+        return [out.detach(), q.grad]
+
+    _both(work)
+
+
+def test_masks_take_what_they_take_on_the_cpu(at_once: None) -> None:
+    def work(device: str) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 12).to(device).view(3, 4)
+        positive = x > 0
+        y = x.clone()
+        y[positive] = 0
+        return [x[positive], y, x[:, torch.tensor([0, 2]).to(device)], torch.masked_select(x, positive)]
+
+    _both(work)
+
+
+def test_devices_do_not_mix(at_once: None) -> None:
+    x = torch.ones(3, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"same device|at least two devices"):
+        x + torch.ones(3)

@@ -18,8 +18,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def at_once() -> Iterator[None]:
-    """Try every class when it is first met, and whatever the speed; nothing is compiled."""
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Try every class when it is first met, and whatever the speed; nothing is compiled, and everything recorded."""
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     gemm.configure(also_slower=True, share=1.0, uses=0, work=0.0)
     before, marid.settings.compile = marid.settings.compile, False
     yield

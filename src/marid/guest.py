@@ -3,9 +3,9 @@
 At the import there is a device and nothing else (``registration.py``): a name, its methods, its module, its location in
 files. ``CHANGES`` are made when the first tensor of the device is about to be, and ``uninstall`` undoes them. What is
 not listed there stays once it is there, and is about nothing but Marid: the device, ``KERNELS`` of operators for its
-tensors, operators of the namespace ``marid``, a method of Marid's own class, a device guard and an allocator for the
-device, a list of what operators are defined later, and what is called at a fork and at the exit of the process, which
-then finds nothing to do.
+tensors, operators of the namespace ``marid``, a method of Marid's own class, a device guard, an allocator and a choice
+of attention's kernel for the device, a list of what operators are defined later, and what is called at a fork and at
+the exit of the process, which then finds nothing to do.
 
 Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda/``), which owns its process; ``import
 marid.lightning``, which adds to Lightning (``frameworks.py``); and ``marid.compile``, while it runs a function for the
@@ -174,11 +174,6 @@ _LAZY_MODULES = "a parameter without a shape yet can be on the device"
 _EXACT_TYPE = "it goes by the exact type of tensors"
 
 CHANGES: list[Change] = [
-    Change(
-        "aten::scaled_dot_product_attention, dispatch key FuncTorchVmapMode",
-        "under vmap, for every device; it goes on to PyTorch's own kernel for others",
-        overrides.attend_in_vmap,
-    ),
     Change(
         "c10::GetCPUAllocator()",
         "runs are watched and planned; outside of them it is the allocator that was there",

@@ -48,9 +48,10 @@ IN_FLIGHT = 16
 
 # --- running at once -------------------------------------------------------------------------------------------------
 
-IMMEDIATE_OPERATIONS = 64
-"""Operations in a turn that may run at once. Each takes 1 us longer than in a program, which takes 60 us in all: tokens
-of 80 operations take as long either way, of 240 a sixth less as programs, turns of 14 a fifth more."""
+IMMEDIATE_RESULTS = 8
+"""Of ``settings.immediate_bytes``, which part (1/n) an operation may make: 32 KB. Whole turns as programs and at once,
+in eager PyTorch's time: results of 1 KB 2.25 and 1.49 (a static decoder), 4 KB 1.85 and 1.55 (a GRU's cell), 22 KB 1.21
+and 1.18 (bfloat16 autocast), 50 KB 1.00 and 1.17 (a small BERT), 75 KB 1.04 and 1.12 (Whisper's encoder)."""
 IMMEDIATE_RELAPSES = 5
 """Doublings of ``settings.immediate_after``, one for each time that running at once did not last at a line."""
 

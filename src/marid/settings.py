@@ -50,10 +50,9 @@ class Settings:
     asynchronous: bool = True
     """Programs run on a thread of their own while recording goes on, where a processor is left for that."""
     immediate_bytes: int = 256 << 10
-    """Where a loop reads what it makes, and its operations touch no more bytes than this each, on average, they run as
-    they are written, on the thread that calls them; 0 for never. Memory takes about as long for so many as recording
-    an operation and running it later."""
-    immediate_after: int = 24
+    """Where a loop reads what it makes, and its operations touch no more bytes than this each, on average, and make no
+    more than an eighth of it, they run as they are written, on the thread that calls them; 0 for never."""
+    immediate_after: int = 8
     """After so many turns of the loop; 0 from the first read on."""
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""

@@ -86,7 +86,7 @@ class _Line:
         count, charged = tape.recorded - self.read, tape.charged - self.charged_at_read
         if count > 0:
             made = charged - count * share()
-            is_little = count <= policy.IMMEDIATE_OPERATIONS and made <= count * settings.immediate_bytes
+            is_little = made <= count * settings.immediate_bytes // policy.IMMEDIATE_RESULTS
             self.little = self.little + 1 if is_little else 0
         self.charged_at_read = tape.charged
         return self.little >= settings.immediate_after << self.relapses

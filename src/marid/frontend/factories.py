@@ -12,6 +12,7 @@ import torch
 from marid.frontend import handles
 from marid.frontend.eager import unsupported
 from marid.frontend.record import Recorder, recorder_of
+from marid.native import module
 from marid.ops.facts import facts_of, named, overload_named
 from marid.semantics.tracebacks import fold
 
@@ -22,12 +23,13 @@ _libraries: list[torch.library.Library] = []
 
 def register() -> None:
     """Give every factory its device kernel."""
+    for name in named("factory"):
+        func = overload_named(name)
+        if func is not None:
+            schema = func._schema
+            module.register_factory(schema.name, schema.overload_name, _kernel(func))
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name in named("factory"):
-            func = overload_named(name)
-            if func is not None:
-                library.impl(func, _kernel(func), "PrivateUse1")
         for name in ("empty.memory_format", "zeros", "empty_strided"):
             for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
                 library.impl(name, _kernel(overload_named(name)), key)

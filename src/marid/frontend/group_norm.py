@@ -14,7 +14,7 @@ import torch
 from torch._C import _current_graph_task_id as current_graph_task
 
 from marid.frontend.laid import Laid, dense
-from marid.frontend.record import Recorder, special
+from marid.frontend.record import Recorder, recorder_of, special
 from marid.frontend.rules import rule
 from marid.graph.node import Spec, Value
 
@@ -26,17 +26,18 @@ _PLAIN = torch.contiguous_format
 _forms: WeakKeyDictionary[Value, torch.memory_format] = WeakKeyDictionary()
 
 
-@special(aten.native_group_norm.default)
+@special(aten.native_group_norm.default, in_formats=True)
 def _record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     returned = recorder.record(args, kwargs)
     of = args[0]._value.spec
     form = _PLAIN if of.is_contiguous else Laid(of.shape, of.stride).suggested()
     if form is not _PLAIN:
+        recorder_of(aten.native_group_norm_backward.default).at_once = False  # what it does depends on this from now on
         _forms[returned[1]._value] = form
     return returned
 
 
-@special(aten.native_group_norm_backward.default)
+@special(aten.native_group_norm_backward.default, in_formats=True)
 def _record_backward(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, input, mean, *others = args
     # Where the gradient of the input is not wanted, the CPU's kernel for other formats writes to it all the same.

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from marid.engine.inprocess import concretely
 from marid.frontend import autocast, handles
 from marid.frontend.cells import dropout
 from marid.frontend.record import Recorder, special
-from marid.frontend.rules import attends
 from marid.ops.facts import facts_of
 from marid.semantics.tracebacks import folded
 
@@ -50,22 +46,6 @@ def register() -> None:
         library._destroy()
         raise
     _libraries.append(library)
-
-
-def attend_in_vmap() -> Callable[[], None]:
-    """Have ``vmap`` give attention to the device whole. Returns what ends that."""
-    library = torch.library.Library("aten", "IMPL")
-    always, before = torch.is_warn_always_enabled(), "__warningregistry__" in vars(torch.library)
-    torch.set_warn_always(True)  # or what PyTorch says once in a process of who overrides kernels would be used up here
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the kernel that this one goes on to call for other devices is overridden
-            library.impl(aten.scaled_dot_product_attention.default, _attention_in_vmap, "FuncTorchVmapMode")
-    finally:
-        torch.set_warn_always(always)
-        if not before:  # Python's list of what was said there
-            vars(torch.library).pop("__warningregistry__", None)
-    return library._destroy
 
 
 # Recorded whole: where nobody differentiates them the CPU has a kernel for one, and takes the other apart when it runs
@@ -134,42 +114,6 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return dropout(input, p) if train and p > 0 else input
 
 
-# Attention: the choice of kernel is made by a C++ stub that foreign devices cannot fill.
-
-
-@_replaces(aten.scaled_dot_product_attention.default)
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if 0 in (*query.shape[:-1], *key.shape[-2:-1], *value.shape[-1:]):  # nothing to attend: no kernel is chosen
-        attention = aten.scaled_dot_product_attention.default.decompose
-        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    required = tuple(t.requires_grad for t in tensors)  # of the mask without a look at the mode
-    specs = tuple(handles.spec_of(t, 0) for t in tensors)
-    backends = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
-    differentiates = torch.is_grad_enabled()
-    flash = _takes_flash(specs, required, differentiates, dropout_p, is_causal, scale, enable_gqa, backends)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        kept, blocked = (torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, float("-inf")))
-        attn_mask = torch.where(attn_mask, kept, blocked)
-    if not flash:
-        return aten._scaled_dot_product_attention_math.default(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
-    return aten._scaled_dot_product_flash_attention_for_cpu.default(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
-
-
 # PyTorch asks for a storage in C++, and handles have theirs in Python.
 
 
@@ -182,17 +126,6 @@ def _set_within(
             f"set_() expects a tensor on {handles.DEVICE_TYPE}, but got one on {source.device}; move it first"
         )
     return self.set_(source.untyped_storage(), storage_offset, size, stride)
-
-
-_VMAP = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)
-
-
-def _attention_in_vmap(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    # vmap takes attention apart before the device's kernels see it.
-    if query.device.type == handles.DEVICE_TYPE:
-        return _attention(query, *args, **kwargs)
-    with torch._C._ExcludeDispatchKeyGuard(_VMAP):
-        return aten.scaled_dot_product_attention.default(query, *args, **kwargs)
 
 
 # Chunk sizes and accumulation dtypes are looked up in Python, by the name of the device type.
@@ -251,30 +184,3 @@ def _adds_to_gradients() -> bool:
     """Whether foreach operators would add Nesterov's momentum to the gradients themselves: only the caller of what
     chooses, ``torch.optim.sgd.sgd``, knows of it."""
     return bool(sys._getframe(2).f_locals.get("nesterov"))
-
-
-@functools.lru_cache(maxsize=4096)
-def _takes_flash(
-    specs: tuple[Any, ...],
-    required: tuple[bool, ...],
-    differentiates: bool,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    _backends: tuple[bool, bool],
-) -> bool:
-    """Whether the CPU takes its flash kernel, asked on empty tensors. Raises what eager attention raises."""
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    with temporarily_clear_interpreter_stack(), concretely():
-        if len(specs) > 3 or enable_gqa or not attends(*specs):  # it may raise
-            metas = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
-            mask = metas[3] if len(metas) > 3 else None
-            aten.scaled_dot_product_attention.default(*metas[:3], mask, dropout_p, is_causal, **options)
-        stand_ins = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="cpu") for s in specs]
-        for tensor, grad in zip(stand_ins, required, strict=True):
-            tensor.requires_grad_(grad)
-        mask = stand_ins[3] if len(stand_ins) > 3 else None
-        with torch.set_grad_enabled(differentiates):
-            choice = aten._fused_sdp_choice.default(*stand_ins[:3], mask, dropout_p, is_causal, **options)
-    return choice == int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)

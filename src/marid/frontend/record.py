@@ -36,7 +36,7 @@ from marid.graph.node import Node, Operation, Spec, Storage, Value, last_write, 
 from marid.graph.program import operation_of
 from marid.graph.tape import Tape
 from marid.native import module
-from marid.ops.facts import facts_of
+from marid.ops.facts import Facts, facts_of
 from marid.report.hooks import Recorded, recorded
 from marid.semantics import scopes
 from marid.semantics.scopes import capture_site, current_scope, current_site
@@ -51,11 +51,13 @@ logger = logging.getLogger("marid")
 Handler = Callable[["Recorder", tuple[Any, ...], dict[str, Any]], Any]
 _handlers: dict[Any, Handler] = {}
 _handled_by_key: set[Any] = set()
+_handled_in_formats: set[Any] = set()
 
 
-def special(*funcs: Any, by_key: bool = False) -> Callable[[Handler], Handler]:
+def special(*funcs: Any, by_key: bool = False, in_formats: bool = False) -> Callable[[Handler], Handler]:
     """Decorator: ``handler(recorder, args, kwargs)`` takes over these operators. ``by_key``: what it does depends on
-    the key of the call alone, so once it has recorded one, those with the same key go around it."""
+    the key of the call alone, so once it has recorded one, those with the same key go around it. ``in_formats``: it
+    does nothing of its own where all tensors are contiguous, until it says otherwise of the recorder."""
 
     def register(handler: Handler) -> Handler:
         for func in funcs:
@@ -64,6 +66,8 @@ def special(*funcs: Any, by_key: bool = False) -> Callable[[Handler], Handler]:
             _handlers[func] = handler
         if by_key:
             _handled_by_key.update(funcs)
+        if in_formats:
+            _handled_in_formats.update(funcs)
         return handler
 
     return register
@@ -75,15 +79,17 @@ class Recorder:
     ``known`` has what is known of its calls, by key. A ``plain`` operator needs nothing but the key to be recorded, one
     that returns the ``same_value`` not even that. One that ``draws`` takes numbers from a generator, too, and one that
     ``indexes`` is like a plain one where it does so by numbers, not by masks.
+    One that may run ``at_once`` does so where its arguments exist (``frontend/ahead.py``), whatever is known; one that
+    is special ``in_formats`` where they are contiguous, too.
     ``exact_floats`` makes floating-point numbers part of the key, ``exact_lists`` those in lists. ``deriver`` gives
     what is known of a new call without inferring it, where that can be. One that ``asks_autocast`` may be composed of
     operators that autocast changes.
     """
 
     __slots__ = (
-        "asks_autocast", "bumps", "deriver", "draws", "dynamic", "exact_floats", "exact_lists", "facts", "func",
-        "handler", "indexes", "known", "op", "plain", "position", "random", "same_value", "takes_generator",
-        "written"
+        "asks_autocast", "at_once", "bumps", "deriver", "draws", "dynamic", "exact_floats", "exact_lists", "facts",
+        "func", "handler", "in_formats", "indexes", "known", "op", "plain", "position", "random", "same_value",
+        "takes_generator", "written"
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -115,6 +121,9 @@ class Recorder:
         alone = self.handler is None
         self.draws = alone and self.random and self.takes_generator and not self.dynamic and not facts.mask
         self.indexes = alone and not self.random and facts.mask != ""
+        self.in_formats = func in _handled_in_formats
+        usual = (by_key or self.in_formats) and not self.random
+        self.at_once = usual and _keeps_geometry(facts) and _returns_tensors(schema)
 
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""
@@ -239,6 +248,14 @@ class Recorder:
         return returned
 
 
+def _keeps_geometry(facts: Facts) -> bool:
+    return not (any(facts.resized) or facts.moves_memory or facts.resizes or facts.in_place_of)
+
+
+def _returns_tensors(schema: Any) -> bool:
+    return all(str(one.type) in ("Tensor", "List[Tensor]") for one in schema.returns)
+
+
 def _unshare(tensor: Any, call: Call) -> None:
     """Give ``tensor`` a value of its own before an operation changes its geometry; other aliases keep theirs."""
     old = tensor._value
@@ -278,6 +295,7 @@ def follow_switches() -> None:
 
 
 def _settings_changed() -> None:
+    handles.record_again()  # who listens is told of what is recorded
     for recorders in _tables.values():
         for recorder in recorders.values():
             for known in recorder.known.values():
@@ -366,6 +384,7 @@ module.configure(
     bucket=bucket,
     bounds=BOUNDS,
     tapes=handles.tapes,
+    spec_of=handles.spec_of,
     last_write=last_write,
     run_pending=run_everything,
     dispatch=dispatch,

@@ -15,7 +15,7 @@ import torch
 from marid.graph.node import Spec, Value
 from marid.native import module
 
-__all__ = ["Rule", "attends", "has_plain_rows", "rule", "rules", "same_as"]
+__all__ = ["Rule", "has_plain_rows", "rule", "rules", "same_as"]
 
 aten = torch.ops.aten
 
@@ -326,7 +326,7 @@ def _spread(x: Value, dims: tuple[int, ...] | None = None, *, keepdim: bool = Fa
     return _dense(kept, of.dtype)
 
 
-def attends(query: Spec, key: Spec, value: Spec) -> bool:
+def _attends(query: Spec, key: Spec, value: Spec) -> bool:
     """Whether these surely fit together as query, key and value of attention: floating-point tensors of four dimensions
     and one dtype, none of them empty."""
     return (
@@ -358,7 +358,7 @@ def _attention(
     **__: Any,
 ) -> Any:
     of = _spec(query)
-    if attn_mask is not None or dropout or not attends(of, _spec(key), _spec(value)):
+    if attn_mask is not None or dropout or not _attends(of, _spec(key), _spec(value)):
         return NotImplemented
     out = _like(query)
     return out if out is NotImplemented else [out, _dense(of.shape[:3], _statistics_dtype(of), _BY_POSITION[:3])]
@@ -378,7 +378,7 @@ def _attention_backward(
     **__: Any,
 ) -> Any:
     of, to = _spec(query), _spec(key)
-    if attn_mask is not None or dropout or not attends(of, to, _spec(value)) or not _plain(query, grad, out):
+    if attn_mask is not None or dropout or not _attends(of, to, _spec(value)) or not _plain(query, grad, out):
         return NotImplemented
     if _spec(grad).shape != of.shape or _spec(out).shape != of.shape or _spec(logsumexp).shape != of.shape[:3]:
         return NotImplemented

@@ -53,7 +53,7 @@ bool is_unshared(const at::Tensor& tensor) {
   }
   if (others > 0) return false;
   marid::Handle* handle = marid::handle_of(tensor);
-  return handle != nullptr && (!handle->storage || Py_REFCNT(handle->storage.get()) == 1);
+  return handle != nullptr && !handle->is_shared();
 }
 
 }  // namespace

@@ -75,8 +75,9 @@ Outcome read_tensor(const at::Tensor& tensor, bool exact, Call& call, PyObject**
     }
   }
   Handle* handle = handle_of(impl);
-  if (handle == nullptr || !handle->value || !is_value(handle->value.get())) return Outcome::kUnusual;
-  PyObject* value = handle->value.get();
+  PyObject* value = handle == nullptr ? nullptr : handle->value();
+  if (value == nullptr && PyErr_Occurred()) return Outcome::kError;
+  if (value == nullptr || !is_value(value)) return Outcome::kUnusual;
   call.handles.push_back(handle);
   call.values.push_back(value);
   return given(spec_of(value), Py_NewRef(value), key, stored);

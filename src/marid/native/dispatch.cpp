@@ -84,12 +84,14 @@ void push_returned(const c10::FunctionSchema& schema, torch::jit::Stack* stack, 
 }
 
 // With the interpreter's lock.
-void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void call(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function) {
   size_t count = op.schema().arguments().size();
   auto [arguments, keywords] = to_python(op.schema(), torch::jit::last(*stack, count));
   torch::jit::drop(*stack, count);
-  PyObject* returned = PyObject_CallFunctionObjArgs(
-      marid::dispatch, torch::detail::getTorchApiFunction(op).ptr(), arguments.ptr(), keywords.ptr(), nullptr);
+  PyObject* returned = function != nullptr
+      ? PyObject_Call(function, arguments.ptr(), keywords.ptr())
+      : PyObject_CallFunctionObjArgs(
+            marid::dispatch, torch::detail::getTorchApiFunction(op).ptr(), arguments.ptr(), keywords.ptr(), nullptr);
   if (returned == nullptr) throw python_error();
   push_returned(op.schema(), stack, py::reinterpret_steal<py::object>(returned));
 }
@@ -98,11 +100,11 @@ void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 namespace marid {
 
-void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function) {
   auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   bool composed = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
       !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
-  if (composed && std::none_of(arguments.begin(), arguments.end(), holds_handle)) {
+  if (function == nullptr && composed && std::none_of(arguments.begin(), arguments.end(), holds_handle)) {
     // Tensors that only say that they are on the device, as FakeTensor makes them.
     return op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
@@ -118,7 +120,7 @@ void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard guard(above - left);
   InterpreterLock lock;
   try {
-    call(op, stack);
+    call(op, stack, function);
   } catch (py::error_already_set& error) {
     error.restore();
     python_error own;

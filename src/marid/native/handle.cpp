@@ -1,6 +1,6 @@
 #include "handle.h"
 
-#include "record.h"
+#include "immediate.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
@@ -52,15 +52,16 @@ Handle::~Handle() { Handle::release_resources(); }
 
 void Handle::release_resources() {
   c10::TensorImpl::release_resources();
-  if (!value && !storage) return;
+  computed_.reset();
+  if (!value_ && !storage_) return;
   if (Py_IsInitialized() == 0) {  // the process ends
-    value.release();
-    storage.release();
+    value_.release();
+    storage_.release();
     return;
   }
   InterpreterLock lock;
-  value = Ref();
-  storage = Ref();
+  value_ = Ref();
+  storage_ = Ref();
 }
 
 c10::intrusive_ptr<c10::TensorImpl> Handle::shallow_copy_and_detach(
@@ -80,17 +81,48 @@ void Handle::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) 
   Handle* other = handle_of(impl.get());
   if (other == nullptr) return;
   InterpreterLock lock;
-  stand_for(other->value.get(), other->storage.get());
+  stand_for_the_same(other);
 }
 
 const char* Handle::tensorimpl_type_name() const { return "marid::Handle"; }
 
-void Handle::stand_for(PyObject* other, PyObject* in) {
-  value = Ref(Py_XNewRef(other));
-  storage = Ref(Py_XNewRef(in));
+PyObject* Handle::value() {
+  if (!value_ && computed_) value_ = Ref(Py_XNewRef(computed_->value()));
+  return value_.get();
 }
 
-Handle* handle_of(c10::TensorImpl* impl) { return dynamic_cast<Handle*>(impl); }
+PyObject* Handle::memory() const { return !storage_ && computed_ ? computed_->storage().get() : storage_.get(); }
+
+void Handle::lie_in(PyObject* storage) {
+  storage_ = Ref(Py_XNewRef(storage));
+  if (computed_) computed_->storage() = Ref(Py_XNewRef(storage));
+}
+
+void Handle::stand_for(PyObject* other) {
+  storage_ = Ref(Py_XNewRef(memory()));
+  computed_.reset();
+  value_ = Ref(Py_XNewRef(other));
+}
+
+void Handle::stand_for_the_same(Handle* other) {
+  value_ = Ref(Py_XNewRef(other->value_.get()));
+  storage_ = Ref(Py_XNewRef(other->storage_.get()));
+  computed_ = other->computed_;
+}
+
+const std::shared_ptr<Computed>& Handle::computed() {
+  if (!computed_ && value_ && is_value(value_.get())) {
+    at::Tensor tensor = concrete_tensor(value_.get());
+    if (tensor.defined()) computed_ = Computed::of_value(std::move(tensor), value_.get(), storage_.get());
+  }
+  return computed_;
+}
+
+bool Handle::is_shared() const {
+  PyObject* in = memory();
+  Py_ssize_t own = (storage_ ? 1 : 0) + (in != nullptr && computed_ && computed_->storage().get() == in ? 1 : 0);
+  return (in != nullptr && Py_REFCNT(in) > own) || (computed_ && computed_->is_shared());
+}
 
 bool holds_handle(const c10::IValue& value) {
   if (value.isTensor()) return handle_of(value.toTensor()) != nullptr;
@@ -99,12 +131,25 @@ bool holds_handle(const c10::IValue& value) {
   return std::any_of(items.begin(), items.end(), holds_handle);
 }
 
-at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone) {
+namespace {
+
+template <typename Value>
+at::Tensor made_like(const c10::TensorImpl* pattern, Value&& value, bool alone) {
   auto impl = c10::make_intrusive<Handle>(pattern, alone);
-  impl->value = Ref(Py_NewRef(value));
+  impl->stand_for(std::forward<Value>(value));
   at::Tensor made(std::move(impl));
   Ref object(THPVariable_Wrap(made, handle_type));
   return object ? made : at::Tensor();
+}
+
+}  // namespace
+
+at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone) {
+  return made_like(pattern, value, alone);
+}
+
+at::Tensor new_handle(const c10::TensorImpl* pattern, std::shared_ptr<Computed> value) {
+  return made_like(pattern, std::move(value), false);
 }
 
 // --- attributes ------------------------------------------------------------------------------------------------------
@@ -118,25 +163,34 @@ Handle* handle_of_object(PyObject* object) {
   return handle;
 }
 
-template <Ref Handle::*part>
-PyObject* get(PyObject* object, void* may_miss) {
+PyObject* get_value(PyObject* object, void*) {
   Handle* handle = handle_of_object(object);
   if (handle == nullptr) return nullptr;
-  PyObject* found = (handle->*part).get();
-  return Py_NewRef(found == nullptr ? Py_None : found);
+  PyObject* found = handle->value();
+  return found == nullptr && PyErr_Occurred() ? nullptr : Py_NewRef(found == nullptr ? Py_None : found);
 }
 
-template <Ref Handle::*part>
-int set(PyObject* object, PyObject* to, void*) {
+PyObject* get_storage(PyObject* object, void*) {
   Handle* handle = handle_of_object(object);
-  if (handle == nullptr) return -1;
-  handle->*part = Ref(to == Py_None ? nullptr : Py_XNewRef(to));
-  return 0;
+  if (handle == nullptr) return nullptr;
+  return Py_NewRef(handle->memory() == nullptr ? Py_None : handle->memory());
+}
+
+int set_value(PyObject* object, PyObject* to, void*) {
+  Handle* handle = handle_of_object(object);
+  if (handle != nullptr) handle->stand_for(to == Py_None ? nullptr : to);
+  return handle == nullptr ? -1 : 0;
+}
+
+int set_storage(PyObject* object, PyObject* to, void*) {
+  Handle* handle = handle_of_object(object);
+  if (handle != nullptr) handle->lie_in(to == Py_None ? nullptr : to);
+  return handle == nullptr ? -1 : 0;
 }
 
 PyGetSetDef attributes[] = {
-    {"_value", get<&Handle::value>, set<&Handle::value>, nullptr, nullptr},
-    {"_storage", get<&Handle::storage>, set<&Handle::storage>, nullptr, nullptr},
+    {"_value", get_value, set_value, nullptr, nullptr},
+    {"_storage", get_storage, set_storage, nullptr, nullptr},
 };
 
 }  // namespace

@@ -1,8 +1,12 @@
 // Tensors of the device: without data, with what they stand for (frontend/handles.py).
 #pragma once
-#include "python.h"
+#include "computed.h"
 
 #include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <typeinfo>
+#include <utility>
 
 namespace marid {
 
@@ -23,14 +27,30 @@ struct Handle final : c10::TensorImpl {
   void release_resources() override;
   const char* tensorimpl_type_name() const override;
 
-  void stand_for(PyObject* other, PyObject* in);  // with the interpreter's lock, as all that follows
+  // All of this with the interpreter's lock. What it stands for (graph/node.py); null for nothing, or after an error.
+  PyObject* value();
+  // What the value lies in; null where nothing has asked for it.
+  PyObject* memory() const;
+  void lie_in(PyObject* storage);
+  void stand_for(PyObject* other);
+  void stand_for(std::shared_ptr<Computed> other) { computed_ = std::move(other); }
+  // What it stands for, if that has been computed; empty where its operation has not run.
+  const std::shared_ptr<Computed>& computed();
+  // Whether another tensor may lie in its memory.
+  bool is_shared() const;
 
-  Ref value;  // graph/node.py
-  Ref storage;  // what the value lies in; empty where nothing has asked for it
+ private:
+  void stand_for_the_same(Handle* other);
+
+  Ref value_, storage_;
+  std::shared_ptr<Computed> computed_;
 };
 
 // The handle that a tensor is; null where it is another one. (Patterns are on the device too, and are none.)
-Handle* handle_of(c10::TensorImpl* impl);
+inline Handle* handle_of(c10::TensorImpl* impl) {
+  bool may_be = impl != nullptr && impl->key_set().has(c10::DispatchKey::PrivateUse1);  // which is quicker to see
+  return may_be && typeid(*impl) == typeid(Handle) ? static_cast<Handle*>(impl) : nullptr;
+}
 inline Handle* handle_of(const at::Tensor& tensor) { return handle_of(tensor.unsafeGetTensorImpl()); }
 
 // Whether an argument is such a tensor, or a list with one.
@@ -38,6 +58,7 @@ bool holds_handle(const c10::IValue& value);
 
 // A handle that looks like `pattern` and stands for `value`, with its Python object; null after an error.
 at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone = false);
+at::Tensor new_handle(const c10::TensorImpl* pattern, std::shared_ptr<Computed> value);
 
 // Have Python read and write what handles stand for as attributes; false after an error.
 bool prepare_handles(PyObject* type);

@@ -4,9 +4,7 @@
 
 #include "concretely.h"
 #include "geometry.h"
-#include "resident.h"
 
-#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -24,6 +22,7 @@ namespace {
 constexpr int64_t kMostBytes = 16 << 20;
 constexpr int64_t kOperations = 16384;  // without a read
 constexpr size_t kQuick = 256 << 10;  // bytes that an operator reads in less time than others would wait for the lock
+constexpr size_t kMostCopied = 1 << 20;
 int64_t bytes_an_operation = 0;
 
 }  // namespace
@@ -94,124 +93,246 @@ void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments
 
 namespace {
 
-// Whether a call can run at once: its arguments exist, and nothing is pending, or on the device's thread, that it must see
-// or could overtake.
-bool is_ready(PyObject* on, const Call& call, bool writes, Concrete& concrete) {
-  concrete.clear();
-  if (marid_queue_busy() != 0) return false;
-  if (writes && PyList_GET_SIZE(tape.at(on, kEntries)) != 0) return false;
-  for (size_t i = 0; i < call.values.size(); i++) {
-    concrete.push_back(concrete_tensor(call.values[i]));
-    PyObject* own = call.handles[i]->storage.get();
-    if (!concrete.back().defined() || (own != nullptr && last_write(own) != nullptr)) return false;
+// Whether a tensor can be one of the device's.
+bool is_plain(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return tensor.layout() == at::kStrided && tensor.is_cpu() && !tensor.is_quantized() && !tensor.is_nested() &&
+      !impl.key_set().has(c10::DispatchKey::Python);
+}
+
+// Whether a tensor of the host is copied as quickly as anything else is done at once.
+bool is_small(const at::Tensor& tensor) {
+  return is_plain(tensor) && !tensor.is_conj() && !tensor.is_neg() && tensor.nbytes() <= kMostCopied;
+}
+
+// The tensors of ours among the arguments of a call.
+struct Given {
+  c10::SmallVector<Handle*, 8> handles;  // kept by the arguments
+  Concrete concrete;
+  c10::DeviceIndex device = -1;
+  bool takes_host = false;  // whether small tensors of the host are as good
+  bool is_usual = true;  // no others but numbers, and all on one device
+
+  void add(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    Handle* handle = handle_of(tensor);
+    if (handle == nullptr) {
+      is_usual = is_usual && (tensor.unsafeGetTensorImpl()->is_wrapped_number() || (takes_host && is_small(tensor)));
+      return;
+    }
+    c10::DeviceIndex on = tensor.device().index();
+    is_usual = is_usual && (device == -1 || device == on);
+    device = on;
+    handles.push_back(handle);
   }
-  return true;
-}
 
-// Whether a result is as recorded; `viewed` is what it is a view of.
-bool is_as_recorded(const at::Tensor& result, PyObject* spec, const at::Tensor* viewed) {
-  const Geometry* recorded = geometry_of(spec);
-  if (recorded == nullptr || !agrees(result, *recorded, viewed)) return false;
-  size_t owners = result.use_count();  // the stack, and the list that is on it
-  return viewed != nullptr || owners == 1 || (owners == 2 && has_object(*result.unsafeGetTensorImpl()->pyobj_slot()));
-}
-
-// A result in the layout that was recorded for it, with the interpreter's lock. Throws where it is another tensor.
-at::Tensor laid_out(const at::Tensor& result, PyObject* spec) {
-  const Geometry* recorded = geometry_of(spec);
-  TORCH_CHECK(recorded != nullptr && result.defined() && result.sizes() == c10::IntArrayRef(recorded->sizes) &&
-                  result.scalar_type() == recorded->dtype,
-              "marid: an operator returned another tensor than was recorded");
-  Below below(false);
-  return at::empty_strided(recorded->sizes, recorded->strides, result.options()).copy_(result);
-}
-
-// The new tensors among what an operator returned; false where they are not as recorded. Where it also `writes`, it cannot
-// be done again, and they are laid out as recorded.
-bool take_returned(const Operator& op, PyObject* like, const Concrete& concrete, const torch::jit::Stack& returned,
-                   bool writes, Concrete& made) {
-  auto take = [&](const at::Tensor& result, PyObject* spec, PyObject* view_of) {
-    const at::Tensor* viewed = view_of == Py_None ? nullptr : &concrete[PyLong_AsSize_t(view_of)];
-    bool is_right = is_as_recorded(result, spec, viewed);
-    if (is_right || writes) made.push_back(is_right ? result : laid_out(result, spec));
-    return is_right || writes;
-  };
-  if (known.at(like, kReturned) != Py_None) return true;
-  if (known.at(like, kPattern) != Py_None) {
-    return take(returned[0].toTensor(), known.at(like, kResult), known.at(like, kViewOf));
+  bool is_contiguous() const {
+    return std::all_of(handles.begin(), handles.end(), [](Handle* handle) { return handle->is_contiguous(); });
   }
-  PyObject* described = known.at(like, kSeveral);
-  size_t count = static_cast<size_t>(PyTuple_GET_SIZE(described));
-  c10::ArrayRef<c10::IValue> items = op.returns_list ? returned[0].toListRef() : c10::ArrayRef<c10::IValue>(returned);
-  if (items.size() != count) return false;
-  for (size_t i = 0; i < count; i++) {
-    PyObject* one = PyTuple_GET_ITEM(described, i);
-    if (one == Py_None || PyTuple_GET_ITEM(one, 0) != Py_None) {
-      made.emplace_back();
-    } else if (!take(items[i].toTensor(), PyTuple_GET_ITEM(one, 2), PyTuple_GET_ITEM(one, 4))) {
-      return false;
+
+  explicit Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host = false) : takes_host(takes_host) {
+    for (const c10::IValue& argument : arguments) {
+      if (argument.isTensor()) {
+        add(argument.toTensor());
+      } else if (argument.isTensorList() || argument.isOptionalTensorList()) {
+        for (const c10::IValue& item : argument.toListRef()) {
+          if (item.isTensor()) add(item.toTensor());
+        }
+      }
     }
   }
+};
+
+// Whether a call can run at once: its arguments exist, and nothing is pending, or on the device's thread, that it must see
+// or could overtake.
+bool is_ready(PyObject* on, Given& given, bool writes) {
+  given.concrete.clear();
+  if (marid_queue_busy() != 0) return false;
+  bool pending = PyList_GET_SIZE(tape.at(on, kEntries)) != 0;
+  if (writes && pending) return false;
+  for (Handle* handle : given.handles) {
+    const std::shared_ptr<Computed>& computed = handle->computed();
+    if (!computed) return false;
+    if (pending && handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
+    given.concrete.push_back(computed->tensor);
+  }
   return true;
 }
 
-// How many bytes a call has read and written, at most; none for views.
-int64_t traffic(PyObject* like, const Concrete& concrete, const Concrete& made) {
-  PyObject* described = known.at(like, kSeveral);
-  PyObject* first = described != Py_None && PyTuple_GET_SIZE(described) != 0 ? PyTuple_GET_ITEM(described, 0) : Py_None;
-  if (known.at(like, kViewOf) != Py_None || (first != Py_None && PyTuple_GET_ITEM(first, 4) != Py_None)) return 0;
-  int64_t nbytes = 0;
-  for (const Concrete* tensors : {&concrete, &made}) {
-    for (const at::Tensor& one : *tensors) nbytes += one.defined() ? static_cast<int64_t>(one.nbytes()) : 0;
+// What an operator has returned, as tensors of the device.
+class Taken {
+ public:
+  Taken(PyObject* by, const Given& given, bool writes, Results& results)
+      : by_(by), given_(given), writes_(writes), results_(results) {}
+
+  // kUnusual where this is no tensor that can be recorded; an operator that has written cannot be done again.
+  Outcome take(const at::Tensor& result) {
+    if (!result.defined()) {
+      results_.emplace_back();
+      return Outcome::kDone;
+    }
+    std::shared_ptr<Computed> base;
+    for (size_t i = 0; i < given_.concrete.size(); i++) {
+      if (result.is_same(given_.concrete[i])) {
+        results_.push_back(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+            given_.handles[i])));
+        return Outcome::kDone;
+      }
+      if (!base && result.has_storage() && given_.concrete[i].storage().is_alias_of(result.storage())) {
+        base = given_.handles[i]->computed();
+      }
+    }
+    if (!is_plain(result)) {
+      TORCH_CHECK(!writes_, "marid: an operator that writes has returned a tensor that is not strided, or not on the CPU");
+      return Outcome::kUnusual;
+    }
+    if (base || is_owned(result.storage())) return give(result, base);
+    if (!writes_) return Outcome::kUnusual;
+    Below below(false);
+    return give(result.clone(), base);
   }
-  return nbytes;
+
+  // How many bytes of memory are new.
+  int64_t nbytes() const { return nbytes_; }
+
+ private:
+  Outcome give(const at::Tensor& tensor, const std::shared_ptr<Computed>& base) {
+    if (!base) nbytes_ += static_cast<int64_t>(tensor.nbytes());
+    if (origin_.op == nullptr && !find_origin(by_, &origin_)) return Outcome::kError;
+    std::shared_ptr<const Look> look = look_of(tensor, given_.device);
+    if (!look) return Outcome::kError;
+    const c10::TensorImpl* pattern = look->pattern;
+    results_.push_back(new_handle(pattern, Computed::make(tensor, std::move(look), origin_, base)));
+    return results_.back().defined() ? Outcome::kDone : Outcome::kError;
+  }
+
+  PyObject* by_;
+  const Given& given_;
+  bool writes_;
+  Results& results_;
+  Origin origin_{};
+  int64_t nbytes_ = 0;
+};
+
+// A stack for a call, whose memory the next call of this thread has again.
+struct Returned {
+  Returned() { stack.swap(spare); }
+  ~Returned() {
+    stack.clear();
+    if (spare.capacity() < stack.capacity()) stack.swap(spare);
+  }
+  torch::jit::Stack stack;
+
+ private:
+  static thread_local torch::jit::Stack spare;
+};
+thread_local torch::jit::Stack Returned::spare;
+
+// Let PyTorch know of what has been written, where kernels for lists do not.
+void note_written(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (!op.formals[i].written || !arguments[i].isTensorList()) continue;
+    for (const c10::IValue& item : arguments[i].toListRef()) item.toTensor().unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+// Whether a call copies a tensor to the host.
+bool is_to_host(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  return op.moves && arguments[*op.device].isDevice() && arguments[*op.device].toDevice().is_cpu();
+}
+
+// Whether an argument that is not recorded says what it says where it is left out.
+bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  bool to_host = is_to_host(op, arguments);
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (op.formals[i].kind != Formal::kNotRecorded || arguments[i].isNone() || (to_host && i == op.device)) continue;
+    if (!is_default(arguments[i], op.formals[i]) && !marid::is_usual(arguments.data(), i, op)) return false;
+  }
+  return true;
+}
+
+Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
+                        c10::ArrayRef<c10::IValue> arguments, Given& given, Results& results) {
+  PyObject* on = PyList_GetItem(tapes, given.device);
+  bool writes = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
+  if (any_failed()) return Outcome::kUnusual;
+  if (!is_ready(on, given, writes)) {
+    if (PyErr_Occurred() || !Ref(PyObject_CallOneArg(run_pending, on))) return Outcome::kError;
+    if (any_failed() || !is_ready(on, given, writes)) {
+      return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
+    }
+  }
+  Returned returned;
+  perform(handle, arguments, given.concrete, returned.stack);
+  if (is_to_host(op, arguments)) {
+    results.push_back(returned.stack[0].toTensor());
+    allowance.renew();
+    performed++;
+    return Outcome::kDone;
+  }
+  Taken taken(by, given, writes, results);
+  for (const c10::IValue& one : returned.stack) {
+    Outcome outcome = Outcome::kDone;
+    if (!one.isTensorList()) {
+      outcome = taken.take(one.toTensor());
+    } else {
+      for (const c10::IValue& item : one.toListRef()) {
+        if (outcome == Outcome::kDone) outcome = taken.take(item.toTensor());
+      }
+    }
+    if (outcome != Outcome::kDone) {
+      results.clear();
+      return outcome;
+    }
+  }
+  int64_t nbytes = taken.nbytes();
+  if (nbytes > 0 || writes || returned.stack.empty()) {  // else nothing but views
+    for (const at::Tensor& tensor : given.concrete) nbytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  if (!allowance.take(nbytes)) tape.set(on, kImmediate, Ref::to(Py_False));
+  performed++;
+  if (recorder.at(by, kBumps) == Py_True) note_written(op, arguments);
+  return Outcome::kDone;
 }
 
 }  // namespace
 
-Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& handle, const Operator& op,
-                    c10::ArrayRef<c10::IValue> arguments, const Call& call, Results& results) {
-  PyObject* on = known.at(like, kTape);
-  bool writes = PyList_GET_SIZE(known.at(like, kWrites)) != 0;
-  if (any_failed()) return Outcome::kUnusual;
-  Concrete concrete, made;
-  if (!is_ready(on, call, writes, concrete)) {
-    if (PyErr_Occurred() || !Ref(PyObject_CallOneArg(run_pending, on))) return Outcome::kError;
-    if (any_failed() || !is_ready(on, call, writes, concrete)) {
-      return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
-    }
-  }
-  torch::jit::Stack returned;
-  perform(handle, arguments, concrete, returned);
-  if (!take_returned(op, like, concrete, returned, writes, made)) {
-    return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
-  }
-  if (!allowance.take(traffic(like, concrete, made))) tape.set(on, kImmediate, Ref::to(Py_False));
-  performed++;
-  note_writes(by, like, call);
-  if (known.at(like, kReturned) != Py_None) {
-    results.push_back(argument(call, known.at(like, kReturned)));
-    return Outcome::kDone;
-  }
-  Ref of = new_node(by, like);
-  return of && give_results(of.get(), like, call, &made, results) ? Outcome::kDone : Outcome::kError;
+Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
+                        c10::ArrayRef<c10::IValue> arguments, Results& results) {
+  Given given(arguments);
+  return given.device < 0 ? Outcome::kUnusual : perform_at_once(by, handle, op, arguments, given, results);
+}
+
+Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
+                    Results& results) {
+  if (recording > 0) return Outcome::kUnusual;
+  Given given(arguments, op.copies);
+  if (!given.is_usual || given.device < 0) return Outcome::kUnusual;
+  if (tape.at(PyList_GetItem(tapes, given.device), kImmediate) != Py_True || !is_usual(op, arguments)) return Outcome::kUnusual;
+  if (recorder.at(by, kInFormats) == Py_True && !given.is_contiguous()) return Outcome::kUnusual;
+  return perform_at_once(by, handle, op, arguments, given, results);
+}
+
+Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
+                     c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results) {
+  if (recording > 0 || tape.at(PyList_GetItem(tapes, device), kImmediate) != Py_True) return Outcome::kUnusual;
+  Given given({});
+  given.device = device;
+  return perform_at_once(by, handle, op, arguments, given, results);
 }
 
 bool read_number(torch::jit::Stack* stack) {
   const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
   Handle* handle = handle_of(tensor);
-  if (handle == nullptr || !handle->value || !is_value(handle->value.get())) return false;
-  Ref value = Ref::to(handle->value.get());
-  PyObject* on = tape_of(spec_of(value.get()));
-  if (on == nullptr || recording > 0 || tape.at(on, kImmediate) != Py_True || any_failed()) return false;
-  if (marid_queue_busy() != 0) return false;
-  if (handle->storage && last_write(handle->storage.get()) != nullptr) return false;
-  at::Tensor concrete = concrete_tensor(value.get());
-  if (!concrete.defined()) return false;
+  if (handle == nullptr || recording > 0 || any_failed() || marid_queue_busy() != 0) return false;
+  if (tape.at(PyList_GetItem(tapes, tensor.device().index()), kImmediate) != Py_True) return false;
+  if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
+  const std::shared_ptr<Computed>& computed = handle->computed();
+  if (!computed) return false;
   static const c10::OperatorHandle item = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_local_scalar_dense", "");
   torch::jit::Stack returned;
   const c10::IValue argument(tensor);
-  perform(item, c10::ArrayRef<c10::IValue>(argument), Concrete{concrete}, returned);
+  perform(item, c10::ArrayRef<c10::IValue>(argument), Concrete{computed->tensor}, returned);
   allowance.renew();
   torch::jit::drop(*stack, 1);
   stack->push_back(std::move(returned[0]));

@@ -9,9 +9,18 @@
 
 namespace marid {
 
-// Run a call now; kUnusual where it has to be recorded, and nothing has happened. Throws what the kernel throws.
-Outcome run_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& handle, const Operator& op,
-                    c10::ArrayRef<c10::IValue> arguments, const Call& call, Results& results);
+// Run a call now, if operations run at once; kUnusual where it has to be recorded, and nothing has happened. Throws what the
+// kernel throws.
+Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
+                    Results& results);
+
+// The same for a call of which it has been said that it may run at once.
+Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
+                        c10::ArrayRef<c10::IValue> arguments, Results& results);
+
+// The same for a call that makes a tensor of none.
+Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
+                     c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results);
 
 // A number that has been computed; false to leave the read to Python.
 bool read_number(torch::jit::Stack* stack);

@@ -1,20 +1,15 @@
-// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python; and how some
-// composite operators are taken apart above autograd, or are not.
+// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python.
 #include "accumulate.h"
 #include "cells.h"
+#include "composites.h"
+#include "factories.h"
 #include "known_calls.h"
 #include "record.h"
 
 #include <ATen/Tensor.h>
 #include <ATen/TensorUtils.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/linear_native.h>
-#include <ATen/ops/max_pool1d.h>
-#include <ATen/ops/max_pool1d_native.h>
-#include <c10/core/AutogradState.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
@@ -95,48 +90,6 @@ struct Reshaped final : c10::OperatorKernel {
   Kernel usual, view;
 };
 
-// --- composites ------------------------------------------------------------------------------------------------------
-
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.device().type() == c10::DeviceType::PrivateUse1 && !tensor._fw_grad(0).defined() &&
-      !(c10::GradMode::is_enabled() && tensor.requires_grad());
-}
-
-// Whether the rows of a tensor lie behind each other by their strides alone. Those of dimensions of one element count, as
-// they do where PyTorch decides.
-bool has_plain_rows(const at::Tensor& tensor) {
-  int64_t step = 1;
-  for (int64_t dim = tensor.dim() - 1; dim >= 0; dim--) {
-    if (tensor.stride(dim) != step) return false;
-    step *= tensor.size(dim);
-  }
-  return true;
-}
-
-// Whether a function of the user's own (`torch.autograd.Function`, so a checkpoint) runs its forward. Autograd looks whether
-// what that returns is a view, as the CPU's steps may have made it.
-bool in_own_function() {
-  auto& state = c10::AutogradState::get_tls_state();
-  return !state.get_grad_mode() && !state.get_fw_grad_mode() && !state.get_inference_mode();
-}
-
-// Whether `linear` may be recorded whole, if nobody differentiates it: that is one node in place of three or four, and the
-// CPU takes it apart when it runs. Whether it folds other rows than plain ones depends on what requires gradients
-// (parameters do, also where none are recorded), which is no longer known then.
-bool is_simple(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  if (input.device() != weight.device()) return false;
-  if (bias.has_value() && bias->defined() && bias->device() != input.device()) return false;
-  return input.dim() == 2 || has_plain_rows(input);
-}
-
-// Above autograd.
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  bool plain = is_plain(input) && is_plain(weight) && (!bias.has_value() || !bias->defined() || is_plain(*bias));
-  if (!plain || in_own_function() || !is_simple(input, weight, bias)) return at::native::linear(input, weight, bias);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return at::linear(input, weight, bias);
-}
-
 // The kernel of `linear`, where there is no autograd above it.
 struct Linear final : c10::OperatorKernel {
   explicit Linear(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
@@ -144,23 +97,13 @@ struct Linear final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     at::Tensor input = torch::jit::peek(*stack, 0, 3).toTensor(), weight = torch::jit::peek(*stack, 1, 3).toTensor();
     auto bias = torch::jit::peek(*stack, 2, 3).toOptional<at::Tensor>();
-    if (is_simple(input, weight, bias)) return usual(op, keys, stack);
+    if (marid::is_simple(input, weight, bias)) return usual(op, keys, stack);
     torch::jit::drop(*stack, 3);
     stack->emplace_back(at::native::linear(input, weight, bias));
   }
 
   Kernel usual;
 };
-
-// Where nobody differentiates it the CPU has a kernel of its own, to which there is no other way.
-at::Tensor max_pool1d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
-                      at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
-  if (!is_plain(input)) {
-    return at::native::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return at::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
-}
 
 // --- registering -----------------------------------------------------------------------------------------------------
 
@@ -210,6 +153,7 @@ void describe(Operator* made, const c10::FunctionSchema& schema) {
   for (const c10::Argument& argument : schema.arguments()) {
     Formal formal;
     formal.name = PyUnicode_InternFromString(argument.name().c_str());
+    if (argument.name() == "device") made->device = made->formals.size();
     if (PySet_Contains(not_recorded, formal.name) == 1) {
       formal.kind = Formal::kNotRecorded;
     } else {
@@ -221,12 +165,15 @@ void describe(Operator* made, const c10::FunctionSchema& schema) {
     }
     if (argument.name() == "generator") made->generator = made->formals.size();
     if (argument.default_value().has_value()) formal.otherwise = &*argument.default_value();
+    formal.written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     if (!argument.kwarg_only()) made->positional++;
     made->formals.push_back(formal);
   }
   const auto& returns = schema.returns();
   made->returns = returns.size();
   made->reads_number = schema.name() == "aten::_local_scalar_dense";
+  made->copies = schema.name() == "aten::copy_";
+  made->moves = schema.name() == "aten::_to_copy";
   made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
 }
 
@@ -318,6 +265,22 @@ void listen() {
   listener->listening = true;
 }
 
+// register_factory(name, overload, kernel): an operator without an argument that is a tensor. Where it does not run at once,
+// this kernel in Python does what it does.
+PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const char *text = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
+  if (text == nullptr || overload == nullptr) return nullptr;
+  c10::OperatorName name(text, overload);
+  if (!registered.insert(name).second) Py_RETURN_NONE;
+  std::shared_ptr<Operator>& own = operators[name];
+  if (own == nullptr) own = std::make_shared<Operator>();
+  auto kernel = std::make_unique<marid::Factory>(own, Py_NewRef(given[2]));
+  static auto& factories = *new std::vector<c10::RegistrationHandleRAII>();  // which stay when the process ends
+  factories.push_back(c10::Dispatcher::singleton().registerImpl(
+      name, c10::DispatchKey::PrivateUse1, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)), {}, nullptr, __FILE__));
+  Py_RETURN_NONE;
+}
+
 // adopt(name, overload, identity, asks_autocast): the operator (`aten::add`, `Tensor`) is recorded by the recorder that
 // is found by this number; under autocast not without asking Python, if that is said.
 PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
@@ -347,8 +310,7 @@ void register_kernels(PyObject* names) {
   if (first) {
     not_recorded = Py_NewRef(names);
     auto* above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
-    above->impl("linear", TORCH_FN(linear));
-    above->impl("max_pool1d", TORCH_FN(max_pool1d));
+    marid::register_composites(*above);
     marid::register_cells(*above);
     kernels = new std::vector<c10::RegistrationHandleRAII>();
   }
@@ -364,6 +326,7 @@ void register_kernels(PyObject* names) {
 
 PyMethodDef kernel_functions[] = {
     {"adopt", fast(adopt), METH_FASTCALL, nullptr},
+    {"register_factory", fast(register_factory), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

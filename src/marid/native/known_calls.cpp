@@ -56,8 +56,8 @@ bool add_tensor(const at::Tensor& tensor, bool exact, Call& call, Words& words) 
     }
   }
   Handle* handle = handle_of(impl);
-  if (handle == nullptr || !handle->value || !is_value(handle->value.get())) return false;
-  PyObject* value = handle->value.get();
+  PyObject* value = handle == nullptr ? nullptr : handle->value();
+  if (value == nullptr || !is_value(value)) return false;
   words.push_back(kTensor);
   words.push_back(reinterpret_cast<uint64_t>(spec_of(value)));
   call.handles.push_back(handle);

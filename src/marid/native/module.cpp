@@ -27,7 +27,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       {"Operation", &operation_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"Spec", &spec_type}, {"not_recorded", &not_recorded},
       {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for},
-      {"draw_failed", &draw_failed}, {"draw_unused", &draw_unused}, {"dispatch", &dispatch}};
+      {"draw_failed", &draw_failed}, {"draw_unused", &draw_unused}, {"dispatch", &dispatch}, {"spec_of", &find_spec}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);
@@ -36,7 +36,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   bool found = operation.find(operation_type, {"mutates"}) &&
       storage.find(storage_type, {"last_read", "last_write", "handle"}) &&
       recorder.find(
-          recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver"}) &&
+          recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver", "at_once", "in_formats"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
       tape.find(tape_type, {"sequence", "entries", "room", "immediate"}) && spec.find(spec_type, {"pattern", "device"});
@@ -63,9 +63,10 @@ PyObject* new_handle(PyObject*, PyObject* const* given, Py_ssize_t) {
   return made.defined() ? THPVariable_Wrap(made) : nullptr;
 }
 
-// use(recorders): find recorders in this dict, by identity of the operator.
+// use(recorders): find recorders in this dict, by identity of the operator. To be said again when one is taken out of it.
 PyObject* use(PyObject*, PyObject* table) {
   Py_XSETREF(recorders, Py_NewRef(table));
+  marid::uses_of_tables++;
   Py_RETURN_NONE;
 }
 

@@ -21,19 +21,19 @@ Ref next_number(PyObject* on) {
 }
 
 PyObject* storage_behind(Handle* handle, PyObject* on) {
-  if (handle->storage) return handle->storage.get();
+  if (handle->memory() != nullptr) return handle->memory();
   Ref number = next_number(on), made(storage.type->tp_alloc(storage.type, 0));
   if (!number || !made) return nullptr;
   storage.set(made.get(), kLastRead, std::move(number));
   storage.set(made.get(), kLastWrite, Ref::to(Py_None));
   storage.set(made.get(), kStorageHandle, Ref::to(Py_None));
-  handle->storage = std::move(made);
-  return handle->storage.get();
+  handle->lie_in(made.get());
+  return handle->memory();
 }
 
 bool order(PyObject* of, PyObject* on, const Call& call, PyObject* writes) {
   c10::SmallVector<PyObject*, 8> storages;  // null where nothing has asked for it
-  for (Handle* handle : call.handles) storages.push_back(handle->storage.get());
+  for (Handle* handle : call.handles) storages.push_back(handle->memory());
   c10::SmallVector<size_t, 8> written;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
     written.push_back(PyLong_AsSize_t(PyList_GET_ITEM(writes, i)));

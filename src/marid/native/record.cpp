@@ -22,12 +22,14 @@ using namespace marid;
 // changes.
 bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results& results) {
   PyObject* on = known.at(like, kTape);
-  Ref left(PyLong_FromLongLong(room)), made = new_node(by, like);
+  Origin origin;
+  if (!find_origin(by, &origin)) return false;
+  Ref left(PyLong_FromLongLong(room)), made = new_node(on, origin, known.at(like, kResult));
   if (!left || !made) return false;
   PyObject* of = made.get();
   node.set(of, kArgs, Ref::to(call.args.get()));
   node.set(of, kKwargs, Ref::to(call.kwargs.get()));
-  if (!give_results(of, like, call, nullptr, results)) return false;
+  if (!give_results(of, like, call, results)) return false;
   Ref entry(PyWeakref_NewRef(of, nullptr));
   if (!entry) return false;
   PyObject_GC_UnTrack(entry.get());
@@ -58,8 +60,11 @@ Ref derived(PyObject* by, PyObject* key, const Call& call) {
 // error.
 at::Tensor same_value(const at::Tensor& tensor) {
   Handle* handle = handle_of(tensor);
-  if (handle == nullptr || !handle->value || !is_value(handle->value.get())) return at::Tensor();
-  Ref value = Ref::to(handle->value.get());
+  if (handle == nullptr) return at::Tensor();
+  const std::shared_ptr<Computed>& computed = handle->computed();
+  if (computed && computed->look() != nullptr) return new_handle(computed->look()->pattern, computed);
+  Ref value(Py_XNewRef(handle->value()));
+  if (!value || !is_value(value.get())) return at::Tensor();
   PyObject* pattern = spec.at(spec_of(value.get()), kSpecPattern);
   if (pattern == Py_None) return at::Tensor();
   PyObject* on = tape_of(spec_of(value.get()));
@@ -67,7 +72,7 @@ at::Tensor same_value(const at::Tensor& tensor) {
   Ref address(own == nullptr ? nullptr : PyObject_GetAttr(pattern, address_name));
   if (!address) return at::Tensor();
   at::Tensor second = new_handle(address.get(), value.get());
-  if (second.defined()) handle_of(second)->storage = Ref::to(own);
+  if (second.defined()) handle_of(second)->lie_in(own);
   return second;
 }
 
@@ -85,6 +90,27 @@ bool same_value(const Operator& op, torch::jit::Stack* stack) {
 
 at::Tensor marid::detached(const at::Tensor& tensor) {
   return handle_type == nullptr || tapes == nullptr ? at::Tensor() : same_value(tensor);
+}
+
+int64_t marid::uses_of_tables = 0;
+
+PyObject* marid::recorder_of(const Operator& op) {
+  if (op.found_at != uses_of_tables || !op.recorder) {
+    op.recorder = Ref(Py_XNewRef(PyDict_GetItemWithError(recorders, op.identity)));
+    op.found_at = uses_of_tables;
+  }
+  return op.recorder.get();
+}
+
+void marid::give_back(const Operator& op, Results& results, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.formals.size());
+  if (op.returns_list) {
+    c10::List<at::Tensor> list;
+    for (at::Tensor& result : results) list.push_back(std::move(result));
+    stack->emplace_back(std::move(list));
+  } else {
+    for (at::Tensor& result : results) stack->emplace_back(std::move(result));
+  }
 }
 
 namespace {
@@ -153,21 +179,44 @@ bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
   return true;
 }
 
+// Run a call that draws at once; kUnusual where it has to be recorded.
+Outcome draw_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& handle, const Operator& op,
+                     c10::ArrayRef<c10::IValue> arguments, Call& call, Results& results) {
+  at::Generator generator;
+  Outcome drawn = draw(by, like, call, true, generator);
+  if (drawn != Outcome::kDone) return Outcome::kError;  // or Python takes the call over
+  std::vector<c10::IValue> positioned(arguments.begin(), arguments.end());
+  positioned[*op.generator] = std::move(generator);
+  Outcome outcome;
+  try {
+    outcome = perform_at_once(by, handle, op, positioned, results);
+  } catch (...) {
+    Ref(PyObject_CallFunctionObjArgs(draw_failed, like, call.kwargs.get(), nullptr));
+    throw;
+  }
+  // The thread's generator stands where the call's numbers begin, and counts as having given them.
+  if (outcome == Outcome::kUnusual && !Ref(PyObject_CallNoArgs(draw_unused))) return Outcome::kError;
+  return outcome;
+}
+
 }  // namespace
 
 bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
   if (op.reads_number) return read_number(stack);
-  PyObject* by = PyDict_GetItemWithError(recorders, op.identity);
+  PyObject* by = recorder_of(op);
   if (by == nullptr) return false;
   if (op.view_handle) return view_in_place(op, stack);
   if (recorder.at(by, kSameValue) == Py_True) return same_value(op, stack);
+  Results results;
   const c10::IValue* given = stack->data() + stack->size() - op.formals.size();
   c10::ArrayRef<c10::IValue> arguments(given, op.formals.size());
+  Outcome at_once = recorder.at(by, kAtOnce) == Py_True ? run_at_once(by, handle, op, arguments, results) : Outcome::kUnusual;
+  if (at_once == Outcome::kDone) give_back(op, results, stack);
+  if (at_once != Outcome::kUnusual) return at_once == Outcome::kDone;
   bool draws = recorder.at(by, kDraws) == Py_True;
   bool indexes = recorder.at(by, kIndexes) == Py_True && indexes_by_number(given[1]);
   if (recorder.at(by, kPlain) != Py_True && !draws && !indexes) return false;
-  Ref held = Ref::to(by);
   Call call{recorder.at(by, kExactFloats) == Py_True, recorder.at(by, kExactLists) == Py_True};
   Ref like = known_of(op, by, given, call);
   PyObject* found = like.get();
@@ -177,44 +226,18 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   if (one ? op.returns != 1 || op.returns_list : described == Py_None) return false;
   if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
   PyObject* on = known.at(found, kTape);
-  bool immediate = recording == 0 && tape.at(on, kImmediate) == Py_True;
+  bool immediate = draws && recording == 0 && tape.at(on, kImmediate) == Py_True;
   long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
   if (left < 0 && !immediate) return false;  // the tape may be full
-  if ((draws || !immediate) && !store_call(op, given, call)) return false;
-  std::vector<c10::IValue> positioned;
-  if (draws) {
-    at::Generator generator;
-    if (draw(by, found, call, immediate, generator) != Outcome::kDone) return false;
-    positioned.assign(arguments.begin(), arguments.end());
-    if (generator.defined()) positioned[*op.generator] = std::move(generator);
-    arguments = positioned;
-  }
-  Results results;
-  Outcome at_once = Outcome::kUnusual;
+  if (!store_call(op, given, call)) return false;
   if (immediate) {
-    try {
-      at_once = run_at_once(by, found, handle, op, arguments, call, results);
-    } catch (...) {
-      if (draws) Ref(PyObject_CallFunctionObjArgs(draw_failed, found, call.kwargs.get(), nullptr));
-      throw;
-    }
+    at_once = draw_at_once(by, found, handle, op, arguments, call, results);
+  } else if (draws) {
+    at::Generator none;
+    if (draw(by, found, call, false, none) != Outcome::kDone) return false;
   }
   if (at_once == Outcome::kError) return false;
-  if (at_once == Outcome::kUnusual) {
-    results.clear();
-    // The thread's generator stands where the call's numbers begin, and counts as having given them.
-    if (draws && immediate && !Ref(PyObject_CallNoArgs(draw_unused))) return false;
-    if (left < 0 && !draws) return false;  // what it draws it has by now
-    if (!call.args && !store_call(op, given, call)) return false;
-    if (!add(by, found, call, left, results)) return false;
-  }
-  torch::jit::drop(*stack, op.formals.size());
-  if (op.returns_list) {
-    c10::List<at::Tensor> list;
-    for (at::Tensor& result : results) list.push_back(std::move(result));
-    stack->emplace_back(std::move(list));
-  } else {
-    for (at::Tensor& result : results) stack->emplace_back(std::move(result));
-  }
+  if (at_once == Outcome::kUnusual && !add(by, found, call, left, results)) return false;
+  give_back(op, results, stack);
   return true;
 }

@@ -17,6 +17,7 @@ struct Formal {
   enum Kind { kPlain, kDtype, kMemoryFormat, kNotRecorded } kind = kPlain;
   PyObject* name = nullptr;  // where it can only be given by name
   const c10::IValue* otherwise = nullptr;
+  bool written = false;
 };
 
 class KnownCalls;  // known_calls.h
@@ -29,8 +30,13 @@ struct Operator {
   PyObject* identity = nullptr;  // of the operator in Python, once it has been seen
   bool reads_number = false;  // whether it is what `item()` calls
   bool asks_autocast = false;  // whether Python has to be asked how autocast changes it
+  // The recorder that was found last, and when: see recorder_of.
+  mutable Ref recorder;
+  mutable int64_t found_at = 0;
   std::shared_ptr<KnownCalls> calls;
-  std::optional<size_t> generator;  // which argument it is
+  std::optional<size_t> generator, device;  // which argument it is
+  bool copies = false;  // whether it is `copy_`, which takes what it copies from the host, too
+  bool moves = false;  // whether it is what `to` calls, whose result may be for the host
   std::shared_ptr<Operator> view;  // of an operator that makes its argument a view of itself: the one that returns the view
   std::optional<c10::OperatorHandle> view_handle;
 };
@@ -43,8 +49,13 @@ bool recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit:
 // for other tensors, where Python has to make it, and after an error, which is set then.
 at::Tensor detached(const at::Tensor& tensor);
 
-// Give a call to Python. (dispatch.cpp)
-void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// Give a call to Python: to `dispatch` in frontend/record.py, or to another function that is called like the operator.
+// (dispatch.cpp)
+void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function = nullptr);
+
+// The recorder of an operator in the table that is in use; borrowed. Null where there is none yet. (record.cpp)
+PyObject* recorder_of(const Operator& op);
+extern int64_t uses_of_tables;  // how often a table was taken into use
 
 // Tell a Python function of a call: the operator, arguments, keywords, and what was returned. It must not raise. (dispatch.cpp)
 void tell(PyObject* function, const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> given,
@@ -59,8 +70,9 @@ bool is_autocasting();
 // Give each operator on tensors that has none yet a kernel that records; keywords in `not_recorded` are left to Python.
 void register_kernels(PyObject* not_recorded);
 
-// The user's line and the scope that are running now, of which either may be null; false after an error. (stack.cpp)
-bool where(Ref* site, Ref* scope);
+// The user's line and the scope that are running now, either of which may be left out; false after an error. Borrowed:
+// sites and scopes live for good. (stack.cpp)
+bool where(PyObject** site, PyObject** scope);
 
 // The scope of what autograd runs for an operation of this scope; borrowed. (stack.cpp)
 PyObject* backward_of(PyObject* scope);

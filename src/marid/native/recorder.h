@@ -15,7 +15,7 @@ namespace marid {
 extern Slots operation, storage, recorder, known, tape, spec;
 enum OperationSlot { kMutates };
 enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
-enum RecorderSlot { kRecorderOp, kPlain, kDraws, kIndexes, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver };
+enum RecorderSlot { kRecorderOp, kPlain, kDraws, kIndexes, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver, kAtOnce, kInFormats };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
 enum TapeSlot { kSequence, kEntries, kRoom, kImmediate };
 enum SpecSlot { kSpecPattern, kSpecDevice };
@@ -52,11 +52,17 @@ at::Tensor new_handle(PyObject* address, PyObject* value);
 
 at::Tensor argument(const Call& call, PyObject* index);
 
-// A node for a call, of which all is set but what it needs.
-Ref new_node(PyObject* by, PyObject* like);
+// What a recorder's operation comes from that is called now; false after an error.
+bool find_origin(PyObject* by, Origin* origin);
 
-// The results of a node for the user; false after an error. `made` are the tensors of one that has run.
-bool give_results(PyObject* of, PyObject* like, const Call& call, const Concrete* made, Results& results);
+// A node, of which all is set but what it needs and what it is a view of; empty after an error.
+Ref new_node(PyObject* on, const Origin& origin, PyObject* spec);
+
+// The results of a node for the user; false after an error.
+bool give_results(PyObject* of, PyObject* like, const Call& call, Results& results);
+
+// Put what a call returns in the place of its arguments.
+void give_back(const Operator& op, Results& results, torch::jit::Stack* stack);
 
 // Let PyTorch know that what a call wrote has changed.
 void note_writes(PyObject* by, PyObject* like, const Call& call);

@@ -2,6 +2,7 @@
 // are pending will take. (graph/tape.py)
 #include "resident.h"
 
+#include "computed.h"
 #include "nodes.h"
 
 namespace {
@@ -52,7 +53,7 @@ PyObject* note_results(PyObject*, PyObject* const* given, Py_ssize_t) {
 }
 
 // resident_values(tape): living values that hold memory, views included.
-PyObject* resident_values(PyObject*, PyObject* on) { return living(on).release(); }
+PyObject* resident_values(PyObject*, PyObject* on) { return note_computed(on) ? living(on).release() : nullptr; }
 
 long long bytes_of(PyObject* of) { return of == Py_None ? 0 : PyLong_AsLongLong(spec.at(of, 0)); }
 

@@ -1,8 +1,6 @@
 // What a call returns to the user: a node or its outputs, and tensors that stand for them.
 #include "recorder.h"
 
-#include "resident.h"
-
 namespace torch::autograd {
 int get_current_graph_task_id();
 }
@@ -30,12 +28,12 @@ bool view(const at::Tensor& made, PyObject* on, const Call& call, PyObject* view
   PyObject* own = storage_behind(call.handles[base], on);
   if (own == nullptr) return false;
   root = Ref::to(root_of(call.values[base]));
-  handle_of(made)->storage = Ref::to(own);
+  handle_of(made)->lie_in(own);
   return true;
 }
 
-// The results of a node that has several, or none: see Known.several. `made` are those of one that has run.
-bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, const Concrete* made_of, Results& results) {
+// The results of a node that has several, or none: see Known.several.
+bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, Results& results) {
   Py_ssize_t count = PyTuple_GET_SIZE(described);
   c10::SmallVector<Ref, 4> outs;
   for (Py_ssize_t i = 0; i < count; i++) {
@@ -57,10 +55,6 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
     output.set(made.get(), kOutputSpec, Ref::to(PyTuple_GET_ITEM(one, 2)));
     output.set(made.get(), kOutputConcrete, Ref::to(Py_None));
     output.set(made.get(), kOutputRoot, Ref::to(Py_None));
-    if (made_of != nullptr) {
-      output.set(made.get(), kOutputConcrete, Ref(THPVariable_Wrap((*made_of)[i])));
-      if (!note_resident(on, made.get())) return false;
-    }
     results.push_back(new_handle(PyTuple_GET_ITEM(one, 3), made.get()));
     if (!results.back().defined()) return false;
     PyObject* view_of = PyTuple_GET_ITEM(one, 4);
@@ -79,30 +73,31 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
 
 }  // namespace
 
-Ref new_node(PyObject* by, PyObject* like) {
-  Ref seq = next_number(known.at(like, kTape)), site, scope;
-  if (!seq || !marid::where(&site, &scope)) return Ref();
-  if (torch::autograd::get_current_graph_task_id() >= 0) scope = Ref::to(backward_of(scope.get()));
-  Ref made(node.type->tp_alloc(node.type, 0));
+bool find_origin(PyObject* by, Origin* origin) {
+  if (!marid::where(&origin->site, &origin->scope)) return false;
+  if (torch::autograd::get_current_graph_task_id() >= 0) origin->scope = backward_of(origin->scope);
+  origin->op = recorder.at(by, kRecorderOp);
+  return true;
+}
+
+Ref new_node(PyObject* on, const Origin& origin, PyObject* spec) {
+  Ref seq = next_number(on), made(seq ? node.type->tp_alloc(node.type, 0) : nullptr);
   if (!made) return Ref();
   PyObject_GC_UnTrack(made.get());
   PyObject* of = made.get();
   node.set(of, kSeq, std::move(seq));
-  node.set(of, kOp, Ref::to(recorder.at(by, kRecorderOp)));
-  node.set(of, kSpec, Ref::to(known.at(like, kResult)));
-  node.set(of, kSite, std::move(site));
-  node.set(of, kScope, std::move(scope));
+  node.set(of, kOp, Ref::to(origin.op));
+  node.set(of, kSpec, Ref::to(spec));
+  node.set(of, kSite, Ref::to(origin.site));
+  node.set(of, kScope, Ref::to(origin.scope));
   for (int slot : {kArgs, kKwargs, kRoot, kAfter, kOverwrites, kConcrete, kOuts}) node.set(of, slot, Ref::to(Py_None));
   return made;
 }
-bool give_results(PyObject* of, PyObject* like, const Call& call, const Concrete* made, Results& results) {
+
+bool give_results(PyObject* of, PyObject* like, const Call& call, Results& results) {
   PyObject *on = known.at(like, kTape), *returned = known.at(like, kReturned), *view_of = known.at(like, kViewOf);
   if (known.at(like, kPattern) != Py_None) {
     Ref root;
-    if (made != nullptr) {
-      node.set(of, kConcrete, Ref(THPVariable_Wrap((*made)[0])));
-      if (!note_resident(on, of)) return false;
-    }
     results.push_back(new_handle(known.at(like, kPattern), of));
     if (!results.back().defined()) return false;
     if (view_of != Py_None) {
@@ -113,7 +108,7 @@ bool give_results(PyObject* of, PyObject* like, const Call& call, const Concrete
     node.set(of, kOuts, untracked_tuple(0));
     results.push_back(argument(call, returned));
   } else {
-    return several(of, on, known.at(like, kSeveral), call, made, results);
+    return several(of, on, known.at(like, kSeveral), call, results);
   }
   return true;
 }

@@ -72,18 +72,42 @@ PyObject* table_of(PyCodeObject* code) {
   return table ? tables.emplace(code, std::move(table)).first->second.get() : nullptr;
 }
 
-// The site in a frame, and whether that is in an installed package (whose tables are of a subclass of dict); empty where
-// it is internal, or after an error.
-Ref site_in(Frame* frame, PyCodeObject* code, bool* in_package) {
+// What is known of an instruction: the site there, and whether that is in an installed package (whose tables are of a
+// subclass of dict). Null where it is internal. Borrowed: sites live for good, and so do code objects that have a table.
+struct Place {
+  PyCodeObject* code;
+  int instruction;
+  bool in_package;
+  PyObject* site;
+};
+constexpr size_t kPlaces = 1 << 12;
+Place places[kPlaces];  // by the lower bits of both
+
+// False after an error.
+bool find_place(Frame* frame, PyCodeObject* code, Place* found) {
+  int at = static_cast<int>(_PyInterpreterFrame_LASTI(frame)) * static_cast<int>(sizeof(_Py_CODEUNIT));
+  Place& kept = places[(reinterpret_cast<size_t>(code) >> 4 ^ static_cast<size_t>(at) * 31) % kPlaces];
+  if (kept.code == code && kept.instruction == at) {
+    *found = kept;
+    return true;
+  }
   PyObject* table = table_of(code);
-  if (table == nullptr || table == internal) return Ref();
-  *in_package = !PyDict_CheckExact(table);
-  Ref instruction(PyLong_FromLong(_PyInterpreterFrame_LASTI(frame) * static_cast<long>(sizeof(_Py_CODEUNIT))));
-  if (!instruction) return Ref();
-  PyObject* site = PyDict_GetItemWithError(table, instruction.get());
-  if (site != nullptr) return Ref::to(site);
-  if (PyErr_Occurred()) return Ref();
-  return Ref(PyObject_CallFunctionObjArgs(site_at, reinterpret_cast<PyObject*>(code), instruction.get(), nullptr));
+  if (table == nullptr) return false;
+  *found = {code, at, false, nullptr};
+  if (table != internal) {
+    Ref instruction(PyLong_FromLong(at));
+    if (!instruction) return false;
+    found->in_package = !PyDict_CheckExact(table);
+    found->site = PyDict_GetItemWithError(table, instruction.get());
+    if (found->site == nullptr) {
+      if (PyErr_Occurred()) return false;
+      // The table has it from here on.
+      found->site = Ref(PyObject_CallFunctionObjArgs(site_at, reinterpret_cast<PyObject*>(code), instruction.get(), nullptr)).get();
+      if (found->site == nullptr) return false;
+    }
+  }
+  kept = *found;
+  return true;
 }
 
 // Code that is not the user's, by the lower bits of its address: frames of packages are often many, and lie between the
@@ -102,13 +126,12 @@ struct TwoHash {
 };
 auto& calls = *new std::unordered_map<std::pair<PyObject*, PyObject*>, Ref, TwoHash>;  // sites live for good
 
-// The user's site that has called a line of a package; empty after an error.
-Ref site_calling(PyObject* site, PyObject* package) {
+// The user's site that has called a line of a package; borrowed. Null after an error.
+PyObject* site_calling(PyObject* site, PyObject* package) {
   auto found = calls.find({site, package});
-  if (found != calls.end()) return Ref::to(found->second.get());
+  if (found != calls.end()) return found->second.get();
   Ref made(PyObject_CallFunctionObjArgs(called_in, site, package, nullptr));
-  if (made) calls.emplace(std::pair{site, package}, Ref::to(made.get()));
-  return made;
+  return made ? calls.emplace(std::pair{site, package}, std::move(made)).first->second.get() : nullptr;
 }
 
 // --- the scope -------------------------------------------------------------------------------------------------------
@@ -188,31 +211,30 @@ PyObject* met(PyObject* optimizer) {
 
 }  // namespace
 
-bool marid::where(Ref* site, Ref* scope) {
+bool marid::where(PyObject** site, PyObject** scope) {
 #ifdef MARID_HAS_FRAMES
   c10::SmallVector<PyObject*, 16> modules;  // from the innermost outward; their frames hold them
   PyObject* optimizer = nullptr;
-  Ref package;  // the innermost line of an installed package, until the user's is found
+  PyObject *own = nullptr, *package = nullptr;  // the user's line, and the innermost of an installed package inside of it
   for (Frame* frame = innermost(); frame != nullptr; frame = frame->previous) {
     auto* any = reinterpret_cast<PyCodeObject*>(F_CODE(frame));
     // Once the site is known only these matter, and the rest of the stack is passed over quickly.
-    if (site == nullptr || *site || (package && passed_at(any) == any)) {
+    if (site == nullptr || own != nullptr || (package != nullptr && passed_at(any) == any)) {
       if (any != module_code && any != optimizer_code) continue;
     }
     PyCodeObject* code = code_of(frame);
     if (code == nullptr) continue;
-    if (site != nullptr && !*site) {
-      bool in_package = false;
-      Ref found = site_in(frame, code, &in_package);
-      if (!found && PyErr_Occurred()) return false;
-      if (!found || in_package) {
+    if (site != nullptr && own == nullptr) {
+      Place found;
+      if (!find_place(frame, code, &found)) return false;
+      if (found.site == nullptr || found.in_package) {
         passed_at(code) = code;
-        if (!package) package = std::move(found);
+        if (package == nullptr) package = found.site;
       } else {
-        *site = package ? site_calling(found.get(), package.get()) : std::move(found);
-        if (!*site) return false;
+        own = package != nullptr ? site_calling(found.site, package) : found.site;
+        if (own == nullptr) return false;
       }
-      if (*site && scope == nullptr) return true;
+      if (own != nullptr && scope == nullptr) break;
     }
     if (scope == nullptr || optimizer != nullptr) continue;
     if (code == module_code) {
@@ -220,29 +242,28 @@ bool marid::where(Ref* site, Ref* scope) {
       if (module != nullptr) modules.push_back(module);
     } else if (code == optimizer_code) {
       optimizer = local(frame, optimizer_self);
-      if (optimizer != nullptr && site != nullptr && *site) break;  // what called it has no part in this
+      if (optimizer != nullptr && own != nullptr) break;  // what called it has no part in this
     }
   }
-  if (site != nullptr && !*site) *site = package ? std::move(package) : Ref::to(Py_None);
+  if (site != nullptr) *site = own != nullptr ? own : package != nullptr ? package : Py_None;
   if (scope == nullptr) return true;
   PyObject* step = optimizer != nullptr ? met(optimizer) : nullptr;
   if (optimizer != nullptr && step == nullptr) return false;
   if (modules.empty() && step != nullptr) {
-    *scope = Ref::to(step);
+    *scope = step;
     return true;
   }
   PyObject *found = outside == nullptr ? usual_outside : outside, *parent = nullptr;
   for (size_t i = modules.size(); found != nullptr && i-- > 0; parent = modules[i]) {
     found = inside(found, parent, modules[i]);
   }
-  if (found == nullptr) return false;
-  *scope = Ref::to(found);
-  return true;
+  *scope = found;
+  return found != nullptr;
 #else
   Ref both(PyObject_CallNoArgs(walk));
   if (!both) return false;
-  if (site != nullptr) *site = Ref::to(PyTuple_GET_ITEM(both.get(), 0));
-  if (scope != nullptr) *scope = Ref::to(PyTuple_GET_ITEM(both.get(), 1));
+  if (site != nullptr) *site = PyTuple_GET_ITEM(both.get(), 0);
+  if (scope != nullptr) *scope = PyTuple_GET_ITEM(both.get(), 1);
   return true;
 #endif
 }
@@ -277,14 +298,14 @@ PyObject* set_outside(PyObject*, PyObject* scope) {
 
 // here(): the user's line that is running now; scopes.current_site, quicker.
 PyObject* here(PyObject*, PyObject*) {
-  Ref site;
-  return marid::where(&site, nullptr) ? site.release() : nullptr;
+  PyObject* site;
+  return marid::where(&site, nullptr) ? Py_NewRef(site) : nullptr;
 }
 
 // scope(): the modules, or the optimizer, that are running now; scopes.current_scope, quicker.
 PyObject* scope(PyObject*, PyObject*) {
-  Ref found;
-  return marid::where(nullptr, &found) ? found.release() : nullptr;
+  PyObject* found;
+  return marid::where(nullptr, &found) ? Py_NewRef(found) : nullptr;
 }
 
 // forget_optimizers(): tell `meet` of each again.

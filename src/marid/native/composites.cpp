@@ -1,0 +1,101 @@
+#include "composites.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice_ops.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/linear_native.h>
+#include <ATen/ops/max_pool1d.h>
+#include <ATen/ops/max_pool1d_native.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/GradMode.h>
+
+namespace {
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.device().type() == c10::DeviceType::PrivateUse1 && !tensor._fw_grad(0).defined() &&
+      !(c10::GradMode::is_enabled() && tensor.requires_grad());
+}
+
+// Whether the rows of a tensor lie behind each other by their strides alone. Those of dimensions of one element count, as
+// they do where PyTorch decides.
+bool has_plain_rows(const at::Tensor& tensor) {
+  int64_t step = 1;
+  for (int64_t dim = tensor.dim() - 1; dim >= 0; dim--) {
+    if (tensor.stride(dim) != step) return false;
+    step *= tensor.size(dim);
+  }
+  return true;
+}
+
+// Whether a function of the user's own (`torch.autograd.Function`, so a checkpoint) runs its forward. Autograd looks whether
+// what that returns is a view, as the CPU's steps may have made it.
+bool in_own_function() {
+  auto& state = c10::AutogradState::get_tls_state();
+  return !state.get_grad_mode() && !state.get_fw_grad_mode() && !state.get_inference_mode();
+}
+
+}  // namespace
+
+namespace marid {
+
+bool is_simple(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  if (input.device() != weight.device()) return false;
+  if (bias.has_value() && bias->defined() && bias->device() != input.device()) return false;
+  return input.dim() == 2 || has_plain_rows(input);
+}
+
+}  // namespace marid
+
+namespace {
+
+// Above autograd.
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  bool plain = is_plain(input) && is_plain(weight) && (!bias.has_value() || !bias->defined() || is_plain(*bias));
+  if (!plain || in_own_function() || !marid::is_simple(input, weight, bias)) return at::native::linear(input, weight, bias);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::linear(input, weight, bias);
+}
+
+// Where nobody differentiates it the CPU has a kernel of its own, to which there is no other way.
+at::Tensor max_pool1d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
+                      at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
+  if (!is_plain(input)) {
+    return at::native::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
+}
+
+// A tensor of the CPU that looks like another one and has no memory.
+at::Tensor as_on_the_cpu(const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return tensor;  // while a graph is traced
+  c10::Storage none(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
+  auto keys = c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView});
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(none), keys, tensor.dtype());
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  if (tensor.requires_grad()) impl->set_requires_grad(true);
+  return at::Tensor(std::move(impl));
+}
+
+// Which kernel attention takes. It is found by the type of the device, and the CPU looks at that, at geometry, types and
+// gradients, not at values.
+int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const std::optional<at::Tensor>& mask, double dropout, bool is_causal,
+                         std::optional<double> scale, bool enable_gqa) {
+  std::optional<at::Tensor> own_mask;
+  if (mask.has_value() && mask->defined()) own_mask = as_on_the_cpu(*mask);
+  return at::_ops::_fused_sdp_choice::redispatch(
+      c10::DispatchKeySet(c10::DispatchKey::CPU), as_on_the_cpu(query), as_on_the_cpu(key), as_on_the_cpu(value), own_mask,
+      dropout, is_causal, scale, enable_gqa);
+}
+
+}  // namespace
+
+void marid::register_composites(torch::Library& above) {
+  above.impl("linear", TORCH_FN(linear));
+  above.impl("max_pool1d", TORCH_FN(max_pool1d));
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(choose_attention);
+  static auto& own = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  own.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
+}
