@@ -49,7 +49,7 @@ def register() -> None:
 
 
 # Recorded whole: where nobody differentiates them the CPU has a kernel for one, and takes the other apart when it runs
-# (native/kernels.cpp says when).
+# (native/composites.cpp says when).
 special(aten.linear.default, aten.max_pool1d.default, by_key=True)(Recorder.record)
 
 

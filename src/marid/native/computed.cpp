@@ -14,14 +14,7 @@ namespace marid {
 
 PyObject* find_spec;
 
-Look::~Look() {
-  if (Py_IsInitialized() == 0) {  // the process ends
-    spec.release();
-    return;
-  }
-  InterpreterLock lock;
-  spec = Ref();
-}
+Look::~Look() { give_up({&spec}); }
 
 namespace {
 
@@ -99,15 +92,7 @@ void Computed::leave_list() {
 
 Computed::~Computed() {
   leave_list();
-  if (!value_ && !storage_) return;
-  if (Py_IsInitialized() == 0) {  // the process ends
-    value_.release();
-    storage_.release();
-    return;
-  }
-  InterpreterLock lock;
-  value_ = Ref();
-  storage_ = Ref();
+  give_up({&value_, &storage_});
 }
 
 PyObject* Computed::value() {

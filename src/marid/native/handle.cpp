@@ -53,15 +53,7 @@ Handle::~Handle() { Handle::release_resources(); }
 void Handle::release_resources() {
   c10::TensorImpl::release_resources();
   computed_.reset();
-  if (!value_ && !storage_) return;
-  if (Py_IsInitialized() == 0) {  // the process ends
-    value_.release();
-    storage_.release();
-    return;
-  }
-  InterpreterLock lock;
-  value_ = Ref();
-  storage_ = Ref();
+  give_up({&value_, &storage_});
 }
 
 c10::intrusive_ptr<c10::TensorImpl> Handle::shallow_copy_and_detach(

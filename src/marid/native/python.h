@@ -42,6 +42,19 @@ class InterpreterLock {
   PyGILState_STATE state_;
 };
 
+// Give references back, with the interpreter's lock or without it; where the process ends nothing is left to give to.
+inline void give_up(std::initializer_list<Ref*> held) {
+  bool empty = true;
+  for (Ref* one : held) empty = empty && !*one;
+  if (empty) return;
+  if (Py_IsInitialized() == 0) {
+    for (Ref* one : held) one->release();
+    return;
+  }
+  InterpreterLock lock;
+  for (Ref* one : held) *one = Ref();
+}
+
 // Give the values of a task their tensors; its nodes have run. (bind.cpp, as graph/program.py's `deliver`.)
 void deliver(PyObject* task, PyObject* results);
 
