@@ -19,16 +19,6 @@ c10::DeviceIndex device_of(const Operator& op, c10::ArrayRef<c10::IValue> argume
   return index < PyList_GET_SIZE(tapes) ? index : -1;
 }
 
-// Whether nothing is asked for that the device does not have.
-bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
-  for (size_t i = 0; i < arguments.size(); i++) {
-    const c10::IValue& given = arguments[i];
-    if (op.formals[i].kind != Formal::kNotRecorded || given.isNone() || i == op.device) continue;
-    if (given.isBool() ? given.toBool() : !given.isInt() || given.toLayout() != at::kStrided) return false;
-  }
-  return true;
-}
-
 bool made_at_once(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
   PyObject* by = recorder_of(op);
@@ -36,9 +26,7 @@ bool made_at_once(const c10::OperatorHandle& handle, const Operator& op, torch::
   auto arguments = torch::jit::last(*stack, op.formals.size());
   c10::DeviceIndex device = device_of(op, arguments);
   Results results;
-  if (device < 0 || !is_usual(op, arguments) || make_at_once(by, handle, op, arguments, device, results) != Outcome::kDone) {
-    return false;
-  }
+  if (device < 0 || make_at_once(by, handle, op, arguments, device, results) != Outcome::kDone) return false;
   give_back(op, results, stack);
   return true;
 }

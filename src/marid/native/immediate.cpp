@@ -228,24 +228,16 @@ struct Returned {
 };
 thread_local torch::jit::Stack Returned::spare;
 
-// Let PyTorch know of what has been written, where kernels for lists do not.
-void note_written(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
-  for (size_t i = 0; i < arguments.size(); i++) {
-    if (!op.formals[i].written || !arguments[i].isTensorList()) continue;
-    for (const c10::IValue& item : arguments[i].toListRef()) item.toTensor().unsafeGetTensorImpl()->bump_version();
-  }
-}
-
 // Whether a call copies a tensor to the host.
 bool is_to_host(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   return op.moves && arguments[*op.device].isDevice() && arguments[*op.device].toDevice().is_cpu();
 }
 
 // Whether an argument that is not recorded says what it says where it is left out.
-bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
-  bool to_host = is_to_host(op, arguments);
+// The device may be left out of it.
+bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any_device) {
   for (size_t i = 0; i < arguments.size(); i++) {
-    if (op.formals[i].kind != Formal::kNotRecorded || arguments[i].isNone() || (to_host && i == op.device)) continue;
+    if (op.formals[i].kind != Formal::kNotRecorded || arguments[i].isNone() || (any_device && i == op.device)) continue;
     if (!is_default(arguments[i], op.formals[i]) && !marid::is_usual(arguments.data(), i, op)) return false;
   }
   return true;
@@ -291,7 +283,7 @@ Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const O
   }
   if (!allowance.take(nbytes)) tape.set(on, kImmediate, Ref::to(Py_False));
   performed++;
-  if (recorder.at(by, kBumps) == Py_True) note_written(op, arguments);
+  note_writes(by, op, arguments);
   return Outcome::kDone;
 }
 
@@ -308,7 +300,8 @@ Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Opera
   if (recording > 0) return Outcome::kUnusual;
   Given given(arguments, op.copies);
   if (!given.is_usual || given.device < 0) return Outcome::kUnusual;
-  if (tape.at(PyList_GetItem(tapes, given.device), kImmediate) != Py_True || !is_usual(op, arguments)) return Outcome::kUnusual;
+  if (tape.at(PyList_GetItem(tapes, given.device), kImmediate) != Py_True) return Outcome::kUnusual;
+  if (!is_usual(op, arguments, is_to_host(op, arguments))) return Outcome::kUnusual;
   if (recorder.at(by, kInFormats) == Py_True && !given.is_contiguous()) return Outcome::kUnusual;
   return perform_at_once(by, handle, op, arguments, given, results);
 }
@@ -316,6 +309,7 @@ Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Opera
 Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
                      c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results) {
   if (recording > 0 || tape.at(PyList_GetItem(tapes, device), kImmediate) != Py_True) return Outcome::kUnusual;
+  if (!is_usual(op, arguments, true)) return Outcome::kUnusual;
   Given given({});
   given.device = device;
   return perform_at_once(by, handle, op, arguments, given, results);

@@ -37,7 +37,6 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
   if (PyList_Append(tape.at(on, kEntries), entry.get()) < 0) return false;
   if (!order(of, on, call, known.at(like, kWrites))) return false;
   tape.set(on, kRoom, std::move(left));
-  note_writes(by, like, call);
   return true;
 }
 
@@ -237,7 +236,10 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
     if (draw(by, found, call, false, none) != Outcome::kDone) return false;
   }
   if (at_once == Outcome::kError) return false;
-  if (at_once == Outcome::kUnusual && !add(by, found, call, left, results)) return false;
+  if (at_once == Outcome::kUnusual) {
+    if (!add(by, found, call, left, results)) return false;
+    note_writes(by, op, arguments);
+  }
   give_back(op, results, stack);
   return true;
 }

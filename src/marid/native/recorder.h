@@ -64,7 +64,7 @@ bool give_results(PyObject* of, PyObject* like, const Call& call, Results& resul
 // Put what a call returns in the place of its arguments.
 void give_back(const Operator& op, Results& results, torch::jit::Stack* stack);
 
-// Let PyTorch know that what a call wrote has changed.
-void note_writes(PyObject* by, PyObject* like, const Call& call);
+// Let PyTorch know that what a call wrote has changed, where kernels for lists do not.
+void note_writes(PyObject* by, const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
 }  // namespace marid

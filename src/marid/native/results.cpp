@@ -113,11 +113,11 @@ bool give_results(PyObject* of, PyObject* like, const Call& call, Results& resul
   return true;
 }
 
-void note_writes(PyObject* by, PyObject* like, const Call& call) {
+void note_writes(PyObject* by, const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   if (recorder.at(by, kBumps) != Py_True) return;
-  PyObject* writes = known.at(like, kWrites);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); i++) {
-    call.handles[PyLong_AsSize_t(PyList_GET_ITEM(writes, i))]->bump_version();
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (!op.formals[i].written || !arguments[i].isTensorList()) continue;
+    for (const c10::IValue& item : arguments[i].toListRef()) item.toTensor().unsafeGetTensorImpl()->bump_version();
   }
 }
 
