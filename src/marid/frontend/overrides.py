@@ -53,14 +53,15 @@ def register() -> None:
 special(aten.linear.default, aten.max_pool1d.default, by_key=True)(Recorder.record)
 
 
-# Fused attention multiplies by weights, and rows fold whatever they are where a weight requires gradients. The values
-# that weights have when a program runs require none, so rows are laid out for folding before.
+# Fused attention multiplies by views of weights. In inference mode these require gradients where the weights do, and
+# rows are folded then whatever their strides. The values that weights have when a program runs require none, so such
+# rows are laid out for folding before.
 
 
 @special(aten._native_multi_head_attention.default)
 def _native_attention(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weights = [one for one in (*args[3:], *kwargs.values()) if isinstance(one, torch.Tensor)]
-    if any(weight.requires_grad for weight in weights):
+    if torch.is_inference_mode_enabled() and any(weight.requires_grad for weight in weights):
         laid_out = {one: one.contiguous() for one in args[:3]}  # two that are the same tensor are multiplied together
         args = (*(laid_out[one] for one in args[:3]), *args[3:])
     return recorder.record(args, kwargs)
