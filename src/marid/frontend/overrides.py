@@ -115,6 +115,26 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return dropout(input, p) if train and p > 0 else input
 
 
+# The same operator alone takes no generator. ``torch.func`` calls it for ``dropout`` on foreign devices; on the CPU it
+# draws the noise by an operator that is out of place, in the order of the elements and not of their memory.
+
+
+@_replaces(aten.native_dropout.default)
+def _native_dropout(input: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if input.numel() == 0:
+        return input, aten.empty_like.default(input)
+    if train is False:
+        return aten.clone.default(input), aten.ones_like.default(input, dtype=torch.bool)
+    keep = 1.0 - p
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        one = aten.empty.memory_format([], dtype=input.dtype, device=input.device)
+        noise = aten.bernoulli.p(aten.expand.default(one, input.shape), keep)
+        mask = aten.ne.Scalar(noise, 0)
+        return aten.mul.Tensor(input, aten.div_.Scalar(noise, keep)), mask
+    mask = aten.bernoulli_.float(aten.empty_like.default(input, dtype=torch.bool), keep)
+    return aten.mul_.Tensor(aten.mul.Tensor(input, mask), 0.0 if keep == 0 else 1.0 / keep), mask
+
+
 # PyTorch asks for a storage in C++, and handles have theirs in Python.
 
 

@@ -342,21 +342,6 @@ for _name in named("with_generator"):
         special(_plain)(_drawn_from(_with_generator(_plain)))
 
 
-@special(aten.native_dropout.default)
-def _native_dropout(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # What the CPU kernel does, step by step; the operator itself takes no generator.
-    tensor, probability = args[0], args[1]
-    train = args[2] if len(args) > 2 else kwargs.get("train")
-    if tensor.numel() == 0:
-        return tensor, aten.empty_like.default(tensor)
-    if train is False:
-        return aten.clone.default(tensor), aten.ones_like.default(tensor, dtype=torch.bool)
-    keep = 1.0 - probability
-    mask = aten.empty_like.default(tensor, dtype=torch.bool)
-    aten.bernoulli_.float(mask, keep)
-    return aten.mul_.Tensor(aten.mul.Tensor(tensor, mask), 0.0 if keep == 0 else 1.0 / keep), mask
-
-
 # --- kernels that the CPU lacks for some dtypes ---------------------------------------------------------------------
 
 
