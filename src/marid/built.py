@@ -12,6 +12,7 @@ import subprocess
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -21,9 +22,9 @@ from marid.settings import settings
 __all__ = ["build", "has_headers", "library_path", "the_compiler"]
 
 _FOLDER = Path(__file__).parent / "native"
-_PYTHON = Path(sysconfig.get_paths()["include"])
-_ABI = sysconfig.get_config_var("EXT_SUFFIX")  # Python's version, the processor and the system
-_SOURCES = sorted(_FOLDER.rglob("*.cpp"))
+_ABI = EXTENSION_SUFFIXES[0]  # Python's version, the processor and the system
+_FILES = sorted(Path(folder, name) for folder, _, names in os.walk(_FOLDER) for name in names)
+_SOURCES = [file for file in _FILES if file.suffix == ".cpp"]
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
 _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -51,7 +52,7 @@ def library_path() -> Path:
     That is beside its sources, like the compiled files of Python; where we may not write, with the cached files.
     """
     identity = f"{torch.__version__} {_ABI} {_OPTIONS} {_OF_KERNELS} ".encode()
-    identity += b"".join(source.read_bytes() for source in [*_SOURCES, *sorted(_FOLDER.rglob("*.h"))])
+    identity += b"".join(file.read_bytes() for file in [*_SOURCES, *(file for file in _FILES if file.suffix == ".h")])
     name = f"native-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     beside, cached = _FOLDER / "_built" / name, settings.cache_dir / name
     if beside.exists() or (not cached.exists() and os.access(_FOLDER, os.W_OK)):
@@ -66,7 +67,11 @@ def the_compiler() -> str | None:
 
 def has_headers() -> bool:
     """Whether Python's headers are installed."""
-    return (_PYTHON / "Python.h").exists()
+    return (_include() / "Python.h").exists()
+
+
+def _include() -> Path:
+    return Path(sysconfig.get_paths()["include"])
 
 
 def build(path: Path) -> None:
@@ -78,7 +83,7 @@ def build(path: Path) -> None:
     if compiler is None:
         raise OSError("no C++ compiler (g++ or clang++) was found")
     if not has_headers():
-        raise OSError(f"Python's headers are not installed ({_PYTHON} has no Python.h)")
+        raise OSError(f"Python's headers are not installed ({_include()} has no Python.h)")
     root = Path(torch.__file__).parent
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Built under a private name and moved into place: who does not wait never sees half a file.
@@ -86,7 +91,7 @@ def build(path: Path) -> None:
         if path.exists():
             return
         built = Path(scratch) / "native.so"
-        options = [*_OPTIONS, f"-I{_FOLDER}", f"-I{root / 'include'}", f"-I{_PYTHON}"]
+        options = [*_OPTIONS, f"-I{_FOLDER}", f"-I{root / 'include'}", f"-I{_include()}"]
         if torch.backends.openmp.is_available() and "clang" not in Path(compiler).name:
             options.append("-fopenmp")  # for products; not for the linker: PyTorch brings a library of its own
         objects = [str(Path(scratch) / f"{index}-{source.stem}.o") for index, source in enumerate(_SOURCES)]
