@@ -702,3 +702,17 @@ def test_interpreter_style_program() -> None:
         return [y, values, indices, z, histogram, z.norm().item(), indices.tolist()]
 
     on_both(program)
+
+
+@pytest.mark.parametrize("compare", [operator.lt, operator.le, operator.eq, operator.ne, operator.gt, operator.ge])
+def test_comparisons_with_parameters_are_laid_out_as_on_the_cpu(compare: Callable[[Any, Any], torch.Tensor]) -> None:
+    """Python asks a parameter on the right first, and the result is laid out like the operand that is asked."""
+    rows, columns = torch.tensor([[1.0, 2.0], [3.0, 1.0]]), torch.tensor([[1.0, 0.0], [5.0, 1.0]]).t()
+    for left, right in ((rows, columns), (columns, rows)):
+        for wrap in (lambda a, b: (a, b), lambda a, b: (a, nn.Parameter(b)), lambda a, b: (nn.Parameter(a), b)):
+            expected = compare(*wrap(left, right))
+            got = compare(*wrap(left.to(DEVICE), right.to(DEVICE)))
+            assert got.stride() == expected.stride()
+            assert torch.equal(got.cpu(), expected)
+    with pytest.raises(TypeError, match="not supported"):
+        operator.lt(nn.Parameter(rows.to(DEVICE)), "text")

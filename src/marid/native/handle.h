@@ -60,7 +60,8 @@ bool holds_handle(const c10::IValue& value);
 at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone = false);
 at::Tensor new_handle(const c10::TensorImpl* pattern, std::shared_ptr<Computed> value);
 
-// Have Python read and write what handles stand for as attributes; false after an error.
+// Have Python read and write what handles stand for as attributes, and compare them as it does tensors and parameters; false
+// after an error.
 bool prepare_handles(PyObject* type);
 
 }  // namespace marid
