@@ -523,6 +523,9 @@ def test_every_error_of_marid_is_a_lazy_tensor_error(error: type[Exception]) -> 
         lambda x: torch.zeros(2, 2, layout=torch.sparse_coo, device=DEVICE),
         lambda x: torch.ones(2, 2).to_sparse().to(DEVICE),
         lambda x: x.to_mkldnn(),
+        lambda x: torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), x[0].cpu(), device=DEVICE),
+        lambda x: torch.empty(2, dtype=torch.qint8, device=DEVICE),
+        lambda x: torch.nested.nested_tensor([x, x[:1]]),
     ],
 )
 def test_other_layouts_name_operation_and_line(use: Callable[[torch.Tensor], Any]) -> None:

@@ -25,7 +25,6 @@ import torch
 from marid import registration
 from marid.execute import arena
 from marid.frontend import (
-    autocast,
     backward,
     convolutions,
     device,
@@ -273,7 +272,7 @@ CHANGES: list[Change] = [
     ),
 ]
 
-KERNELS = [factories.register, overrides.register, autocast.register, record.record_in_cpp]
+KERNELS = [factories.register, overrides.register, record.record_in_cpp]
 """What registers kernels for the device, at the dispatch keys that only its tensors have; those stay."""
 _to_register = list(KERNELS)
 _lock = threading.RLock()

@@ -12,7 +12,7 @@ import torch
 from marid.graph.node import Node, Operation, Value
 from marid.graph.prepared import Prepared
 
-__all__ = ["Buffer", "Called", "Engine", "Geometry", "GiveBack", "Need", "Returned"]
+__all__ = ["Buffer", "Called", "Engine", "Geometry", "GiveBack", "Need", "Returned", "other_layout"]
 
 Buffer = Any
 """What an engine keeps of a tensor (``Value.concrete``). Only the engine looks inside."""
@@ -47,6 +47,13 @@ class Returned:
     layout: str | None = None
     same_as: int | None = None
     base: int | None = None
+
+
+def other_layout(tensor: torch.Tensor) -> str | None:
+    """The layout of a tensor that is not a dense one, by name; None for a dense one, which the device has."""
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    return None if tensor.layout is torch.strided else str(tensor.layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from marid.engine.protocol import Called, Geometry, Returned
+from marid.engine.protocol import Called, Geometry, Returned, other_layout
 from marid.graph.node import Operation
 
 __all__ = ["geometry_of", "perform"]
@@ -56,8 +56,9 @@ class _Parts:
             return [self.describe(part) for part in item]
         if not isinstance(item, torch.Tensor):
             return item
-        if item.layout is not torch.strided or item.is_quantized:
-            return Returned(None, None, str(item.layout))
+        layout = other_layout(item)
+        if layout is not None:
+            return Returned(None, None, layout)
         address = item.untyped_storage().data_ptr()
         base = self._blocks.get(address) if address else None
         return Returned(item, geometry_of(item), None, self._identities.get(id(item)), base)

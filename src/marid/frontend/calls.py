@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from marid.engine.protocol import other_layout
+from marid.errors import UnsupportedOperationError
 from marid.frontend import handles
 from marid.graph.node import Node, Output
 from marid.semantics.scopes import current_site
@@ -29,6 +31,7 @@ __all__ = [
     "read",
     "take",
     "taken_from",
+    "unsupported",
     "writes_of",
 ]
 
@@ -190,12 +193,22 @@ def _lifted(recorder: Recorder, tensor: torch.Tensor, position: int, device: int
     from marid.frontend.capture import lift, lifts_everything
 
     written = position >= 0 and recorder.written[position]
+    if tensor.device.type == handles.DEVICE_TYPE:
+        raise unsupported(recorder.op.name, f"an argument has layout {other_layout(tensor)}")
     on_cpu = tensor.device.type == "cpu" and tensor.layout is torch.strided
     from_cpu = tensor.dim() == 0 or position in recorder.facts.cpu_arguments
     if on_cpu and not written and (from_cpu or lifts_everything()):
         return lift(tensor, device)
     hint = f"move it with .to('{handles.DEVICE_TYPE}') or marid.LazyTensor.lift"
     raise _on_other_device(device, f"{tensor.device}", f" (in {recorder.op.name} at {current_site()}; {hint})")
+
+
+def unsupported(name: str, why: str) -> UnsupportedOperationError:
+    """The error for what the device cannot represent, at the user's line."""
+    return UnsupportedOperationError(
+        f"{name} at {current_site()}: {why}, which {handles.DEVICE_TYPE} does not support; "
+        "move the tensors to the CPU first with .cpu()"
+    )
 
 
 def _on_other_device(device: int, other: str, more: str = "") -> RuntimeError:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from marid.execute.geometry import when_mispredicted
-from marid.frontend import corrections, handles, random, uninitialized
+from marid.frontend import autocast, corrections, handles, random, uninitialized
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.materialize import bytes_of, run_everything, wait_anyway
 from marid.frontend.record import follow_switches
@@ -313,7 +313,7 @@ def names() -> dict[str, Any]:
         "set_rng_state": set_rng_state,
         "get_rng_state_all": lambda: [get_rng_state(i) for i in range(handles.device_count)],
         "set_rng_state_all": lambda states: [set_rng_state(s, i) for i, s in enumerate(states)] and None,
-        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "get_amp_supported_dtype": autocast.supported_dtypes,
         "memory_allocated": memory_allocated,
         "memory_reserved": memory_allocated,
         "max_memory_allocated": lambda device=None: peak_memory(),  # noqa: ARG005

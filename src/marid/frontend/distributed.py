@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from marid.frontend import handles
-from marid.frontend.eager import unsupported
+from marid.frontend.calls import unsupported
 from marid.frontend.materialize import download
 from marid.frontend.record import Recorder, special
 from marid.ops.facts import facts_of, named, overload_named

@@ -9,9 +9,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from marid.engine.protocol import Called, Geometry, Returned
-from marid.errors import MaterializationError, UnsupportedOperationError
+from marid.errors import MaterializationError
 from marid.frontend import handles, random
-from marid.frontend.calls import Call, writes_of
+from marid.frontend.calls import Call, unsupported, writes_of
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize, run_anyway
 from marid.frontend.results import retarget
@@ -22,7 +22,7 @@ from marid.semantics.scopes import current_site
 if TYPE_CHECKING:
     from marid.frontend.record import Recorder
 
-__all__ = ["run_eagerly", "run_now", "unsupported"]
+__all__ = ["run_eagerly", "run_now"]
 
 logger = logging.getLogger("marid")
 
@@ -56,14 +56,6 @@ def run_now(recorder: Recorder, call: Call, reason: str) -> Any:
             fail_dependents()
             continue
         return _hand_back(recorder, call, writes, called)
-
-
-def unsupported(name: str, why: str) -> UnsupportedOperationError:
-    """The error for what the device cannot represent, at the user's line."""
-    return UnsupportedOperationError(
-        f"{name} at {current_site()}: {why}, which {handles.DEVICE_TYPE} does not support; "
-        "move the tensors to the CPU first with .cpu()"
-    )
 
 
 def _note_fallback(name: str, reason: str) -> None:

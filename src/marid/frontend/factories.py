@@ -10,15 +10,13 @@ from typing import Any
 import torch
 
 from marid.frontend import handles
-from marid.frontend.eager import unsupported
+from marid.frontend.calls import unsupported
 from marid.frontend.record import Recorder, recorder_of
 from marid.native import module
 from marid.ops.facts import facts_of, named, overload_named
 from marid.semantics.tracebacks import fold
 
 __all__ = ["register"]
-
-_libraries: list[torch.library.Library] = []
 
 
 def register() -> None:
@@ -28,15 +26,6 @@ def register() -> None:
         if func is not None:
             schema = func._schema
             module.register_factory(schema.name, schema.overload_name, _kernel(func))
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        for name in ("empty.memory_format", "zeros", "empty_strided"):
-            for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
-                library.impl(name, _kernel(overload_named(name)), key)
-    except BaseException:  # Ctrl-C, say: the next use begins anew
-        library._destroy()
-        raise
-    _libraries.append(library)
 
 
 def _kernel(func: Any) -> Any:

@@ -22,6 +22,7 @@ import torch._meta_registrations  # Python meta kernels
 
 from marid import policy
 from marid.engine.inprocess import concretely
+from marid.engine.protocol import other_layout
 from marid.frontend import handles
 from marid.frontend.smaller import Smaller, sizes_of
 from marid.graph.node import Node, Output, Spec, Value, root_of
@@ -43,9 +44,25 @@ def _arange(*bounds: Any, dtype: torch.dtype | None = None, device: torch.device
     return torch.empty(count, dtype=dtype or default, device=device)
 
 
-# Operators whose meta kernels are written in Python and import sympy, though they are among the first that a program
-# calls; and what returns the same without them.
+def _elementwise(first: torch.Tensor, *others: torch.Tensor, generator: Any = None) -> torch.Tensor:  # noqa: ARG001
+    alike = all(other.shape == first.shape and other.dtype == first.dtype for other in others)
+    if not alike or not first.dim() or not first.is_floating_point():
+        raise NotImplementedError  # their kernels say what is wrong
+    return torch.empty(first.shape, dtype=first.dtype, device=first.device)
+
+
+# What stands in for meta kernels: of operators that have none, and of some that are among the first in a program and
+# whose own are written in Python and import sympy.
 _PREDICTED_BY = {
+    **dict.fromkeys(
+        (
+            torch.ops.aten._dirichlet_grad.default,
+            torch.ops.aten._sample_dirichlet.default,
+            torch.ops.aten._standard_gamma_grad.default,
+            torch.ops.aten.binomial.default,
+        ),
+        _elementwise,
+    ),
     torch.ops.aten.randn.generator: torch.ops.aten.rand.generator,
     **dict.fromkeys([getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")], _arange),
 }
@@ -334,7 +351,7 @@ def _describe(rule: Rule, request: Request, arguments: dict[int, int], item: Any
     if not isinstance(item, torch.Tensor):
         rule.eager = "it returns a value"
         return None
-    if item.layout is not torch.strided or item.is_quantized:
+    if other_layout(item) is not None:
         rule.eager = "unsupported layout"
         return None
     out = OutSpec(path, handles.spec_of(item, request.device), same_as=arguments.get(id(item)))

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from marid.engine.inprocess import concretely
+from marid.engine.protocol import other_layout
 from marid.engine.snapshot import snapshot
 from marid.frontend import handles
-from marid.frontend.eager import run_eagerly, run_now, unsupported
+from marid.frontend.calls import unsupported
+from marid.frontend.eager import run_eagerly, run_now
 from marid.frontend.engines import engine_of
 from marid.frontend.handles import check_index
 from marid.frontend.materialize import download, read, taken
@@ -63,8 +65,8 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout")}
     tensor = args[0]
     if not handles.is_lazy(tensor):
-        if tensor.layout is not torch.strided:
-            raise unsupported("aten::_to_copy", f"its input has layout {tensor.layout}")
+        if (other := other_layout(tensor)) is not None:
+            raise unsupported("aten::_to_copy", f"its input has layout {other}")
         check_index(device)
         plain = rest.get("dtype") in (None, tensor.dtype) and not rest.get("memory_format") and tensor.is_contiguous()
         make = snapshot if plain else lambda of: aten._to_copy.default(of, **rest)
@@ -106,8 +108,8 @@ def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
     elif not handles.is_lazy(source):
         if source.device.type != "cpu":
             raise RuntimeError(f"copy_ from {source.device} to {handles.DEVICE_TYPE} is not possible; use .cpu() first")
-        if source.layout is not torch.strided:
-            raise unsupported("aten::copy_", f"its source has layout {source.layout}")
+        if (other := other_layout(source)) is not None:
+            raise unsupported("aten::copy_", f"its source has layout {other}")
         if _fills_fresh_memory(target, source):
             spec = target._value.spec
 

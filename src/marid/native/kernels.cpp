@@ -1,116 +1,28 @@
-// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python.
-#include "accumulate.h"
+// Which operators get which kernels (kernels.h), and when.
+#include "kernels.h"
+
 #include "cells.h"
-#include "composites.h"
 #include "factories.h"
 #include "known_calls.h"
-#include "record.h"
 
-#include <ATen/Tensor.h>
-#include <ATen/TensorUtils.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/linear_native.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 namespace {
 
-using marid::Formal;
-using marid::Operator;
-
-// The kernel of one operator for tensors of the device.
-struct Kernel final : c10::OperatorKernel {
-  explicit Kernel(std::shared_ptr<Operator> of) : of(std::move(of)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    bool asks = of->asks_autocast && marid::is_autocasting();
-    if (of->identity != nullptr && !asks) {
-      marid::InterpreterLock lock;
-      if (marid::recorded(op, *of, stack)) return;
-      if (PyErr_Occurred()) {  // from the handler of a signal, say: it is raised at the user's line
-        python_error error;
-        error.persist();
-        throw error;
-      }
-    }
-    marid::call_python(op, stack);
-  }
-
-  std::shared_ptr<Operator> of;
-};
-
-// The kernel of any other operator.
-struct Fallback final : c10::OperatorKernel {
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    marid::call_python(op, stack);
-  }
-};
-
-// The kernel of `a + b`, by which autograd adds gradients up.
-struct Sum final : c10::OperatorKernel {
-  explicit Sum(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (!marid::adds_up_gradients(*stack)) return usual(op, keys, stack);
-    at::Tensor first = torch::jit::peek(*stack, 0, 3).toTensor(), second = torch::jit::peek(*stack, 1, 3).toTensor();
-    usual(op, keys, stack);
-    marid::add_up(first, second, stack);
-  }
-
-  Kernel usual;
-};
-
-// The kernel of `_reshape_alias`, which is what `reshape` calls where a view is possible: it is one.
-struct Reshaped final : c10::OperatorKernel {
-  Reshaped(std::shared_ptr<Operator> of, std::shared_ptr<Operator> view) : usual(std::move(of)), view(std::move(view)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const at::Tensor& self = torch::jit::peek(*stack, 0, 3).toTensor();
-    auto size = torch::jit::peek(*stack, 1, 3).toIntVector(), stride = torch::jit::peek(*stack, 2, 3).toIntVector();
-    auto own = at::detail::computeStride(self.sizes(), self.strides(), at::DimVector(size));
-    if (!own.has_value() || !std::equal(own->begin(), own->end(), stride.begin(), stride.end())) {
-      return usual(op, keys, stack);
-    }
-    static const c10::OperatorHandle viewing = c10::Dispatcher::singleton().findSchemaOrThrow("aten::view", "");
-    torch::jit::drop(*stack, 1);
-    view(viewing, keys, stack);
-  }
-
-  Kernel usual, view;
-};
-
-// The kernel of `linear`, where there is no autograd above it.
-struct Linear final : c10::OperatorKernel {
-  explicit Linear(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    at::Tensor input = torch::jit::peek(*stack, 0, 3).toTensor(), weight = torch::jit::peek(*stack, 1, 3).toTensor();
-    auto bias = torch::jit::peek(*stack, 2, 3).toOptional<at::Tensor>();
-    if (marid::is_simple(input, weight, bias)) return usual(op, keys, stack);
-    torch::jit::drop(*stack, 3);
-    stack->emplace_back(at::native::linear(input, weight, bias));
-  }
-
-  Kernel usual;
-};
-
-// --- registering -----------------------------------------------------------------------------------------------------
+using namespace marid;
 
 // Never freed: what is known of calls are objects of Python, which ends before this would.
 auto& operators = *new std::unordered_map<c10::OperatorName, std::shared_ptr<Operator>>();
 std::vector<c10::RegistrationHandleRAII>* kernels;  // which stay when the process ends
 auto& registered = *new std::unordered_set<c10::OperatorName>();
+auto& taking_layouts = *new std::unordered_set<c10::OperatorName>();
 PyObject* not_recorded;  // names of arguments with which a call is left to Python
 
 bool holds_tensors(const c10::Type& type) {
@@ -138,7 +50,7 @@ const std::unordered_map<std::string, const char*> views_in_place{
 
 // What recording needs to know of an operator.
 void describe(Operator* made, const c10::FunctionSchema& schema) {
-  made->calls = std::make_shared<marid::KnownCalls>();
+  made->calls = std::make_shared<KnownCalls>();
   auto found = views_in_place.find(schema.name());
   if (found != views_in_place.end()) {
     std::string overload = schema.name() == std::string("aten::swapaxes_") || schema.name() == std::string("aten::swapdims_") ||
@@ -198,7 +110,17 @@ bool is_in(const c10::OperatorName& name, const char* names) { return name.name.
 void register_kernel(const c10::OperatorName& name) {
   auto& dispatcher = c10::Dispatcher::singleton();
   auto op = dispatcher.findSchema(name);
-  if (!op || !takes_tensors(op->schema()) || is_composed(*op)) return;
+  if (!op || is_composed(*op)) return;
+  bool takes_layouts = op->hasKernelForDispatchKey(c10::DispatchKey::BackendSelect) || is_in(name, "quantized::");
+  if (takes_layouts && taking_layouts.insert(name).second) {
+    // For all operators, a fallback for each of these keys would take 2 ms of the device's first use.
+    for (auto key : {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
+                     c10::DispatchKey::QuantizedPrivateUse1}) {
+      auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<OtherLayout>());
+      kernels->push_back(dispatcher.registerImpl(name, key, std::move(kernel), {}, nullptr, __FILE__));
+    }
+  }
+  if (!takes_tensors(op->schema())) return;
   if (is_in(name, "fsdp::")) return;  // PyTorch's own, which brings kernels for all devices
   // So do collectives, but theirs look for a backend of the device.
   if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) && !is_in(name, "c10d::")) return;
@@ -274,10 +196,10 @@ PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   if (!registered.insert(name).second) Py_RETURN_NONE;
   std::shared_ptr<Operator>& own = operators[name];
   if (own == nullptr) own = std::make_shared<Operator>();
-  auto kernel = std::make_unique<marid::Factory>(own, Py_NewRef(given[2]));
+  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Factory>(own, Py_NewRef(given[2])));
   static auto& factories = *new std::vector<c10::RegistrationHandleRAII>();  // which stay when the process ends
   factories.push_back(c10::Dispatcher::singleton().registerImpl(
-      name, c10::DispatchKey::PrivateUse1, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)), {}, nullptr, __FILE__));
+      name, c10::DispatchKey::PrivateUse1, std::move(kernel), {}, nullptr, __FILE__));
   Py_RETURN_NONE;
 }
 
@@ -303,25 +225,23 @@ namespace marid {
 
 // Give each of PyTorch's operators on tensors, and of ours, our kernel for tensors of the device. There are thousands: what is
 // known of one is found out when it is first recorded. Again: give one to those that are new.
-void register_kernels(PyObject* names) {
+void register_kernels(PyObject* names_not_recorded) {
   Quiet quiet;
   auto& dispatcher = c10::Dispatcher::singleton();
   bool first = kernels == nullptr;
   if (first) {
-    not_recorded = Py_NewRef(names);
+    not_recorded = Py_NewRef(names_not_recorded);
     auto* above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
-    marid::register_composites(*above);
-    marid::register_cells(*above);
+    register_composites(*above);
+    register_cells(*above);
     kernels = new std::vector<c10::RegistrationHandleRAII>();
   }
-  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) register_kernel(name);
-  if (!first) return;
-  for (auto key : {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
-                   c10::DispatchKey::QuantizedPrivateUse1, c10::DispatchKey::NestedTensorPrivateUse1}) {
-    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Fallback>());
-    kernels->push_back(dispatcher.registerFallback(key, std::move(kernel), __FILE__));
-  }
-  listen();
+  const auto names = dispatcher.getAllOpNames();
+  operators.reserve(names.size());
+  registered.reserve(names.size());
+  kernels->reserve(names.size());
+  for (const c10::OperatorName& name : names) register_kernel(name);
+  if (first) listen();
 }
 
 PyMethodDef kernel_functions[] = {

@@ -1,0 +1,97 @@
+// The kernels by which PyTorch's operators are recorded, below all that it would do to call Python.
+#pragma once
+#include "accumulate.h"
+#include "composites.h"
+#include "record.h"
+
+#include <ATen/Tensor.h>
+#include <ATen/TensorUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/linear_native.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace marid {
+
+// The kernel of one operator for tensors of the device.
+struct Kernel final : c10::OperatorKernel {
+  explicit Kernel(std::shared_ptr<Operator> of) : of(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    bool asks = of->asks_autocast && is_autocasting();
+    if (of->identity != nullptr && !asks) {
+      InterpreterLock lock;
+      if (recorded(op, *of, stack)) return;
+      if (PyErr_Occurred()) {  // from the handler of a signal, say: it is raised at the user's line
+        python_error error;
+        error.persist();
+        throw error;
+      }
+    }
+    call_python(op, stack);
+  }
+
+  std::shared_ptr<Operator> of;
+};
+
+// The kernel of an operator that is asked for a tensor of the device that is not dense, or given one of the CPU beside tensors
+// of the device: Python says what is possible.
+struct OtherLayout final : c10::OperatorKernel {
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    call_python(op, stack);
+  }
+};
+
+// The kernel of `a + b`, by which autograd adds gradients up.
+struct Sum final : c10::OperatorKernel {
+  explicit Sum(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (!adds_up_gradients(*stack)) return usual(op, keys, stack);
+    at::Tensor first = torch::jit::peek(*stack, 0, 3).toTensor(), second = torch::jit::peek(*stack, 1, 3).toTensor();
+    usual(op, keys, stack);
+    add_up(first, second, stack);
+  }
+
+  Kernel usual;
+};
+
+// The kernel of `_reshape_alias`, which is what `reshape` calls where a view is possible: it is one.
+struct Reshaped final : c10::OperatorKernel {
+  Reshaped(std::shared_ptr<Operator> of, std::shared_ptr<Operator> view) : usual(std::move(of)), view(std::move(view)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const at::Tensor& self = torch::jit::peek(*stack, 0, 3).toTensor();
+    auto size = torch::jit::peek(*stack, 1, 3).toIntVector(), stride = torch::jit::peek(*stack, 2, 3).toIntVector();
+    auto own = at::detail::computeStride(self.sizes(), self.strides(), at::DimVector(size));
+    if (!own.has_value() || !std::equal(own->begin(), own->end(), stride.begin(), stride.end())) {
+      return usual(op, keys, stack);
+    }
+    static const c10::OperatorHandle viewing = c10::Dispatcher::singleton().findSchemaOrThrow("aten::view", "");
+    torch::jit::drop(*stack, 1);
+    view(viewing, keys, stack);
+  }
+
+  Kernel usual, view;
+};
+
+// The kernel of `linear`, where there is no autograd above it.
+struct Linear final : c10::OperatorKernel {
+  explicit Linear(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    at::Tensor input = torch::jit::peek(*stack, 0, 3).toTensor(), weight = torch::jit::peek(*stack, 1, 3).toTensor();
+    auto bias = torch::jit::peek(*stack, 2, 3).toOptional<at::Tensor>();
+    if (is_simple(input, weight, bias)) return usual(op, keys, stack);
+    torch::jit::drop(*stack, 3);
+    stack->emplace_back(at::native::linear(input, weight, bias));
+  }
+
+  Kernel usual;
+};
+
+}  // namespace marid
