@@ -256,3 +256,30 @@ def test_functional_call(index: int, compiled: bool) -> None:
     _assert_equal(lazy, expected)
     if compiled:
         assert marid.stats().functions[0].replays == 2
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+DRAWN: dict[str, Callable[[Function], Callable[[torch.Tensor], Any]]] = {
+    "grad": lambda f: grad(lambda x: f(x).square().sum()),
+    "vjp": lambda f: lambda x: vjp(f, x)[1](x.mT),
+    "jvp": _jvp,
+    "grad of grad": lambda f: grad(lambda y: grad(lambda x: f(x).pow(3).sum())(y).sum()),
+    "vmap of grad": lambda f: vmap(grad(lambda x: f(x).square().sum()), randomness="same"),
+}
+
+
+@pytest.mark.parametrize("transform", DRAWN)
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+def test_dropout_of_what_is_not_contiguous(transform: str, p: float) -> None:
+    """Transforms draw its noise in the order of the elements, and leave the generator where it is on the CPU."""
+    x = torch.randn(3, 4, 5)
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        made = DRAWN[transform](lambda y: F.dropout(y.mT, p))(x.to(device))
+        return [t.cpu() for t in (*_pytree.tree_leaves(made), torch.rand(3, device=device))]
+
+    for got, expected in zip(run(DEVICE), run("cpu"), strict=True):
+        assert torch.equal(got, expected)
+        assert got.stride() == expected.stride()

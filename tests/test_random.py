@@ -254,6 +254,31 @@ def test_random_work_is_recorded_not_run() -> None:
     assert all(not t.materialized for t in kept)  # type: ignore[attr-defined]
 
 
+def test_draws_by_rejection_are_no_fallbacks() -> None:
+    """How many numbers they take depends on data, so they run at once; their derivatives are recorded."""
+
+    def draw(device: str) -> list[torch.Tensor]:
+        seeded(nn.Identity(), device)
+        a = torch.tensor([[0.5, 2.0], [3.0, 0.1], [7.0, 9.0]]).to(device).requires_grad_()
+        made = [
+            torch.distributions.Dirichlet(a, validate_args=False).rsample(),
+            torch.distributions.Gamma(a.T, a.T, validate_args=False).rsample(),
+            torch.distributions.Beta(a, a + 1, validate_args=False).rsample((2,)),
+            torch.binomial((a * 9).detach().floor(), a.detach().sigmoid()),
+        ]
+        gradient = torch.autograd.grad(sum((t * t).sum() for t in made), a)
+        return [*made, *gradient]
+
+    got = draw(DEVICE)
+    assert marid.stats().fallbacks == {}
+    assert marid.stats().dynamic == {"aten::_sample_dirichlet": 2, "aten::_standard_gamma": 1, "aten::binomial": 1}
+    for one, other in zip(got, draw("cpu"), strict=True):
+        assert torch.equal(one.cpu(), other)
+        assert one.stride() == other.stride()
+    with pytest.raises(RuntimeError, match="must match the size"):
+        torch._dirichlet_grad(*torch.rand(2, 3, 4, device=DEVICE), torch.rand(3, 2, device=DEVICE))
+
+
 def test_generators_of_the_cpu_where_the_device_is_the_default() -> None:
     """Scripts that name no device make generators without naming one either, and get the numbers they always got."""
 

@@ -60,6 +60,7 @@ row(
     "_grouped_mm.default geqrf.default fractional_max_pool3d_backward.default multi_margin_loss_backward.default "
     "histogram.bin_ct histogram.bins_tensor _histogramdd_bin_edges.default _histogramdd_from_bin_cts.default "
     "_histogramdd_from_bin_tensors.default multilabel_margin_loss_backward.default "
+    "glu_jvp.default "
     "_native_multi_head_attention.default",  # which gives weights or not, by the kernel that it takes
     shaped_by_sizes=True,
 )
