@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -306,6 +307,37 @@ def test_changing_shapes_keep_caches_bounded() -> None:
     for size in range(2_000, 2_000 + 2 * settings.cache_programs):
         torch.ones(size, device=DEVICE).mul(2).sum().item()
     assert _resident() - before < 50 * MEGABYTE
+
+
+_GROWING = """
+import torch, marid
+from pathlib import Path
+from torch import nn
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+torch.set_num_threads(1)
+layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to("remote_accelerator")
+optimizer = torch.optim.AdamW(layer.parameters())
+for length in range(200, 900, 2):
+    loss = layer(torch.randn(1, length, 16, device="remote_accelerator")).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if length % 4 == 0:
+        loss.item()
+    if length == 204:
+        before = resident()
+print(resident() - before)
+"""
+
+
+def test_sizes_that_never_come_again_leave_no_holes() -> None:
+    """What is kept of each program keeps blocks of the heap apart; their pages go back to the system."""
+    command = [sys.executable, "-c", _GROWING]
+    grown = int(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)
+    assert grown < 600, f"{grown} MB"
 
 
 def test_live_metadata_of_a_pending_tensor_is_small() -> None:

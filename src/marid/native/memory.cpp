@@ -17,6 +17,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -33,11 +34,29 @@ constexpr size_t kPooled = size_t(64) << 10;  // smaller blocks are cheap to get
 constexpr size_t kMapped = size_t(4) << 20;  // larger blocks are mapped on their own: what is given back is gone at once
 constexpr size_t kMuch = size_t(32) << 20;  // as MUCH_BYTES in policy.py
 constexpr size_t kPage = size_t(4) << 10;
+constexpr size_t kHoles = size_t(256) << 20;  // that may lie free in the heap before they are given back to the system
 
 c10::Allocator* plain() { return c10::GetDefaultCPUAllocator(); }
 
+// Count bytes that are taken from the heap, and have the C library give its free pages back to the system where there are many.
+// Blocks whose sizes never come again leave holes between what is kept of each program, and the next, larger block fits none of
+// them. The heap is looked at once for as many bytes as were free in it: at worst, each page that is taken is new once.
+void count_taken(size_t bytes) {
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
+  static std::atomic<size_t> taken{0}, looked_at{kHoles};
+  if (bytes < kPooled || taken.fetch_add(bytes, std::memory_order_relaxed) + bytes < looked_at) return;
+  taken = 0;
+  size_t free = mallinfo2().fordblks;
+  looked_at = std::max(kHoles, free);
+  if (free >= kHoles) malloc_trim(0);
+#endif
+}
+
 void* get(size_t bytes) {
-  if (bytes < kMapped) return plain()->raw_allocate(bytes);
+  if (bytes < kMapped) {
+    count_taken(bytes);
+    return plain()->raw_allocate(bytes);
+  }
   // Huge pages are not asked for: where the system has to make room for one, its first use takes milliseconds.
   size_t whole = (bytes + kPage - 1) / kPage * kPage;
   void* mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -244,7 +263,10 @@ void release(void* ptr) {
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    if (current == nullptr || bytes == 0) return plain()->allocate(bytes);
+    if (current == nullptr || bytes == 0) {
+      count_taken(bytes);
+      return plain()->allocate(bytes);
+    }
     void* ptr = allocate_in(current, bytes);
     return {ptr, ptr, &release, c10::Device(c10::DeviceType::CPU)};
   }
