@@ -3,25 +3,19 @@
 A network is text: blocks of a ``Module`` and statements of its training, drawn from a seed (``network(seed)``), so that
 what fails is printed as the very code that ran. ``check`` trains it on the CPU, eagerly, and on the device, and says
 how what can be seen of the two differs; ``shrinking.minimised`` takes out what a difference does not need.
-
-    python -m tests.fuzz.networks --seeds 0:1000 [--tier flat|immediate|compiled|replayed] [--shrink]
+``python -m tests.fuzz`` does that for a range of seeds.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import gc
 import linecache
-import logging
 import math
 import random
-import sys
 import textwrap
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -256,8 +250,21 @@ def _without_a_crash() -> Iterator[None]:
             setattr(F, name, function)
 
 
-def train(net: Network, device: str, tier: Tier) -> Observer:
-    """Train a network on a device. Its error is noted, not raised."""
+def _nudged(step: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """A step that changes the last bits of its inputs first."""
+
+    def nudged(x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            written = x[:1] if x.stride(0) == 0 else x  # memory that an expanded batch shares is written once
+            signs = torch.arange(written.numel()).view(written.shape) % 2 * 2 - 1
+            written.mul_(1 + 8 * torch.finfo(x.dtype).eps * signs)
+        return step(x)
+
+    return nudged
+
+
+def train(net: Network, device: str, tier: Tier, compiled: Callable[[Any], Any] = _as_it_is) -> Observer:
+    """Train a network on a device, its step given to ``compiled``. Its error is noted, not raised."""
     observer = Observer(net.each_step)
     on_cpu = device == "cpu"
 
@@ -273,7 +280,7 @@ def train(net: Network, device: str, tier: Tier) -> Observer:
     try:
         exec(compile(text, name, "exec"), names)
         with _without_a_crash():
-            names["train"](device, _as_it_is if on_cpu else tier.compiled, see)
+            names["train"](device, compiled, see)
     except Exception as error:  # whatever it is, the other device must raise the same
         observer.error = error.with_traceback(None)
     finally:
@@ -283,65 +290,22 @@ def train(net: Network, device: str, tier: Tier) -> Observer:
 
 
 def check(net: Network, tier: Tier, device: str = DEVICE) -> list[Difference]:
-    """How a network's training on the device differs from eager training on the CPU: one difference of each kind."""
+    """How a network's training on the device differs from eager training on the CPU: one difference of each kind.
+
+    Nothing where PyTorch gives something else at each run; nor, where there is a tolerance, if the last bits of the
+    inputs matter as much, as they do where the sum of normalised values is the loss.
+    """
     net = tier.changes(net)
     with warnings.catch_warnings(), tier_settings(tier):
         warnings.simplefilter("ignore")
         cpu = train(net, "cpu", tier)
         mismatches = marid.stats().compile_mismatches
-        found = differences(cpu, train(net, device, tier), tier.tolerance)
+        found = differences(cpu, train(net, device, tier, tier.compiled), tier.tolerance)
         if marid.stats().compile_mismatches > mismatches:
             found.append(Difference("values", "a compiled part", "its first results are not those of the flat tier"))
         if found and differences(cpu, train(net, "cpu", tier), tier.tolerance):
-            return []  # PyTorch itself gives something else at each run
+            return []
+        if tier.tolerance and {one.kind for one in found} == {"values"}:
+            nudged = differences(cpu, train(net, "cpu", tier, _nudged), tier.tolerance)
+            return [] if "values" in [one.kind for one in nudged] else found
         return found
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def main() -> int:
-    """Check the networks of a range of seeds, and print what differs."""
-    from .shrinking import minimised, script
-
-    parser = argparse.ArgumentParser(description="Check the networks of a range of seeds.")
-    parser.add_argument("--seeds", default="0:100", help="one seed, or a range such as 0:1000")
-    parser.add_argument("--tier", choices=TIERS, default="flat")
-    parser.add_argument("--shrink", action="store_true", help="print the smallest script that shows each difference")
-    parser.add_argument("--source", action="store_true", help="print the source of each network that fails")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads of a kernel: one is quickest for small networks"
-    )
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    logging.getLogger("marid").setLevel(logging.ERROR)  # fallbacks are counted below
-    first, _, stop = options.seeds.partition(":")
-    seeds = range(int(first), int(stop or int(first) + 1))
-    tier = TIERS[options.tier]
-    fallbacks: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    failed = 0
-    start = time.perf_counter()
-    for seed in seeds:
-        marid.reset_stats()
-        net = network(seed)
-        found = check(net, tier)
-        fallbacks.update(marid.stats().fallbacks)
-        if found:
-            failed += 1
-            kinds.update(one.kind for one in found)
-            print(f"seed {seed}: " + "; ".join(map(str, found)), flush=True)
-            if options.source:
-                print(source(net))
-            if options.shrink:
-                print(script(minimised(net, found[0], tier), tier), flush=True)
-        if seed % 100 == 99:
-            gc.collect()
-    seconds = time.perf_counter() - start
-    print(f"{len(seeds)} networks ({tier.name}) in {seconds:.0f} s, {failed} differ: {dict(kinds)}")
-    print(f"fallbacks: {dict(fallbacks.most_common())}")
-    return min(failed, 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -116,7 +116,9 @@ def differences(cpu: Observer, device: Observer, tolerance: float) -> list[Diffe
         for one in _differences(a, b, tolerance):
             found.setdefault(one.kind, one)
     if not found and len(cpu.seen) != len(device.seen):
-        found["raises"] = Difference("raises", "the training", f"{len(cpu.seen)} seen, {len(device.seen)} on device")
+        found["raises"] = Difference(
+            "raises", "the training", f"{len(cpu.seen)} seen, {len(device.seen)} on device; both {ours}"
+        )
     return [found[kind] for kind in KINDS if kind in found]
 
 

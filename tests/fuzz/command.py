@@ -1,0 +1,130 @@
+"""Check the networks of a range of seeds, and print what differs.
+
+    python -m tests.fuzz --seeds 0:1000 [--tier flat|immediate|compiled|replayed] [--shrink]
+
+They run in a process beside this one, so that a crash, of PyTorch's own kernels too, costs one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+
+import torch
+
+import marid
+
+from .networks import TIERS, check, network, source, tier_settings, train
+
+SEEDS_OF_A_PROCESS = 1000
+
+
+@dataclass
+class Checked:
+    """What was found of one seed: a line for each difference, its kinds, and the calls that fell back to eager."""
+
+    lines: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+
+def _prepare(threads: int) -> None:
+    torch.set_num_threads(threads)
+    logging.getLogger("marid").setLevel(logging.ERROR)  # fallbacks are counted
+
+
+def _check(seed: int, tier_name: str, shrink: bool, show_source: bool) -> Checked:
+    from .shrinking import minimised, script
+
+    marid.reset_stats()
+    net, tier = network(seed), TIERS[tier_name]
+    found = check(net, tier)
+    seen = Checked(fallbacks=Counter(marid.stats().fallbacks))
+    if found:
+        seen.kinds = [one.kind for one in found]
+        seen.lines.append(f"seed {seed}: " + "; ".join(map(str, found)))
+        if show_source:
+            seen.lines.append(source(net))
+        if shrink:
+            seen.lines.append(script(minimised(net, found[0], tier), tier))
+    return seen
+
+
+def _train_on_the_cpu(seed: int, tier_name: str) -> None:
+    tier = TIERS[tier_name]
+    with warnings.catch_warnings(), tier_settings(tier):
+        warnings.simplefilter("ignore")
+        train(tier.changes(network(seed)), "cpu", tier)
+
+
+def _pool(threads: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(
+        1,
+        multiprocessing.get_context("spawn"),
+        initializer=_prepare,
+        initargs=(threads,),
+        max_tasks_per_child=SEEDS_OF_A_PROCESS,
+    )
+
+
+def _crashes_without_the_device(seed: int, options: argparse.Namespace) -> bool:
+    with _pool(options.threads) as pool:
+        pool.submit(network, seed).result()
+        try:
+            pool.submit(_train_on_the_cpu, seed, options.tier).result()
+        except BrokenProcessPool:
+            return True
+    return False
+
+
+def _checked(seeds: range, options: argparse.Namespace) -> Iterator[Checked]:
+    pool = _pool(options.threads)
+    for seed in seeds:
+        try:
+            yield pool.submit(_check, seed, options.tier, options.shrink, options.source).result()
+        except BrokenProcessPool:
+            pool.shutdown()
+            pool = _pool(options.threads)
+            if _crashes_without_the_device(seed, options):
+                print(f"seed {seed}: ends the process without the device, too", flush=True)
+                continue
+            yield Checked([f"seed {seed}: ends the process"], ["crash"])
+    pool.shutdown()
+
+
+def main() -> int:
+    """Check a range of seeds; 1 if something differs, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Check the networks of a range of seeds.")
+    parser.add_argument("--seeds", default="0:100", help="one seed, or a range such as 0:1000")
+    parser.add_argument("--tier", choices=TIERS, default="flat")
+    parser.add_argument("--shrink", action="store_true", help="print the smallest script that shows each difference")
+    parser.add_argument("--source", action="store_true", help="print the source of each network that fails")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of a kernel: one is quickest for small networks"
+    )
+    options = parser.parse_args()
+    first, _, stop = options.seeds.partition(":")
+    seeds = range(int(first), int(stop or int(first) + 1))
+    fallbacks: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    failed = checked = 0
+    start = time.perf_counter()
+    for seen in _checked(seeds, options):
+        checked += 1
+        failed += bool(seen.kinds)
+        kinds.update(seen.kinds)
+        fallbacks.update(seen.fallbacks)
+        if seen.lines:
+            print("\n".join(seen.lines), flush=True)
+    seconds = time.perf_counter() - start
+    print(f"{checked} networks ({options.tier}) in {seconds:.0f} s, {failed} differ: {dict(kinds)}")
+    print(f"fallbacks: {dict(fallbacks.most_common())}")
+    return min(failed, 1)
