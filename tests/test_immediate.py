@@ -395,6 +395,17 @@ def test_factories_run_at_once(at_once: None) -> None:
     assert torch.equal(drawn.cpu(), torch.rand(5))
 
 
+@pytest.mark.parametrize("make", [torch.linspace, torch.logspace])
+def test_factories_that_take_tensors(at_once: None, make: Callable[..., torch.Tensor]) -> None:
+    """Limits on the device, on the host, and as numbers."""
+    limits = (torch.tensor(1.0), torch.tensor(1.0, device=DEVICE), 1.0)
+    for first in limits:
+        for last in limits:
+            for _ in range(3):
+                made = make(first, last * 2, 5, device=DEVICE)
+            assert torch.equal(made.cpu(), make(1.0, 2.0, 5))  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
 def test_copies_of_the_hosts_are_the_devices_own(at_once: None) -> None:
     host = torch.arange(6.0)
     copy, kept = host.to(DEVICE), torch.zeros(6, device=DEVICE)

@@ -310,7 +310,8 @@ Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Oper
                      c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results) {
   if (recording > 0 || tape.at(PyList_GetItem(tapes, device), kImmediate) != Py_True) return Outcome::kUnusual;
   if (!is_usual(op, arguments, true)) return Outcome::kUnusual;
-  Given given({});
+  Given given(arguments);  // `linspace` may be given its limits as tensors
+  if (!given.is_usual || (given.device >= 0 && given.device != device)) return Outcome::kUnusual;
   given.device = device;
   return perform_at_once(by, handle, op, arguments, given, results);
 }
