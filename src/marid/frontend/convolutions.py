@@ -88,6 +88,9 @@ class _Convolution:
         # Of all that are left on the CPU; for oneDNN's transposed convolutions Python has no name.
         self.onednn = self.backend not in (_Backend.Empty, _Backend.Slow3d, *_OF_ONE_GROUP)
         self.input, self.weight = self.input.contiguous(self.form), self.weight.contiguous(self.form)
+        if self.onednn:  # asks again: operands of single elements that are laid out in a format may not look like it
+            asked = self.input.look(input.dtype), self.weight.look(weight.dtype)
+            self.form = torch._C._conv_determine_backend_memory_format(*asked, self.backend)
         shape = self.input.shape, self.weight.shape
         sizes = zip(*(of[2:] for of in shape), *(_each(of, len(shape[0]) - 2) for of in options[:3]), strict=True)
         if transposed:
