@@ -25,7 +25,8 @@ def register() -> None:
         func = overload_named(name)
         if func is not None:
             schema = func._schema
-            module.register_factory(schema.name, schema.overload_name, _kernel(func))
+            default_dtype = facts_of(func).default_dtype
+            module.register_factory(schema.name, schema.overload_name, _kernel(func), default_dtype)
 
 
 def _kernel(func: Any) -> Any:

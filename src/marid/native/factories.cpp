@@ -2,7 +2,10 @@
 
 #include "immediate.h"
 
+#include <c10/core/DefaultDtype.h>
 #include <torch/csrc/Exceptions.h>
+
+#include <vector>
 
 extern "C" int marid_current_device();  // device.cpp
 
@@ -19,14 +22,37 @@ c10::DeviceIndex device_of(const Operator& op, c10::ArrayRef<c10::IValue> argume
   return index < PyList_GET_SIZE(tapes) ? index : -1;
 }
 
-bool made_at_once(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack) {
+// The arguments as they are recorded: without the device, with the dtype that is the default now. Empty for a layout or a
+// memory that Python has to refuse.
+std::vector<c10::IValue> as_recorded(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool has_default_dtype) {
+  std::vector<c10::IValue> plain(arguments.begin(), arguments.end());
+  for (size_t i = 0; i < plain.size(); i++) {
+    const Formal& formal = op.formals[i];
+    if (formal.kind == Formal::kNotRecorded && !plain[i].isNone()) {
+      if (i != *op.device && !is_usual(arguments.data(), i, op)) return {};
+      plain[i] = c10::IValue();
+    } else if (formal.kind == Formal::kDtype && has_default_dtype && plain[i].isNone()) {
+      plain[i] = static_cast<int64_t>(c10::get_default_dtype_as_scalartype());
+    }
+  }
+  return plain;
+}
+
+bool made(const c10::OperatorHandle& handle, const Operator& op, bool has_default_dtype, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
   PyObject* by = recorder_of(op);
-  if (by == nullptr || recorder.at(by, kAtOnce) != Py_True) return false;
+  if (by == nullptr) return false;
   auto arguments = torch::jit::last(*stack, op.formals.size());
   c10::DeviceIndex device = device_of(op, arguments);
+  if (device < 0) return false;
   Results results;
-  if (device < 0 || make_at_once(by, handle, op, arguments, device, results) != Outcome::kDone) return false;
+  Outcome outcome = recorder.at(by, kAtOnce) == Py_True ? make_at_once(by, handle, op, arguments, device, results)
+                                                        : Outcome::kUnusual;
+  if (outcome == Outcome::kError) return false;
+  if (outcome == Outcome::kUnusual) {
+    std::vector<c10::IValue> plain = as_recorded(op, arguments, has_default_dtype);
+    if (plain.empty() || !recorded_anew(op, plain, device, results)) return false;
+  }
   give_back(op, results, stack);
   return true;
 }
@@ -36,7 +62,7 @@ bool made_at_once(const c10::OperatorHandle& handle, const Operator& op, torch::
 void Factory::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   {
     InterpreterLock lock;
-    if (made_at_once(op, *of, stack)) return;
+    if (made(op, *of, has_default_dtype, stack)) return;
     if (PyErr_Occurred()) {
       python_error error;
       error.persist();

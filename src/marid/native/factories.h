@@ -4,14 +4,17 @@
 
 namespace marid {
 
-// The kernel of one: it runs at once where operations do, and is left to Python else (frontend/factories.py).
+// The kernel of one: it runs at once where operations do, and is recorded else; by Python where nothing is known of such a
+// call yet (frontend/factories.py).
 struct Factory final : c10::OperatorKernel {
-  Factory(std::shared_ptr<Operator> of, PyObject* python) : of(std::move(of)), python(python) {}
+  Factory(std::shared_ptr<Operator> of, PyObject* python, bool has_default_dtype)
+      : of(std::move(of)), python(python), has_default_dtype(has_default_dtype) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack);
 
   std::shared_ptr<Operator> of;
   PyObject* python;  // lives for good
+  bool has_default_dtype;  // whether it makes the default dtype where none is given
 };
 
 }  // namespace marid

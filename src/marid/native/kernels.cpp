@@ -187,8 +187,8 @@ void listen() {
   listener->listening = true;
 }
 
-// register_factory(name, overload, kernel): an operator without an argument that is a tensor. Where it does not run at once,
-// this kernel in Python does what it does.
+// register_factory(name, overload, kernel, has_default_dtype): an operator without an argument that is a tensor. What C++
+// does not know how to do, this kernel in Python does.
 PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char *text = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
   if (text == nullptr || overload == nullptr) return nullptr;
@@ -196,7 +196,7 @@ PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   if (!registered.insert(name).second) Py_RETURN_NONE;
   std::shared_ptr<Operator>& own = operators[name];
   if (own == nullptr) own = std::make_shared<Operator>();
-  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Factory>(own, Py_NewRef(given[2])));
+  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Factory>(own, Py_NewRef(given[2]), given[3] == Py_True));
   static auto& factories = *new std::vector<c10::RegistrationHandleRAII>();  // which stay when the process ends
   factories.push_back(c10::Dispatcher::singleton().registerImpl(
       name, c10::DispatchKey::PrivateUse1, std::move(kernel), {}, nullptr, __FILE__));

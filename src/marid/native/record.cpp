@@ -243,3 +243,29 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   give_back(op, results, stack);
   return true;
 }
+
+bool marid::recorded_anew(const Operator& op, c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device,
+                          Results& results) {
+  PyObject* by = recorder_of(op);
+  if (by == nullptr || recorder.at(by, kPlain) != Py_True) return false;
+  Call call{recorder.at(by, kExactFloats) == Py_True, recorder.at(by, kExactLists) == Py_True};
+  Words words{reinterpret_cast<uint64_t>(by)};
+  if (!read_words(op, arguments.data(), call, words) || !call.values.empty()) return false;
+  words.push_back(static_cast<uint64_t>(device));
+  Ref like = Ref(Py_XNewRef(op.calls->find(words)));
+  if (!like) {  // where Python knows it
+    Call whole{call.exact, call.exact_lists};
+    if (read_call(op, arguments.data(), whole) != Outcome::kDone) return false;
+    Ref index(PyLong_FromLong(device));
+    Ref key = index ? Ref(PyTuple_Pack(2, whole.key.get(), index.get())) : Ref();
+    like = key ? Ref(Py_XNewRef(PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()))) : Ref();
+    Ref keeps = like ? Ref(PyTuple_Pack(2, by, key.get())) : Ref();
+    if (!keeps) return false;
+    op.calls->keep(words, Ref::to(like.get()), std::move(keeps));
+  }
+  PyObject* found = like.get();
+  if (known.at(found, kRepeats) != Py_True || known.at(found, kPattern) == Py_None) return false;
+  PyObject* on = known.at(found, kTape);
+  long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
+  return left >= 0 && store_call(op, arguments.data(), call) && add(by, found, call, left, results);
+}
