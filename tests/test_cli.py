@@ -156,6 +156,15 @@ def test_print_materialize_decides_under_marid_run(tmp_path: Path, monkeypatch: 
     assert run(MARID, script).stdout.count("lazy)") == 2
 
 
+def test_the_backward_of_another_accelerator_is_explained(tmp_path: Path) -> None:
+    """PyTorch's own words say nothing of a second device."""
+    use = "import torch, marid\ntorch.zeros(2, device='remote_accelerator')\n"
+    script = write(
+        tmp_path, use + "raise RuntimeError('opt_ready_stream && opt_parent_stream INTERNAL ASSERT FAILED')\n"
+    )
+    assert "MARID_ENGINE=cuda:0" in run(PYTHON, script).stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("device", "hint"),
     [

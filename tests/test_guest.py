@@ -401,6 +401,34 @@ def installed(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
+    ("version", "drivers", "known"),
+    [
+        ("cuda", ["/dev/nvidiactl"], False),
+        ("cuda", [], True),
+        ("hip", ["/dev/kfd"], False),
+        ("xpu", ["/dev/dri"], False),
+    ],
+)
+def test_beside_an_accelerator_the_device_needs_an_import(version: str, drivers: list[str], known: bool) -> None:
+    """With a foreign device registered, autograd on the other one fails in PyTorch itself."""
+    lines = _lines(
+        f"""
+        import os, torch, marid_autoload
+        os.environ["MARID_AUTOLOAD"] = "1"
+        os.path.exists = lambda path, drivers={drivers}, exists=os.path.exists: path in drivers or (
+            not path.startswith("/dev/") and exists(path))
+        torch.version.{version} = "13.0"
+        marid_autoload.autoload()
+        print(hasattr(torch, DEVICE))
+        torch.version.{version} = None
+        import marid
+        print(torch.ones(2, device=DEVICE).sum().item())
+        """
+    )
+    assert lines == [str(known), "2.0"]
+
+
+@pytest.mark.parametrize(
     ("switches", "known"),
     [
         ({"MARID_AUTOLOAD": "1"}, "True"),

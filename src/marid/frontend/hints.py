@@ -34,6 +34,12 @@ def _hint(message: str) -> str | None:
             f"There is no CUDA here. Marid's device is called {handles.DEVICE_TYPE!r}, and "
             "`marid run --as-cuda` lets a script that asks for 'cuda' have it."
         )
+    if "opt_ready_stream && opt_parent_stream" in message:
+        return (
+            f"PyTorch has one accelerator in a process, here {handles.DEVICE_TYPE!r}, and cannot run the backward of "
+            "tensors of another (pytorch/pytorch#161129): train on CUDA in a process that does not import marid, or "
+            "on Marid's device with MARID_ENGINE=cuda:0."
+        )
     given = message.partition(_UNKNOWN)[2].partition(":")[0].strip()
     if not given:
         return None
