@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
 
-.PHONY: help demo test check conformance conformance-worker fuzz bench docs matrix wheel clean
+.PHONY: help demo test check conformance conformance-worker fuzz bench gpu docs matrix wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make conformance-worker  the suite with the device on a worker process, the long tests too"
 	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs and NETWORKS=$(NETWORKS) networks against eager PyTorch"
 	@echo "make bench        what recording an operation costs, and a quick run of the workloads"
+	@echo "make gpu          on a machine with a CUDA device: its tests, and speed beside eager PyTorch and torch.compile"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make matrix       the core of the suite on PyTorch $(TORCHES) and Python $(PYTHONS), those that can be had"
 	@echo "make wheel        a wheel that carries the C++ half, for this Python and PyTorch $(TORCH), in dist/"
@@ -73,6 +74,9 @@ fuzz: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/capture.py
 	$(BIN)/python -m benchmarks.suite --quick
+
+gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu --report build/gpu/report.md
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

@@ -20,13 +20,13 @@ import torch
 
 import marid
 from marid.execute.compiled.workers import compiler
-from marid.frontend.engines import local_engine
+from marid.frontend.engines import assign, local_engine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--worker", action="store_true", help="remote_accelerator:0 and :1 are worker processes")
     parser.addoption(
-        "--captured", action="store_true", help="with --worker: on a device that captures, played by the CPU"
+        "--captured", action="store_true", help="the device captures, played by the CPU; here or (--worker) there"
     )
 
 
@@ -34,15 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background, and for all that tests start
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "conformance: takes long; runs only with -m conformance")
-    config.addinivalue_line("markers", "in_process(reason): is about the engine of this process; not with --worker")
+    config.addinivalue_line(
+        "markers", "in_process(reason): is about the processor as the engine; not with --worker or --captured"
+    )
     config.addinivalue_line("markers", "mispredicts: makes results that are not what was recorded, on purpose")
     if config.getoption("--worker") and (hasattr(config, "workerinput") or not config.getoption("numprocesses", 0)):
         captured = ["tests.simulated_graphs"] if config.getoption("--captured") else []
         marid.connect(workers=2, imports=["tests.operators", *captured])
+    elif config.getoption("--captured"):
+        from tests.simulated_graphs import Apart
+
+        assign((index, Apart.engine()) for index in range(2))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--worker"):
+    if config.getoption("--worker") or config.getoption("--captured"):
         for item in items:
             for mark in item.iter_markers("in_process"):
                 item.add_marker(pytest.mark.skip(reason=mark.args[0]))

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from marid.engine.accelerated import AcceleratedEngine
 from marid.execute import accelerator
 
 __all__ = ["Simulated"]
@@ -44,6 +45,15 @@ class Simulated:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def wait(self) -> bool:
+        return False
+
+    def is_idle(self) -> bool:
+        return True
+
+    def trim(self) -> None:
+        pass
+
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """What does the same again, on the same addresses."""
         recording = _Recording(self._pool, self.refused)
@@ -64,6 +74,20 @@ class Simulated:
                 call()
 
         return replay
+
+
+class Apart(Simulated):
+    """With memory of its own: what goes there and comes from there is copied."""
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @classmethod
+    def engine(cls) -> AcceleratedEngine:
+        """An engine of this process for such a device."""
+        engine = AcceleratedEngine(torch.device("cpu"))
+        engine.accelerator = cls(engine.device)
+        return engine
 
 
 class _Pool:

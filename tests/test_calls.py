@@ -450,7 +450,9 @@ _UNPREPARED = {
 
 
 @pytest.mark.parametrize("name", _UNPREPARED)
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    "at_once", [False, pytest.param(True, marks=pytest.mark.in_process("only the processor runs them at once"))]
+)
 def test_usual_calls_take_no_python(name: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once they are known, calls go around ``__torch_dispatch__``, and give what the CPU gives."""
     monkeypatch.setattr(marid.settings, "immediate_after", 0)

@@ -12,10 +12,10 @@ from torch import nn
 
 from marid.execute import accelerator
 from marid.execute.captured import CapturedProgram
+from marid.execute.device_operators import HostOperator, WrittenOut, operator_on
 from marid.execute.interrupted import Interrupted
 from marid.frontend.engines import engine_of
 from marid.graph.node import Operation
-from marid.remote.worker.device_operators import HostOperator, WrittenOut, operator_on
 from marid.remote.worker.executor import Executor
 from marid.remote.worker.operators import operator_named
 from tests.helpers import DEVICE, assert_same
@@ -89,7 +89,7 @@ def test_what_repeats_is_captured_and_results_are_their_owners(machine: Executor
     for found, expected in kept:
         for a, b in zip(found, expected, strict=True):
             assert_same(a, b)
-    assert machine.replays >= RUNS - 5
+    assert machine.captured.replays >= RUNS - 5
     assert repeated.program.graphs == 1
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_captured_before_it_came_often_or_under_a_limit(monkeypatch: 
         x = torch.randn(4, 6)
         for _ in range(runs):
             assert_same(repeated(x, *WEIGHTS)[0], _mlp(x, *WEIGHTS)[0])
-        assert machine.replays == 0
+        assert machine.captured.replays == 0
         assert repeated.program.graphs == 0
 
 
@@ -131,7 +131,7 @@ def test_state_that_is_written_in_place(machine: Executor) -> None:
         expected = _step(theirs[0], theirs[1], x, rate)
         for a, b in zip((*found, *mine[:2]), (*expected, *theirs[:2]), strict=True):
             assert_same(a, b)
-    assert machine.replays >= 2
+    assert machine.captured.replays >= 2
     assert repeated.program.graphs == 2
 
 
@@ -199,7 +199,7 @@ def test_memory_at_the_same_place_may_be_another(machine: Executor) -> None:
         assert_same(made, function(x)[1])
         assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
         assert view.stride() == (1, 6)
-    assert machine.replays > 0
+    assert machine.captured.replays > 0
 
 
 def test_results_that_share_memory_still_do(machine: Executor) -> None:
@@ -215,7 +215,7 @@ def test_results_that_share_memory_still_do(machine: Executor) -> None:
         assert not piece.any()
         assert not turned.any()
         assert piece.stride() == (6, 2)
-    assert machine.replays > 0
+    assert machine.captured.replays > 0
 
 
 def test_results_of_other_sizes_are_written_where_they_lie(machine: Executor) -> None:
@@ -454,7 +454,7 @@ def test_results_are_laid_out_as_recorded(machine: Executor, monkeypatch: pytest
 
         return WrittenOut(op, preferring) if op.func is layer_op else operator_on(device, op, draws)
 
-    monkeypatch.setattr("marid.remote.worker.instructions.operator_on", elsewhere)
+    monkeypatch.setattr("marid.execute.device_operators.operator_on", elsewhere)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = F.conv2d(x, w)
@@ -481,7 +481,7 @@ def test_what_is_written_out_is_captured_and_what_the_host_does_is_not(
     def placed(device: torch.device, op: Operation, draws: bool) -> Operation:
         return HostOperator(op, device) if op.func is host else operator_on(cuda, op, draws)
 
-    monkeypatch.setattr("marid.remote.worker.instructions.operator_on", placed)
+    monkeypatch.setattr("marid.execute.device_operators.operator_on", placed)
     x = torch.randn(2, 3, 5, 8)
     repeated = Repeated(machine, function, x)
     for _ in range(RUNS):

@@ -63,6 +63,7 @@ def test_values_are_shown_where_they_are_here(monkeypatch: pytest.MonkeyPatch) -
     assert "Parameter" in _Checked(parameter._repr_html_()).texts
 
 
+@pytest.mark.in_process("operators are timed on the processor")
 def test_stats_are_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the operators' times, where they are asked for; names of a user's are text."""
     monkeypatch.setattr(marid.settings, "profile_operators", True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from marid.engine.inprocess import concretely
+from marid.execute import device_operators
+from marid.execute.device_operators import HostOperator, operator_on
 from marid.graph.node import Operation
 from marid.remote.worker import executor as machines
-from marid.remote.worker import instructions
-from marid.remote.worker.device_operators import HostOperator, operator_on
 from marid.remote.worker.executor import Executor
 from marid.remote.worker.operators import operator_named
 from tests.helpers import DEVICE, assert_same
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Executor:
-    for module in (instructions, machines):
+    for module in (device_operators, machines):
         monkeypatch.setattr(module, "operator_on", lambda device, op, draws: HostOperator(op, device) if draws else op)
     return Executor(CPU)
 

@@ -12,7 +12,7 @@ import torch
 
 import marid
 
-__all__ = ["machine", "versions"]
+__all__ = ["device_name", "machine", "versions"]
 
 _PEERS = ("transformers", "jax", "mlx", "tinygrad", "numpy")
 
@@ -27,6 +27,11 @@ def machine() -> dict[str, Any]:
         "memory_bytes": _memory(),
         "load": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
+
+
+def device_name(device: str) -> str:
+    """What a device of PyTorch is called by its maker."""
+    return _processor() if device == "cpu" else torch.cuda.get_device_name(device)
 
 
 def versions() -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from benchmarks.suite.machine import machine, versions
+from benchmarks.suite.machine import device_name, machine, versions
 from benchmarks.suite.options import which_workloads
 from benchmarks.wide import harness, table
 from benchmarks.wide.worker import COLD_SECONDS
@@ -27,6 +27,7 @@ _WIDTH_OF_FILES = 140
 @click.option("--quick", is_flag=True, help="Three turns and hardly a warm-up, to see that everything works.")
 @click.option("--compile/--no-compile", "compiled", default=True, help="Whether Marid may compile (MARID_COMPILE).")
 @click.option("--cold", is_flag=True, help=f"Measure the first {COLD_SECONDS:.0f} seconds of processes, caches empty.")
+@click.option("--on", default="cpu", show_default=True, help="What eager PyTorch and Marid run on: cpu, or cuda:N.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch; its own choice without.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds that a workload may take.")
 @click.option("--json", type=click.Path(dir_okay=False, path_type=Path), help="Write all samples to this file.")
@@ -38,6 +39,7 @@ def wide(
     quick: bool,
     compiled: bool,
     cold: bool,
+    on: str,
     threads: int | None,
     timeout: float,
     json: Path | None,
@@ -48,6 +50,8 @@ def wide(
     Outputs are compared before a time is shown: the exit status is 1 when one was wrong. Nothing else should run on the
     machine. docs/benchmarks.md says what the columns mean.
     """
+    if cold and on != "cpu":
+        raise click.UsageError("--cold compares every bit with the CPU's, and is for the CPU only")
     if list_only:
         for workload in WORKLOADS:
             click.echo(f"{workload.name:20} {workload.title}")
@@ -64,6 +68,7 @@ def wide(
         cold=cold,
         threads=threads or 0,
         timeout=timeout,
+        on=on,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     about, began = machine(), time.perf_counter()
@@ -74,7 +79,7 @@ def wide(
         load = [(one["load"] or ["unknown"])[0] for one in (about, machine())]
         return (
             f"{started}, {about['cores']} cores of {about['processor']}, load before the start {load[0]} "
-            f"and after {load[1]}; torch {known['torch']}, marid {known['marid']}; {measured}, "
+            f"and after {load[1]}; on {device_name(on)}; torch {known['torch']}, marid {known['marid']}; {measured}, "
             f"{'compiler on' if compiled else 'MARID_COMPILE=0'}; took {time.perf_counter() - began:.0f} s"
             f"{'; quick: no figures to quote' if quick else ''}."
         )

@@ -28,7 +28,7 @@ _ENGINE = Path(marid.__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure: turns, what is compiled, whether the first seconds of a process count, and whom to tell."""
+    """How to measure: turns, what is compiled, whether first seconds of a process count, on what, and whom to tell."""
 
     turns: int = 40
     warmup: int = 30
@@ -37,6 +37,7 @@ class Plan:
     cold: bool = False
     threads: int = 0
     timeout: float = 600.0
+    on: str = "cpu"
     say: Callable[[str], None] = lambda _text: None
 
 
@@ -49,7 +50,7 @@ def run(workloads: Sequence[Workload], plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _options(workload: Workload, plan: Plan) -> Options:
-    return Options(workload.name, plan.turns, plan.warmup, plan.warmup_seconds, plan.threads)
+    return Options(workload.name, plan.turns, plan.warmup, plan.warmup_seconds, plan.threads, on=plan.on)
 
 
 def _ask(options: Options, plan: Plan, caches: Path | None) -> dict[str, Any]:
@@ -82,6 +83,7 @@ def _environment(plan: Plan, caches: Path | None) -> dict[str, str]:
         name for name in env if name.startswith("MARID_") and name not in ("MARID_CACHE_DIR", "MARID_AUTOLOAD")
     ]:
         del env[name]
+    env["MARID_ENGINE"] = plan.on
     env["MARID_COMPILE"] = "1" if plan.compiled else "0"
     env["PYTHONPATH"] = os.pathsep.join(map(str, (_ENGINE, _ROOT)))
     return env

@@ -12,7 +12,6 @@ import click
 import marid
 from marid import environment
 from marid.execute.compiled.disk import DiskCache, folder
-from marid.registration import first_use
 from marid.report.units import bytes_text
 
 if TYPE_CHECKING:
@@ -180,7 +179,6 @@ def worker(
     Clients connect with marid.connect("tcp://HOST:PORT"). An address that other machines reach needs --keys.
     """
     if context.invoked_subcommand is None:
-        first_use()  # what clients record may be of any operator that is defined for the device
         from marid.remote.launch.command import serve
         from marid.remote.worker.server import Limits
 

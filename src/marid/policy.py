@@ -103,6 +103,8 @@ CAPTURE_REFUSALS = 16
 """Instructions that turn out not to be capturable, of a program that is captured all the same."""
 CAPTURE_ATTEMPTS = 4
 """Times that a program is divided anew, and that one stretch is given up, before it is left alone."""
+CAPTURED_PROGRAMS = 256
+"""Programs of a device that have graphs, each with memory of its own."""
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,6 +30,9 @@ class Settings:
 
     devices: int = 8
     """How many ``remote_accelerator`` indices exist (1 to 64)."""
+    engine: str = "cpu"
+    """Where programs of this process run: "cpu", or a CUDA device of this machine ("cuda:0"). Read when the device is
+    first used."""
     print_materialize: bool | None = None
     """Whether the text of a tensor runs what its values need: with 1 always, with 0 never. Without it ``str`` (hence
     ``print``) does and ``repr`` does not; under ``marid run`` both do."""
@@ -129,6 +133,8 @@ class Settings:
                 setattr(self, field.name, _parse(f"MARID_{field.name.upper()}", text, type(getattr(self, field.name))))
         if not 1 <= self.devices <= 64:
             raise ValueError(f"MARID_DEVICES must be between 1 and 64, but is {self.devices}")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.engine):
+            raise ValueError(f"MARID_ENGINE must be cpu, cuda or cuda:N, but is {self.engine!r}")
         return self
 
 
@@ -142,7 +148,7 @@ def _parse(name: str, text: str, kind: type) -> object:
             return int(text)
         except ValueError:
             raise ValueError(f"{name} must be a whole number, but is {text!r}") from None
-    return Path(text)
+    return kind(text)
 
 
 settings = Settings.from_environment()

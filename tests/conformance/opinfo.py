@@ -46,6 +46,8 @@ class Mismatch(AssertionError):
     close = False
     only_values = False
     only_strides = False
+    different: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The values, where only they differ."""
 
 
 def operators() -> list[OpInfo]:
@@ -219,7 +221,7 @@ def compare(expected: Outcome, actual: Outcome) -> None:
             if a.dtype.is_floating_point or a.dtype.is_complex:
                 difference = f", largest difference {(a - values).abs().nan_to_num(0).max().item():.3g}"
             mismatch = Mismatch(f"values differ{difference}: {a.flatten()[:4]} became {values.flatten()[:4]}")
-            mismatch.only_values = True
+            mismatch.only_values, mismatch.different = True, (a, values)
             mismatch.close = _are_close(a, values)
             raise mismatch
 

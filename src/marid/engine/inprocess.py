@@ -32,6 +32,7 @@ from marid.execute.store import ProgramStore
 from marid.graph.node import (
     Node,
     Operation,
+    Spec,
     Value,
     fail,
     placed,
@@ -39,7 +40,7 @@ from marid.graph.node import (
     values_in,
 )
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import Task, bind, deliver
+from marid.graph.program import Program, Task, bind, deliver
 from marid.graph.twister import Twisters
 from marid.native import library, module, omp_pause
 from marid.report.hooks import Ran, ran, run_of
@@ -81,10 +82,12 @@ class InProcessEngine:
     name = "in-process engine"
     pieces = True
     elsewhere = False
+    local = True
+    _best = staticmethod(best)
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[Program, tuple[Spec | None, ...]], Any] = Executable.of) -> None:
         self.lock = threading.RLock()
-        self.programs = ProgramStore(Executable.of)
+        self.programs = ProgramStore(make)
         self.arena = Arena()
         self._twisters = Twisters()
         self._flights: deque[Flight] = deque()
@@ -110,7 +113,7 @@ class InProcessEngine:
             if room is not None:
                 refuse_beyond(room, task, program.program)
             with concretely():
-                runnable = best(program, task, room)
+                runnable = self._best(program, task, room)
             if ahead and room is None and self._launch(task, runnable, give_back):
                 return runnable.transient_bytes
             self._drain()
@@ -137,7 +140,7 @@ class InProcessEngine:
                 prepared.ready = self.programs.find(prepared)
             replay = Replay(prepared, inputs, params)
             with concretely():
-                runnable = best(prepared.ready, replay, None)
+                runnable = self._best(prepared.ready, replay, None)
             began = time.perf_counter() if ran.listeners else 0.0
             self._depth += 1
             try:

@@ -78,6 +78,8 @@ class Engine(Protocol):
     """Whether it gains from work that is handed over early, piece by piece."""
     elsewhere: bool
     """Whether what it runs leaves the processors of this process alone."""
+    local: bool
+    """Whether it runs on this machine, so that no message is needed to read a value."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""What a worker needs of the device that it runs programs on, beside PyTorch's kernels for it."""
+"""What is needed of the device that programs run on, beside PyTorch's kernels for it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ class Accelerator(Protocol):
         """The same elements on the host, there when this returns."""
         ...
 
+    def wait(self) -> bool:
+        """Wait until all that was launched has been done; whether that took any waiting."""
+        ...
+
+    def is_idle(self) -> bool:
+        """Whether all that was launched has been done."""
+        ...
+
+    def trim(self) -> None:
+        """Give back memory that is only kept to be used again."""
+        ...
+
     def capture(self, launch: Callable[[], None], /) -> Callable[[], None]:
         """What launches again, on the same addresses, all that ``launch`` launches; nothing is executed now, and the
         memory that results lie in stays theirs as long as they live. Raises what ``launch`` raises, and
@@ -48,6 +60,17 @@ class Host:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor."""
         return tensor
+
+    def wait(self) -> bool:
+        """Nothing is launched here."""
+        return False
+
+    def is_idle(self) -> bool:
+        """Nothing is launched here."""
+        return True
+
+    def trim(self) -> None:
+        """Memory is kept by the arena."""
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Always raises ``RuntimeError``."""

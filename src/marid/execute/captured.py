@@ -14,7 +14,8 @@ nothing: where it fails, nothing has happened.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,28 +27,35 @@ from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
 from marid.execute.specialisation import Frame, Positioned
 from marid.graph.analysis import analysis_of
-from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import Instruction, Param, Program, differ
+from marid.graph.node import Draw
+from marid.graph.prepared import Replay
+from marid.graph.program import Instruction, Param, Program, Task, differ
 from marid.ops.facts import facts_of
 from marid.settings import settings
 
-__all__ = ["CapturedProgram"]
+__all__ = ["CapturedProgram", "CapturedPrograms"]
 
 logger = logging.getLogger("marid")
 
 
 class CapturedProgram:
-    """A program with certain specs on ``accelerator``; with ``captures`` what repeats is captured. The fallback is its
-    executable, an instruction at a time."""
+    """A program with certain specs on ``accelerator``, a ``Runnable``. What repeats is captured, beside the others of
+    ``captured`` (None for never). The fallback is its executable, an instruction at a time."""
 
-    def __init__(self, prepared: Prepared, accelerator: Accelerator, captures: bool) -> None:
-        self.program = prepared.program
-        self.executable = Executable(prepared.program, prepared.transient_bytes)
-        self.runs = self.replays = 0
-        """How many times a captured piece was run."""
-        self._given = prepared
+    compiled = in_cpp = False
+    placement = None  # memory comes from PyTorch's allocator for the device
+
+    def __init__(
+        self, program: Program, transient_bytes: int, accelerator: Accelerator, captured: CapturedPrograms | None
+    ) -> None:
+        self.program = program
+        self.executable = Executable(program, transient_bytes)
+        self.transient_bytes = transient_bytes
+        self.output_slots = program.output_slots
+        self.runs = 0
         self._accelerator = accelerator
-        able = captures and accelerator.captures and settings.capture_after > 0
+        self._others = captured
+        able = captured is not None and accelerator.captures and settings.capture_after > 0
         self._captures = able and not any(facts_of(one.op.func).moves_memory for one in self.program.instructions)
         self._whole = _Piece(0, len(self.program.instructions))
         self._pieces = [self._whole]
@@ -57,10 +65,10 @@ class CapturedProgram:
         self._stale = False
         self._params: list[Any] = []
 
-    def execute(self, inputs: list[torch.Tensor], params: list[Any], generator: Positioned) -> list[torch.Tensor]:
+    def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
         """Run on tensors of the device; the results that escape, in order. Raises ``Interrupted``."""
-        frame = Frame.of(Replay(self._given, inputs, params), params, generator)
-        self._cut(params)
+        frame = Frame.of(task, task.params, generator)
+        self._cut(task.params)
         try:
             for piece in self._pieces:
                 if not piece.captures or not self._replayed(piece, frame):
@@ -68,7 +76,24 @@ class CapturedProgram:
         except Interrupted as stop:
             stop.tensors = dict(zip(stop.tensors, self._owned(stop.tensors.values()), strict=True))
             raise
+        if self._others is not None and self.graphs:
+            self._others.ran(self)
         return self._owned([frame.tensors[slot] for slot in self.program.output_slots])
+
+    def start(self, task: Task | Replay) -> None:  # noqa: ARG002
+        """Work is launched from Python."""
+        return
+
+    def resume(self, run: Any, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
+        """Never called: no run is begun."""
+        raise NotImplementedError
+
+    def draw(self, index: int, params: list[Any]) -> Draw:
+        """Never called: no run is begun."""
+        raise NotImplementedError
+
+    def ran(self, seconds: float) -> None:
+        """Never called: no run is begun."""
 
     @property
     def graphs(self) -> int:
@@ -140,7 +165,8 @@ class CapturedProgram:
                 return False
         assert piece.graph is not None
         piece.graph.run(tensors)
-        self.replays += 1
+        assert self._others is not None
+        self._others.replays += 1
         return True
 
     def _capture(self, piece: _Piece, frame: Frame) -> bool:
@@ -176,23 +202,43 @@ class CapturedProgram:
 
     # --- results ---
 
-    def _owned(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _owned(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
         held = {memory for piece in self._pieces if piece.graph is not None for memory in piece.graph.held}
-        copies: dict[int, torch.UntypedStorage] = {}
+        blocks = {memory: one.untyped_storage() for one in tensors if (memory := _memory(one)) in held}
+        copies = dict(zip(blocks, _copied(list(blocks.values())), strict=True))
         found: list[torch.Tensor] = []
         for tensor in tensors:
             memory = _memory(tensor)
-            if memory not in held:
+            if memory not in copies:
                 found.append(tensor)
                 continue
-            if memory not in copies:
-                block = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                copies[memory] = block.clone().untyped_storage()
             copy = _seen_in(copies[memory], tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
             copy = torch.conj(copy) if tensor.is_conj() else copy
             found.append(torch.ops.aten._neg_view.default(copy) if tensor.is_neg() else copy)
         return found
+
+
+class CapturedPrograms:
+    """Programs with graphs, each of which has memory of its own: those that ran last keep theirs."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        """How many times a captured piece was run."""
+        self._programs: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
+
+    def ran(self, program: CapturedProgram) -> None:
+        """One of them ran."""
+        self._programs[program] = None
+        self._programs.move_to_end(program)
+        if len(self._programs) > policy.CAPTURED_PROGRAMS:
+            self._programs.popitem(last=False)[0].forget()
+
+    def clear(self) -> None:
+        """Forget all graphs."""
+        for program in self._programs:
+            program.forget()
+        self._programs.clear()
 
 
 @dataclass
@@ -285,6 +331,21 @@ class _Graph:
 def _memory(tensor: torch.Tensor) -> int:
     """Which storage it lies in, as long as that lives: empty ones have no address."""
     return tensor.untyped_storage()._cdata
+
+
+def _copied(blocks: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    """Copies of blocks of memory, of which many are made by few launches."""
+    words = [_as_words(block) for block in blocks]
+    copies = [torch.empty_like(one) for one in words]
+    if words:
+        torch.ops.aten._foreach_copy_.default(copies, words)
+    return [copy.untyped_storage() for copy in copies]
+
+
+def _as_words(block: torch.UntypedStorage) -> torch.Tensor:
+    nbytes = block.nbytes()
+    dtype = next(one for one in (torch.int64, torch.int32, torch.uint8) if nbytes % one.itemsize == 0)
+    return torch.empty(0, dtype=dtype, device=block.device).set_(block, 0, (nbytes // dtype.itemsize,), (1,))  # pyright: ignore[reportArgumentType]
 
 
 def _is_all(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,6 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = False  # products follow the client's precision, and convolutions have none
         self._device = device
         self._copying = torch.cuda.Stream(device)
         self._capturing = torch.cuda.Stream(device)
@@ -49,6 +48,21 @@ class Cuda:
         made.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
         return made
+
+    def wait(self) -> bool:
+        """Wait until all that was launched has been done; whether that took any waiting."""
+        if self.is_idle():
+            return False
+        torch.cuda.current_stream(self._device).synchronize()
+        return True
+
+    def is_idle(self) -> bool:
+        """Whether all that was launched has been done."""
+        return torch.cuda.current_stream(self._device).query()
+
+    def trim(self) -> None:
+        """Give back memory that PyTorch's allocator for the device keeps."""
+        torch.cuda.empty_cache()
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """A CUDA graph of what ``launch`` launches."""

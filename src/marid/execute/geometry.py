@@ -96,6 +96,8 @@ def settle(
         owned = (base is not None or not _is_among(tensor, given)) and _has_its_memory(tensor, base)
         if tensor.device.type == "cpu":  # kernels of other devices may lay out otherwise than the CPU's
             report(_misprediction(node, instruction, result, tensor, spec, owned, specs, params))
+        elif result.path and result.path[0]:
+            tensor = _as_on_the_cpu(tensor, spec)
         try:
             tensors[result.slot] = _laid_out(tensor, spec, base, owned)
         except LazyTensorError:
@@ -120,6 +122,16 @@ def _misprediction(
 ) -> Misprediction:
     seen = Spec(*_placement(tensor), tensor.dtype, spec.device, tensor.is_conj(), tensor.is_neg())
     return Misprediction(node, instruction, result.path, spec, seen, not owned, specs, params)
+
+
+def _as_on_the_cpu(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """What another device's kernel keeps for its backward, in place of what the CPU's keeps: statistics in another
+    precision, or not at all."""
+    if tensor.dtype is not spec.dtype and tensor.is_floating_point() and spec.dtype.is_floating_point:
+        tensor = tensor.to(spec.dtype)
+    if tuple(tensor.shape) != spec.shape and (spec.numel == 0 or tensor.numel() == 0):
+        tensor = tensor.new_zeros(spec.shape)
+    return tensor
 
 
 def _laid_out(tensor: torch.Tensor, spec: Spec, base: torch.Tensor | None, owned: bool) -> torch.Tensor:

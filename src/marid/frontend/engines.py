@@ -6,15 +6,27 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from marid.engine.inprocess import InProcessEngine
 from marid.engine.protocol import Engine
 from marid.errors import LazyTensorError
 from marid.frontend import handles
 from marid.graph.node import Value
+from marid.settings import settings
 
 __all__ = ["all_engines", "assign", "engine_of", "local_engine"]
 
-local_engine = InProcessEngine()
+
+def _local_engine() -> InProcessEngine:
+    if settings.engine == "cpu":
+        return InProcessEngine()
+    from marid.engine.accelerated import AcceleratedEngine
+
+    return AcceleratedEngine(torch.device(settings.engine))
+
+
+local_engine = _local_engine()
 """The engine of this process, which all devices have unless they are given another one."""
 
 _engines: list[Engine] = [local_engine] * handles.device_count
@@ -26,6 +38,7 @@ class _LeftBehind:
     name = "connection of the parent process"
     pieces = False
     elsewhere = True
+    local = False
 
     def wait(self, values: Sequence[Value] | None = None, need: str = "run") -> bool:  # noqa: ARG002
         """Nothing runs here."""

@@ -82,13 +82,13 @@ def _is_here(tensor: Any) -> bool:
     value = tensor._value
     engine = engine_of(value.spec.device)
     # What was brought from a worker is kept for the next read alone, which is not to be this one.
-    return not pending_nodes(tensor) and observer() is None and not engine.elsewhere and engine.has(value)
+    return not pending_nodes(tensor) and observer() is None and engine.local and engine.has(value)
 
 
 def _values(tensor: Any) -> str:
     """The values, of which no more is brought from a worker than what is shown."""
     options: Any = _tensor_str.PRINT_OPTS
-    if tensor.numel() <= options.threshold or not engine_of(tensor._value.spec.device).elsewhere:
+    if tensor.numel() <= options.threshold or engine_of(tensor._value.spec.device).local:
         return _formatted(read(tensor, "print"))
     # A summary shows the ends of each long dimension. With one element left in the middle it is a summary still.
     with torch.no_grad(), _python_dispatch._disable_current_modes():

@@ -108,6 +108,6 @@ def would_sync(tensor: Any) -> Wait:
         operations=len(nodes),
         nbytes=module.allocated(nodes),
         source=str(asked[-1].site) if asked and asked[-1].site is not None else None,
-        running=not has and not engine.elsewhere,
-        worker=engine.name if engine.elsewhere and not has else None,
+        running=not has and engine.local,
+        worker=engine.name if not engine.local and not has else None,
     )

@@ -237,7 +237,12 @@ def operation_of(func: Any, target: Any = None) -> Operation:
 def differ(a: Any, b: Any) -> bool:
     """Whether two numbers of runs are not the very same: 1 is not 1.0, and 0.0 is not -0.0. Random positions always
     differ."""
-    return a is not b and (type(a) is not type(b) or type(a) is Draw or repr(a) != repr(b))
+    if a is b:
+        return False
+    kind = type(a)
+    if kind is not type(b) or kind is Draw:
+        return True
+    return a != b if kind is int else repr(a) != repr(b)
 
 
 module.configure_cuts(Node=Node, Output=Output, Tape=Tape, failures=failures, raise_failure=raise_failure)

@@ -11,8 +11,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from marid.engine.plain import as_int, as_list, as_text, spec_from
 from marid.errors import WireError
 from marid.frontend import handles, random
@@ -33,7 +31,6 @@ __all__ = ["Argument", "Entry", "Plan", "Result"]
 _NODES = 1 << 19
 _MOST = 1 << 20  # entries of a list
 _NAME = 512  # the longest name of a tensor of the state
-_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ class _Nodes:
         if wanted != self._outputs:
             raise WireError("its outputs are not those of its results")
         parts = [list(self._targets), list(self.sources), wanted, self._instructions]
-        program, kinds = read_program(parts, ("saved", text), _HOST)
+        program, kinds = read_program(parts, ("saved", text))
         numbers = self._numbers.values
         for number in numbers:
             if type(number) is tuple and number[:1] == ("draw",) and number[1] >= draws:

@@ -57,6 +57,7 @@ class RemoteEngine:
 
     pieces = False
     elsewhere = True
+    local = False
 
     def __init__(self, connection: Connection) -> None:
         self.name = connection.name

@@ -20,6 +20,7 @@ import torch
 import zmq
 
 from marid.errors import AuthenticationError
+from marid.registration import first_use
 from marid.remote.launch.keeper import Keeper, hide_from_others
 from marid.remote.wire.endpoints import check_worker, make_client, make_worker, served_endpoint
 from marid.remote.worker.connections import OwnedSocket, ServerSocket
@@ -48,6 +49,10 @@ def serve(
     """Serve until interrupted; with ``until_eof`` until standard input ends, as when who started it is gone."""
     _keep_freed_memory()
     where = _device(device)
+    # What clients record may be of any operator that is defined for the device. On CUDA the processes that are forked
+    # define them: it counts devices, after which a fork could not use them.
+    if where.type == "cpu":
+        first_use()
     for name in imports:
         _import(name)
     try:
@@ -58,6 +63,7 @@ def serve(
         raise click.ClickException(str(error)) from None
 
     def alone(address: str, keeper: socket.socket) -> None:
+        first_use()
         with _bound(address):
             worker = Worker(ServerSocket(address, None), where, limits)
         _serve(worker, keeper)
@@ -71,6 +77,7 @@ def serve(
 
     def for_one(channel: str) -> None:
         hide_from_others()
+        first_use()
         Worker(OwnedSocket(channel), where, replace(limits, sessions=_SESSIONS)).serve()
 
     def announce(address: str) -> None:
@@ -125,7 +132,8 @@ def _namespaces() -> set[str]:
 
 def _device(name: str) -> torch.device:
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    # Not ``is_available``, which begins to use CUDA: the processes that are forked from this one could not.
+    if device.type == "cuda" and torch.cuda.device_count() <= (device.index or 0):
         raise click.ClickException(f"--device {name}: PyTorch finds no CUDA device here")
     if device.type not in ("cpu", "cuda"):
         raise click.ClickException(f"--device {name}: a worker runs on cpu or cuda:N")

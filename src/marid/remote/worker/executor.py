@@ -18,8 +18,9 @@ from marid.engine.single_call import perform
 from marid.errors import WireError
 from marid.execute.accelerator import Host, accelerator_of
 from marid.execute.arena import Arena
-from marid.execute.captured import CapturedProgram
+from marid.execute.captured import CapturedProgram, CapturedPrograms
 from marid.execute.compiled.tier import best
+from marid.execute.device_operators import operator_on, takes_device
 from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
 from marid.execute.specialisation import Frame
@@ -31,7 +32,6 @@ from marid.graph.twister import Twisters
 from marid.native import module
 from marid.remote.wire.program_records import changed, digest_of, geometry_of
 from marid.remote.wire.tensors import matches
-from marid.remote.worker.device_operators import operator_on
 from marid.remote.worker.program_reader import RemoteProgram, geometry_from
 from marid.remote.worker.residency import Residency
 from marid.report.units import bytes_text
@@ -42,7 +42,6 @@ _PROGRAMS = 4096
 _PROGRAM_BYTES = 1 << 30  # of programs and geometries, as they are kept
 _INSTRUCTION_BYTES, _SLOT_BYTES = 1024, 32  # what an instruction takes, and a slot in a geometry, about
 _GEOMETRIES = 256  # of one program
-_CAPTURED = 256  # programs with graphs, each of which has memory of its own
 _HELD = 8  # of what a run holds at its fullest, how much is reported when it is too much
 
 
@@ -81,6 +80,10 @@ class Executor:
         self.memory_limit = memory_limit
         self.residency = Residency(device, spill_limit if memory_limit else 0)
         self.accelerator = accelerator_of(device)
+        if device.type == "cuda":
+            torch.backends.cudnn.allow_tf32 = (
+                False  # products follow the client's precision, and convolutions have none
+            )
         self.twisters = Twisters()
         self.runs = 0
         self.replays = 0
@@ -89,7 +92,7 @@ class Executor:
         """How many requests were malformed, or made no sense."""
         self._cache = ProgramStore(Executable.of)
         self._arena = Arena()
-        self._captured: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
+        self.captured = CapturedPrograms()
         self._programs: OrderedDict[bytes, _Kept] = OrderedDict()
         self._bytes = 0
 
@@ -196,26 +199,20 @@ class Executor:
             prepared.ready = self._cache.find(prepared)
         elif prepared.ready is None:  # what plans and compiles programs knows the host only
             # The memory that graphs keep is not counted.
-            prepared.ready = CapturedProgram(prepared, self.accelerator, captures=not self.memory_limit)
+            expected = prepared.transient_bytes
+            captured = None if self.memory_limit else self.captured
+            prepared.ready = CapturedProgram(prepared.program, expected, self.accelerator, captured)
         return prepared.ready
 
     def _execute(
         self, ready: Executable | CapturedProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
     ) -> list[torch.Tensor]:
+        replay = Replay(prepared, inputs, params)
         if not isinstance(ready, CapturedProgram):
-            replay = Replay(prepared, inputs, params)
             runnable = best(ready, replay, None)
             with self._arena.run(runnable.placement):
                 return runnable.run(replay, self.twisters.at)
-        replays = ready.replays
-        results = ready.execute(inputs, params, self.twisters.at)
-        self.replays += ready.replays - replays
-        if ready.graphs:
-            self._captured[ready] = None
-            self._captured.move_to_end(ready)
-            if len(self._captured) > _CAPTURED:
-                self._captured.popitem(last=False)[0].forget()
-        return results
+        return ready.run(replay, self.twisters.at)
 
     def _one_by_one(
         self,
@@ -302,7 +299,7 @@ class Executor:
         if self.memory_limit:
             self.reserve(_returned_bytes(op, args, kwargs, tensors), tensors, resident)
         drawn = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        if op.factory and self.device.type != "cpu" and any(a.name == "device" for a in op.func._schema.arguments):
+        if takes_device(op, self.device):
             kwargs = {**kwargs, "device": self.device}
         with concretely():
             return perform(operator_on(self.device, op, drawn is not None), args, kwargs, tensors, drawn)

@@ -15,7 +15,6 @@ from marid.engine.plain import MEMORY_FORMATS, as_int, as_list, as_text, dtype_n
 from marid.errors import WireError
 from marid.graph.node import Draw, Operation
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Result, Slot
-from marid.remote.worker.device_operators import operator_on
 from marid.remote.worker.operators import kind_of, operator_named
 
 __all__ = ["SLOTS", "Kinds", "check_numbers", "read_program"]
@@ -31,9 +30,9 @@ Kinds = tuple[Callable[[Any], bool], ...]
 """What each number of a run must be."""
 
 
-def read_program(parts: Any, key: tuple[Any, ...], device: torch.device) -> tuple[Program, Kinds]:
-    """The program of a body, to be run on ``device``, and what its numbers must be. Raises ``WireError``."""
-    reader = _Reader(device)
+def read_program(parts: Any, key: tuple[Any, ...]) -> tuple[Program, Kinds]:
+    """The program of a body, and what its numbers must be. Raises ``WireError``."""
+    reader = _Reader()
     return reader.read(parts, key), tuple(reader.kinds)
 
 
@@ -47,8 +46,7 @@ def check_numbers(kinds: Kinds, params: list[Any]) -> None:
 
 
 class _Reader:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.kinds: list[Callable[[Any], bool]] = []
         self._defined: set[int] = set()
 
@@ -94,10 +92,6 @@ class _Reader:
         for formal in left.values():
             if not formal.has_default_value():
                 raise WireError(f"{op} needs argument {formal.name}")
-        if op.factory and "device" in left and self._device.type != "cpu":
-            kwargs.append(("device", Constant(self._device)))
-        draws = any(isinstance(arg, Param) and arg.draw for arg in (*args, *[arg for _, arg in kwargs]))
-        op = operator_on(self._device, op, draws)
         return Instruction(op, args, tuple(kwargs), self._results(parts[3], op))
 
     def _argument(self, arg: Any, kind: str, op: Operation) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from marid.engine.plain import as_int, as_list, spec_from
 from marid.errors import WireError
+from marid.execute.device_operators import for_device
 from marid.graph.node import Spec
 from marid.graph.program import Program
 from marid.remote.wire.codec import unpack_plain
@@ -28,7 +29,8 @@ class RemoteProgram:
     def read(cls, body: Any, device: torch.device) -> RemoteProgram:
         """The program of a body, to be run on ``device``. Raises ``WireError``."""
         data = bytes(body)
-        return cls(*read_program(unpack_plain(data, SLOTS), ("sent", str(device), data), device))
+        program, kinds = read_program(unpack_plain(data, SLOTS), ("sent", str(device), data))
+        return cls(for_device(program, device), kinds)
 
     def check(self, params: list[Any]) -> None:
         """Raise ``WireError`` unless these can be the numbers of a run."""

@@ -348,7 +348,7 @@ class Workspace:
             "chunk_hits": self._chunks.hits,
             "programs": self.executor.programs,
             "runs": self.executor.runs,
-            "graph_replays": self.executor.replays,
+            "graph_replays": self.executor.captured.replays,
             **self.worker_stats(),
         }
 

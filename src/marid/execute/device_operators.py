@@ -1,9 +1,11 @@
 """Operators on a device that is not the CPU, for programs that were recorded as the CPU runs them.
 
-Most are called as they are. Random ones are drawn on the host, from the CPU's stream: a recorded draw is a place in the
-stream of PyTorch's CPU generator (``graph/twister.py``), and no other device can give the numbers that are there. The
-CPU's attention is written out. What else only the CPU has (``mkldnn_rnn_layer``, ``histogram``) is computed on the
-host.
+Most are called as they are. What their kernels keep for the backward becomes what the CPU's keep
+(``execute/geometry.py``), and those that take it are given it as they expect it. Random ones are drawn on the host,
+from the CPU's stream: a recorded draw is a place in the stream of PyTorch's CPU generator (``graph/twister.py``), and
+no other device can give the numbers that are there. The CPU's attention is written out. What else only the CPU has
+(``mkldnn_rnn_layer``, ``histogram``), or has otherwise (``_embedding_bag``, the drivers of ``linalg_lstsq``), is
+computed on the host.
 """
 
 from __future__ import annotations
@@ -15,18 +17,21 @@ from typing import Any
 import torch
 
 from marid.graph.node import Operation
+from marid.graph.program import Constant, Instruction, Param, Program
 from marid.ops.facts import facts_of
 
-__all__ = ["HostOperator", "WrittenOut", "operator_on"]
+__all__ = ["HostOperator", "WrittenOut", "for_device", "operator_on", "takes_device"]
 
+_aten: Any = torch.ops.aten
 _HOST = torch.device("cpu")
+_ROWS = 32  # of logsumexp, at a time: kAlignLSE in aten/src/ATen/native/transformers/cuda/mem_eff_attention
 
 
 def operator_on(device: torch.device, op: Operation, draws: bool) -> Operation:
     """What does the work of ``op`` on a device; it ``draws`` random numbers or not."""
     if device.type == _HOST.type:
         return op
-    if draws:
+    if draws or op.func in _ON_HOST:
         return HostOperator(op, device)
     written_out = _WRITTEN_OUT.get(op.func)
     if written_out is not None:
@@ -37,6 +42,25 @@ def operator_on(device: torch.device, op: Operation, draws: bool) -> Operation:
 @functools.cache
 def _has_kernel(func: torch._ops.OpOverload, device: str) -> bool:
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), device.upper())
+
+
+def for_device(program: Program, device: torch.device) -> Program:
+    """The same instructions, for tensors on ``device``."""
+
+    def placed(instruction: Instruction) -> Instruction:
+        op, named = instruction.op, instruction.kwargs
+        if takes_device(op, device):
+            named = (*named, ("device", Constant(device)))
+        draws = any(isinstance(arg, Param) and arg.draw for arg in instruction.operands())
+        return Instruction(operator_on(device, op, draws), instruction.args, named, instruction.results)
+
+    instructions = tuple([placed(instruction) for instruction in program.instructions])
+    return Program(program.key, instructions, program.input_slots, program.output_slots, program.slot_count)
+
+
+def takes_device(op: Operation, device: torch.device) -> bool:
+    """Whether ``op`` has to be told that what it makes is to lie on ``device``."""
+    return op.factory and device.type != _HOST.type and any(a.name == "device" for a in op.func._schema.arguments)
 
 
 class WrittenOut(Operation):
@@ -124,6 +148,11 @@ def _attention(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``_scaled_dot_product_flash_attention_for_cpu``; (batch, heads, length, width) each."""
+    if _fuses(attn_mask, query, key, value):
+        out, logsumexp, _, _ = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, is_causal, scale=scale
+        )
+        return out, logsumexp[..., : query.size(-2)]
     q, k, v = (_wide(one) for one in (query, key, value))
     scores = _scores(q, k, is_causal, attn_mask, _scale(query, scale))
     logsumexp = scores.logsumexp(-1)
@@ -145,12 +174,35 @@ def _attention_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Its backward, of the weights made again (Dao et al., "FlashAttention", 2022, appendix B.4)."""
+    if _fuses(attn_mask, grad_out, query, key, value):
+        rows = -query.size(-2) % _ROWS  # whole blocks of rows, those that there are not weighing nothing
+        blocks = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf).contiguous()
+        none = torch.zeros((), dtype=torch.int64, device=query.device)  # there is no dropout
+        return _aten._scaled_dot_product_efficient_attention_backward(
+            *(grad_out, query, key, value, None, out, blocks, none, none, 0.0),
+            *((True, True, True, False), is_causal),
+            scale=scale,
+        )[:3]
     g, q, k, v, o = (_wide(one) for one in (grad_out, query, key, value, out))
     factor = _scale(query, scale)
     weights = _weights(_scores(q, k, is_causal, attn_mask, factor), logsumexp)
     inner = weights * (g @ v.transpose(-2, -1) - (g * o).sum(-1, keepdim=True)) * factor
     found = inner @ k, inner.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ g
     return tuple([one.to(query.dtype) for one in found])
+
+
+def _fuses(mask: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
+    """Whether CUDA's memory-efficient kernel takes this: float32, rows of 16 bytes, and no mask, whose rows it wants
+    padded. (In bfloat16 it was wrong at lengths that are no multiple of 32; why is not known.)"""
+    return mask is None and all(
+        one.is_cuda
+        and one.dtype is torch.float32
+        and one.numel()
+        and one.stride(-1) == 1
+        and one.size(-1) * one.itemsize % 16 == 0
+        and all(step * one.itemsize % 16 == 0 for step in one.stride()[:-1])
+        for one in tensors
+    )
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +213,42 @@ def _scale(query: torch.Tensor, scale: float | None) -> float:
     return query.size(-1) ** -0.5 if scale is None else scale
 
 
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+def _with_wide(func: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """``func``, given the arguments of these names in float32 where they are narrower: the CPU keeps statistics in the
+    dtype of the input, and the kernels of other devices demand their own."""
+    places = {formal.name: index for index, formal in enumerate(func._schema.arguments)}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for name in names:
+            if places[name] < len(given) and given[places[name]] is not None:
+                given[places[name]] = _wide(given[places[name]])
+            elif kwargs.get(name) is not None:
+                kwargs[name] = _wide(kwargs[name])
+        return func(*given, **kwargs)
+
+    return call
+
+
+_LAYER_NORM, _BATCH_NORM = _aten.native_layer_norm_backward.default, _aten.native_batch_norm_backward.default
+_BATCH_NORM_UPDATED = _aten.batch_norm_backward.default
+
 _WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _LAYER_NORM: _with_wide(_LAYER_NORM, ("mean", "rstd")),
+    _BATCH_NORM: _with_wide(_BATCH_NORM, ("save_mean", "save_invstd")),
+    _BATCH_NORM_UPDATED: _with_wide(_BATCH_NORM_UPDATED, ("save_mean", "save_var")),
+}
+
+_ON_HOST = {
+    _aten._embedding_bag.default,
+    _aten._embedding_bag_forward_only.default,
+    _aten._embedding_bag_backward.default,
+    _aten._embedding_bag_dense_backward.default,
+    _aten._embedding_bag_per_sample_weights_backward.default,
+    _aten.linalg_lstsq.default,
 }
