@@ -91,11 +91,11 @@ def connect(*args: Any, **kwargs: Any) -> None:
     connect(*args, **kwargs)
 
 
-def disconnect(*indices: int) -> None:
+def disconnect(*indices: int, force: bool = False) -> None:
     """Let devices be this process again; see ``marid.remote.launch.connect``."""
     from marid.remote.launch.connect import disconnect
 
-    disconnect(*indices)
+    disconnect(*indices, force=force)
 
 
 def process_group(devices: Any, *, timeout: int = 60) -> Any:

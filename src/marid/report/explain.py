@@ -143,7 +143,7 @@ class Explanation:
         from rich.console import Console
 
         text = io.StringIO()
-        Console(file=text, width=_WIDTH, highlight=False, color_system=None).print(self.__rich__())
+        Console(file=text, width=_WIDTH, highlight=False, color_system=None, force_jupyter=False).print(self.__rich__())
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     __repr__ = __str__

@@ -30,9 +30,9 @@ def show(report: RenderableType) -> None:
     with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream is the script's affair
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        console = Console(stderr=True, highlight=False)
+        console = Console(stderr=True, force_jupyter=False, highlight=False)
         if not console.is_terminal:
-            console = Console(stderr=True, highlight=False, width=_WIDTH_OF_FILES)
+            console = Console(stderr=True, force_jupyter=False, highlight=False, width=_WIDTH_OF_FILES)
         console.print(report)
 
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import typing_extensions  # which PyTorch requires
 
+from marid.semantics import notebook_cells
+
 __all__ = [
     "BACKWARD", "BESIDE", "FORWARD", "INTERNAL", "OPTIMIZER", "Scope", "Site", "capture_site", "child_scope",
     "current_scope", "current_site", "is_of_the_standard_library", "meet", "meet_optimizers", "met_optimizers",
@@ -54,16 +56,13 @@ class Site:
 
     @property
     def line(self) -> int:
-        for index, (_, _, line) in enumerate(_instruction_lines(self.code)):
-            if index == self.instruction:
-                return line
-        return self.code.co_firstlineno
+        lines = _instruction_lines(self.code)
+        return lines[self.instruction][2] if 0 <= self.instruction < len(lines) else self.code.co_firstlineno
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}"
-        if self.package is None:
-            return place
-        return f"{place}{BESIDE}{_PACKAGES.split(self.package.file)[-1]}:{self.package.line})"
+        package = self.package
+        beside = "" if package is None else f"{BESIDE}{_PACKAGES.split(package.file)[-1]}:{package.line})"
+        return f"{notebook_cells.name_of(self.file)}:{self.line}{beside}"
 
     def __repr__(self) -> str:
         return f"Site({self})"

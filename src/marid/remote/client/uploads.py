@@ -191,7 +191,7 @@ class UploadProgress:
             if not settings.progress or not sys.stderr.isatty():
                 return
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            console = Console(stderr=True)
+            console = Console(stderr=True, force_jupyter=False)
             self._bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, auto_refresh=False)
             self._bar.add_task(f"upload to {self._name}", total=None)
             self._bar.start()
