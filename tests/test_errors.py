@@ -614,3 +614,18 @@ def test_values_that_fit_any_mask_are_recorded() -> None:
         x[mask] = torch.arange(3.0, device=DEVICE)
         x[:, torch.tensor([True, False, True], device=DEVICE)] = torch.ones(4, 1, device=DEVICE)
     assert x.tolist() == [[1, 0, 1], [1, 0, 1], [1, 1, 1], [1, 1, 1]]
+
+
+def test_output_padding_beyond_the_stride_is_refused_at_the_call() -> None:
+    """Also where the rule for such calls is known."""
+    weight = torch.randn(4, 6, 3)
+
+    def refused(device: str) -> str:
+        for length in (5, 6, 7):
+            x = torch.randn(2, 4, length).to(device)
+            F.conv_transpose1d(x, weight.to(device), stride=3, output_padding=2)
+        with pytest.raises(RuntimeError) as caught:
+            F.conv_transpose1d(x, weight.to(device), stride=3, output_padding=4)
+        return str(caught.value).splitlines()[0]
+
+    assert refused(DEVICE) == refused("cpu")

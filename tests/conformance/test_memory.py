@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from typing import Any
 
@@ -35,6 +36,8 @@ class _Watch(TorchDispatchMode):
         before = [[_content(tensor) for tensor in _tensors(arg)] for arg in given]
         memory = [[_memory(tensor) for tensor in _tensors(arg)] for arg in given]
         returned = func(*args, **kwargs)
+        for arg, blocks in zip(given, memory, strict=True):
+            blocks += [_memory(tensor) for tensor in _tensors(arg)]  # what is resized may lie elsewhere now
         if func.namespace == "aten":
             self._check_writes(func, given, before)
             self._check_results(func, memory, returned)
@@ -88,8 +91,8 @@ def _content(tensor: torch.Tensor) -> Any:
     """The bytes of the elements of a tensor."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
         return None
-    plain = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return tensor.shape, plain.numpy().tobytes()
+    storage = tensor.untyped_storage()
+    return tensor.shape, ctypes.string_at(storage.data_ptr(), storage.nbytes())  # numpy's memory cannot be resized
 
 
 def _run(op: opinfo.OpInfo, dtype: torch.dtype, count: int | None) -> set[str]:

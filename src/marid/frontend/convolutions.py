@@ -94,8 +94,10 @@ class _Convolution:
         shape = self.input.shape, self.weight.shape
         sizes = zip(*(of[2:] for of in shape), *(_each(of, len(shape[0]) - 2) for of in options[:3]), strict=True)
         if transposed:
-            given = _each(output_padding, len(shape[0]) - 2)
-            out = [(n - 1) * s - 2 * p + d * (k - 1) + o + 1 for (n, k, s, p, d), o in zip(sizes, given, strict=True)]
+            given = list(zip(sizes, _each(output_padding, len(shape[0]) - 2), strict=True))
+            if any(o >= max(s, d) for (_, _, s, _, d), o in given):
+                raise RuntimeError("output padding must be smaller than either stride or dilation")
+            out = [(n - 1) * s - 2 * p + d * (k - 1) + o + 1 for (n, k, s, p, d), o in given]
         else:
             out = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes]
         channels = shape[1][1] * groups if transposed else shape[1][0]
