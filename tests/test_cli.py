@@ -156,6 +156,30 @@ def test_print_materialize_decides_under_marid_run(tmp_path: Path, monkeypatch: 
     assert run(MARID, script).stdout.count("lazy)") == 2
 
 
+def test_scripts_for_cuda_do_not_run_on_an_engine_that_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine needs the module that they would get another one for."""
+    monkeypatch.setenv("MARID_ENGINE", "cuda:0")
+    got = run([*MARID, "--as-cuda"], write(tmp_path, "print('ran')\n"))
+    assert got.returncode == 2
+    assert 'marid.connect(workers=1, device="cuda:0")' in " ".join(got.stderr.split())
+    assert "ran" not in got.stdout
+
+
+@pytest.mark.parametrize("engine", ["gpu", "cuda:x", ""])
+def test_engines_have_names(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARID_ENGINE", engine)
+    got = run(MARID, write(tmp_path, "print('ran')\n"))
+    assert got.returncode
+    assert "MARID_ENGINE must be cpu, cuda or cuda:N" in got.stderr
+
+
+def test_an_engine_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARID_ENGINE", "cuda:7")
+    got = run(MARID, write(tmp_path, "import torch\nprint(torch.ones(2).sum().item())\n"))
+    assert got.returncode == 1
+    assert "MARID_ENGINE=cuda:7 asks for a device that PyTorch" in got.stderr
+
+
 def test_the_backward_of_another_accelerator_is_explained(tmp_path: Path) -> None:
     """PyTorch's own words say nothing of a second device."""
     use = "import torch, marid\ntorch.zeros(2, device='remote_accelerator')\n"

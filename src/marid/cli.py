@@ -13,6 +13,7 @@ import marid
 from marid import environment
 from marid.execute.compiled.disk import DiskCache, folder
 from marid.report.units import bytes_text
+from marid.settings import settings
 
 if TYPE_CHECKING:
     from marid import runner  # needs the C++ half, and `marid env` works without
@@ -26,10 +27,25 @@ def commands() -> None:
     """Run plain PyTorch lazily, as whole programs, on the device remote_accelerator."""
 
 
-@commands.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--as-cuda", is_flag=True, help='Map every use of "cuda" to the device; the default device stays the CPU.'
+def _without_an_engine_on_cuda(_context: click.Context, _option: click.Parameter, as_cuda: bool) -> bool:
+    if as_cuda and settings.engine != "cpu":
+        raise click.UsageError(
+            f"--as-cuda replaces torch.cuda, which MARID_ENGINE={settings.engine} needs: leave the variable out and "
+            f'let a worker have the device, with marid.connect(workers=1, device="{settings.engine}") in the script'
+        )
+    return as_cuda
+
+
+_as_cuda = click.option(
+    "--as-cuda",
+    is_flag=True,
+    callback=_without_an_engine_on_cuda,
+    help='Map every use of "cuda" to the device; the default device stays the CPU.',
 )
+
+
+@commands.command(context_settings={"allow_interspersed_args": False})
+@_as_cuda
 @click.option("--no-summary", is_flag=True, help="Print no summary at the end.")
 @click.option(
     "--explain", is_flag=True, help="Print marid.explain() at the end instead: waits, recompiles and bytes by line."
@@ -48,9 +64,7 @@ def run(as_cuda: bool, no_summary: bool, explain: bool, script: str, arguments: 
 
 @commands.command(context_settings={"allow_interspersed_args": False})
 @click.option("-o", "--output", default="report.html", show_default=True, metavar="FILE", help="Where to write it.")
-@click.option(
-    "--as-cuda", is_flag=True, help='Map every use of "cuda" to the device; the default device stays the CPU.'
-)
+@_as_cuda
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
 def report(output: str, as_cuda: bool, script: str, arguments: tuple[str, ...]) -> runner.Job:
