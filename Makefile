@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
 
-.PHONY: help demo test check conformance conformance-worker fuzz bench gpu docs matrix wheel clean
+.PHONY: help demo test check conformance conformance-worker fuzz bench gpu docs matrix wheel sdist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make matrix       the core of the suite on PyTorch $(TORCHES) and Python $(PYTHONS), those that can be had"
 	@echo "make wheel        a wheel that carries the C++ half, for this Python and PyTorch $(TORCH), in dist/"
+	@echo "make sdist        the sources as an archive, in dist/; installing it needs a C++ compiler"
 	@echo "make clean        remove what was built, the virtual environment too"
 
 # PyTorch comes first and alone, so that exactly this build is used.
@@ -87,6 +88,10 @@ matrix:
 
 wheel: $(READY)
 	$(BIN)/python packaging/wheel.py dist
+
+sdist: $(READY)
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --sdist --outdir dist .
 
 clean:
 	rm -rf $(VENV) build dist src/marid/native/_built .pytest_cache .ruff_cache .hypothesis src/*.egg-info
