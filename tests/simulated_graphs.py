@@ -48,6 +48,9 @@ class Simulated:
     def wait(self) -> bool:
         return False
 
+    def wait_for_uploads(self) -> None:
+        pass
+
     def is_idle(self) -> bool:
         return True
 

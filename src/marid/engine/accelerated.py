@@ -8,6 +8,7 @@ the same (``execute/device_operators.py``).
 from __future__ import annotations
 
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,10 +45,11 @@ class AcceleratedEngine(InProcessEngine):
         self.captured = CapturedPrograms()
         # Blocks of memory, by their address, and what the host has copied of them, until anything is written.
         self._on_host: dict[int, tuple[ref[torch.UntypedStorage], ref[torch.UntypedStorage]]] = {}
+        os.register_at_fork(after_in_child=self._forked)
 
     @functools.cached_property
     def accelerator(self) -> Accelerator:
-        """The device. Raises ``LazyTensorError`` where there is none."""
+        """The device. Raises ``LazyTensorError`` where there is none, ``RuntimeError`` in a fork of its user."""
         if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
             raise LazyTensorError(
                 f"MARID_ENGINE={self.device} asks for a device that PyTorch {torch.__version__} does not see: it finds "
@@ -57,17 +59,17 @@ class AcceleratedEngine(InProcessEngine):
 
     def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
         with self.lock:
-            if any(node.op is not None and node.op.mutates for node in nodes):
-                self._on_host.clear()
+            self._begin(any(node.op is not None and node.op.mutates for node in nodes))
             return super().run(nodes, give_back, ahead, room)
 
     def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
         with self.lock:
-            self._on_host.clear()
+            self._begin(True)
             return super().replay(prepared, inputs, params)
 
     def wait(self, values: Sequence[Value] | None = None, need: Need = "run") -> bool:
-        return super().wait(values, need) or (need == "value" and self.accelerator.wait())
+        waited = super().wait(values, need)
+        return ((need == "value" or values is None) and self.accelerator.wait()) or waited
 
     def has(self, value: Value) -> bool:
         return super().has(value) and self.accelerator.is_idle()
@@ -77,14 +79,12 @@ class AcceleratedEngine(InProcessEngine):
     ) -> Called:
         where = [("device", self.device)] if takes_device(op, self.device) else []
         with self.lock:
-            if op.mutates:
-                self._on_host.clear()
+            self._begin(op.mutates)
             return super().call(operator_on(self.device, op, state is not None), args, [*kwargs, *where], state)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         buffer = self.adopt(tensor)
-        if tensor.is_pinned():  # the copy may still be going on; of other memory it has been taken
-            self.accelerator.wait()
+        self.accelerator.wait_for_uploads()  # of pinned memory, a copy would see what is written from now on
         return buffer
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,6 +106,16 @@ class AcceleratedEngine(InProcessEngine):
         super().forget()
         self.captured.clear()
         self.trim()
+
+    def _begin(self, writes: bool) -> None:
+        """Something is about to run. Raises as ``accelerator``."""
+        _ = self.accelerator
+        if writes:
+            self._on_host.clear()
+
+    def _forked(self) -> None:
+        """A child cannot use what its parent has begun to use: PyTorch says so where it is made ready again."""
+        self.__dict__.pop("accelerator", None)
 
     @staticmethod
     def _best(program: Any, task: Task | Replay, room: int | None) -> CapturedProgram:  # noqa: ARG004

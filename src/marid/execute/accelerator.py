@@ -32,6 +32,10 @@ class Accelerator(Protocol):
         """Wait until all that was launched has been done; whether that took any waiting."""
         ...
 
+    def wait_for_uploads(self) -> None:
+        """Wait until what ``to_device`` was given may be written again."""
+        ...
+
     def is_idle(self) -> bool:
         """Whether all that was launched has been done."""
         ...
@@ -64,6 +68,9 @@ class Host:
     def wait(self) -> bool:
         """Nothing is launched here."""
         return False
+
+    def wait_for_uploads(self) -> None:
+        """Nothing is copied here."""
 
     def is_idle(self) -> bool:
         """Nothing is launched here."""

@@ -56,6 +56,10 @@ class Cuda:
         torch.cuda.current_stream(self._device).synchronize()
         return True
 
+    def wait_for_uploads(self) -> None:
+        """Wait until what ``to_device`` was given may be written again."""
+        self._copying.synchronize()
+
     def is_idle(self) -> bool:
         """Whether all that was launched has been done."""
         return torch.cuda.current_stream(self._device).query()
