@@ -60,10 +60,7 @@ class _Gpt(nn.Module):
         self.words, self.places = nn.Embedding(tokens, width), nn.Embedding(length, width)
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2 * layers + 1)])
         self.mixers = nn.ModuleList([_Attention(width, heads) for _ in range(layers)])
-        wide = [
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)
-        ]
-        self.wide, self.head = nn.ModuleList(wide), nn.Linear(width, tokens)
+        self.wide, self.head = nn.ModuleList([_wide(width) for _ in range(layers)]), nn.Linear(width, tokens)
 
     def forward(self, words: Tensor, caches: list[Any] | None = None, at: Tensor | None = None) -> Tensor:
         places = torch.arange(words.shape[1], device=words.device) if at is None else at

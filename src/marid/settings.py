@@ -31,8 +31,8 @@ class Settings:
     devices: int = 8
     """How many ``remote_accelerator`` indices exist (1 to 64)."""
     engine: str = "cpu"
-    """Where programs of this process run: "cpu", or a CUDA device of this machine ("cuda:0"). Read when the device is
-    first used."""
+    """Where programs of this process run: "cpu", or a CUDA device of this machine ("cuda:0"). Read by the import: only
+    the variable sets it."""
     print_materialize: bool | None = None
     """Whether the text of a tensor runs what its values need: with 1 always, with 0 never. Without it ``str`` (hence
     ``print``) does and ``repr`` does not; under ``marid run`` both do."""

@@ -22,6 +22,7 @@ from marid.errors import LazyTensorError
 from marid.execute.accelerator import Accelerator, accelerator_of
 from marid.execute.captured import CapturedProgram, CapturedPrograms
 from marid.execute.device_operators import for_device, operator_on, takes_device
+from marid.execute.specialisation import Runnable
 from marid.graph.analysis import forecast
 from marid.graph.node import Node, Operation, Spec, Value
 from marid.graph.prepared import Prepared, Replay
@@ -105,7 +106,7 @@ class AcceleratedEngine(InProcessEngine):
     def forget(self) -> None:
         super().forget()
         self.captured.clear()
-        self.trim()
+        self.accelerator.trim()
 
     def _begin(self, writes: bool) -> None:
         """Something is about to run. Raises as ``accelerator``."""
@@ -117,9 +118,11 @@ class AcceleratedEngine(InProcessEngine):
         """A child cannot use what its parent has begun to use: PyTorch says so where it is made ready again."""
         self.__dict__.pop("accelerator", None)
 
-    @staticmethod
-    def _best(program: Any, task: Task | Replay, room: int | None) -> CapturedProgram:  # noqa: ARG004
+    def _best(self, program: _OnDevice, task: Task | Replay, room: int | None) -> CapturedProgram:  # noqa: ARG002
         return program.sized(task.specs)
+
+    def _launch(self, task: Task, runnable: Runnable, give_back: GiveBack) -> bool:  # noqa: ARG002
+        return False  # launching from here is quick, and the device works meanwhile
 
     def _seen_on_host(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor in a copy of all the memory that it lies in."""
@@ -172,5 +175,5 @@ def _moved(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _to_host(elements: torch.Tensor) -> torch.Tensor:
-    """They are there when this returns."""
+    """They are there when this returns, in ordinary memory, as PyTorch's own copies are."""
     return torch.empty(elements.shape, dtype=elements.dtype, device="cpu").copy_(elements)

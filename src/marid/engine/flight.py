@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from marid.execute.kernel_warnings import warn_of
-from marid.execute.specialisation import Runnable
+from marid.execute.specialisation import Launchable
 from marid.execute.table import TableRun
 from marid.graph.node import Node, Value, input_values, root_of
 from marid.graph.program import Task
@@ -51,7 +51,7 @@ class Flight:
     def __init__(
         self,
         task: Task,
-        runnable: Runnable,
+        runnable: Launchable,
         run: TableRun,
         give_back: Callable[[list[Node]], None],
     ) -> None:

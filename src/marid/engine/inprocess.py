@@ -27,7 +27,7 @@ from marid.execute.compiled.workers import compiler
 from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
-from marid.execute.specialisation import Runnable
+from marid.execute.specialisation import Launchable, Runnable
 from marid.execute.store import ProgramStore
 from marid.graph.node import (
     Node,
@@ -83,7 +83,6 @@ class InProcessEngine:
     pieces = True
     elsewhere = False
     local = True
-    _best = staticmethod(best)
 
     def __init__(self, make: Callable[[Program, tuple[Spec | None, ...]], Any] = Executable.of) -> None:
         self.lock = threading.RLock()
@@ -235,6 +234,10 @@ class InProcessEngine:
             self._twisters.forget()
             self.arena.trim()
 
+    def _best(self, program: Any, task: Task | Replay, room: int | None) -> Any:
+        """How to run ``task``, of a program as ``make`` has made it: what ``_launch`` and ``_perform`` take."""
+        return best(program, task, room)
+
     def _perform(self, task: Task, runnable: Runnable) -> None:
         """Run a task on this thread, now that nothing is in flight."""
         task.resolve()
@@ -248,7 +251,7 @@ class InProcessEngine:
         if began:
             _tell(task, runnable, began)
 
-    def _launch(self, task: Task, runnable: Runnable, give_back: GiveBack) -> bool:
+    def _launch(self, task: Task, runnable: Launchable, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
         if self._depth or not runnable.in_cpp or torch._C._autograd._profiler_enabled():  # profilers see this thread
             return False

@@ -27,7 +27,6 @@ from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
 from marid.execute.specialisation import Frame, Positioned
 from marid.graph.analysis import analysis_of
-from marid.graph.node import Draw
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, Param, Program, Task, differ
 from marid.ops.facts import facts_of
@@ -42,7 +41,7 @@ class CapturedProgram:
     """A program with certain specs on ``accelerator``, a ``Runnable``. What repeats is captured, beside the others of
     ``captured`` (None for never). The fallback is its executable, an instruction at a time."""
 
-    compiled = in_cpp = False
+    compiled = False
     placement = None  # memory comes from PyTorch's allocator for the device
 
     def __init__(
@@ -51,7 +50,6 @@ class CapturedProgram:
         self.program = program
         self.executable = Executable(program, transient_bytes)
         self.transient_bytes = transient_bytes
-        self.output_slots = program.output_slots
         self.runs = 0
         self._accelerator = accelerator
         self._others = captured
@@ -79,21 +77,6 @@ class CapturedProgram:
         if self._others is not None and self.graphs:
             self._others.ran(self)
         return self._owned([frame.tensors[slot] for slot in self.program.output_slots])
-
-    def start(self, task: Task | Replay) -> None:  # noqa: ARG002
-        """Work is launched from Python."""
-        return
-
-    def resume(self, run: Any, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
-        """Never called: no run is begun."""
-        raise NotImplementedError
-
-    def draw(self, index: int, params: list[Any]) -> Draw:
-        """Never called: no run is begun."""
-        raise NotImplementedError
-
-    def ran(self, seconds: float) -> None:
-        """Never called: no run is begun."""
 
     @property
     def graphs(self) -> int:

@@ -20,7 +20,7 @@ from marid.report.operator_times import Timing, labels_of, operator_times
 if TYPE_CHECKING:
     from marid.execute.executable import Executable
 
-__all__ = ["Frame", "Positioned", "Runnable", "Specialisation"]
+__all__ = ["Frame", "Launchable", "Positioned", "Runnable", "Specialisation"]
 
 Positioned = Callable[[Draw], torch.Generator]
 
@@ -60,6 +60,15 @@ class Runnable(Protocol):
         """The forecast of what the results take at once."""
         ...
 
+    def run(self, task: Task | Replay, generator: Positioned, /) -> list[torch.Tensor]:
+        """Run on concrete tensors; the results that escape, in order. They may be delivered to a ``Task`` by then,
+        which no interrupt comes in between of. Raises ``Interrupted``."""
+        ...
+
+
+class Launchable(Runnable, Protocol):
+    """How a task is run that may be handed to another thread."""
+
     @property
     def in_cpp(self) -> bool:
         """Whether all operators are PyTorch's own."""
@@ -68,11 +77,6 @@ class Runnable(Protocol):
     @property
     def output_slots(self) -> tuple[int, ...]:
         """Where the results are that escape."""
-        ...
-
-    def run(self, task: Task | Replay, generator: Positioned, /) -> list[torch.Tensor]:
-        """Run on concrete tensors; the results that escape, in order. They may be delivered to a ``Task`` by then,
-        which no interrupt comes in between of. Raises ``Interrupted``."""
         ...
 
     def start(self, task: Task | Replay, /) -> TableRun | None:

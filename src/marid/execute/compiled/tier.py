@@ -23,7 +23,7 @@ from marid.execute.compiled.passes.registry import generation
 from marid.execute.compiled.variant import CompiledPartition, Variant
 from marid.execute.compiled.workers import Job, compiler
 from marid.execute.executable import Executable
-from marid.execute.specialisation import Runnable
+from marid.execute.specialisation import Launchable
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
 from marid.report.stats import counters
@@ -37,7 +37,7 @@ logger = logging.getLogger("marid")
 _said: set[str] = set()
 
 
-def best(program: Executable, task: Task | Replay, room: int | None) -> Runnable:
+def best(program: Executable, task: Task | Replay, room: int | None) -> Launchable:
     """How to run ``task``. ``room`` are the bytes that the run may take, or None. To be called below all dispatch."""
     if not settings.compile or program.runs < settings.compile_after:
         return program.specialised(task)
@@ -79,7 +79,7 @@ class Tier:
         self._times: dict[tuple[Variant | None, Specs], deque[float]] = {}
         flat.ran = None
 
-    def best(self, task: Task | Replay, room: int | None) -> Runnable:
+    def best(self, task: Task | Replay, room: int | None) -> Launchable:
         """How to run ``task`` now."""
         if (
             not self._variants
@@ -236,7 +236,7 @@ class Tier:
         self._variants.insert(0, (variant, CompiledProgram(self.flat, variant)))
         counters.programs_compiled += 1
 
-    def _check(self, variant: Variant, extended: list[Any], task: Task | Replay, room: int | None) -> Runnable:
+    def _check(self, variant: Variant, extended: list[Any], task: Task | Replay, room: int | None) -> Launchable:
         specs = task.specs
         if room is not None:
             extra = max(_copies(specs, part.part) for part in variant.parts)

@@ -80,14 +80,10 @@ class Executor:
         self.memory_limit = memory_limit
         self.residency = Residency(device, spill_limit if memory_limit else 0)
         self.accelerator = accelerator_of(device)
-        if device.type == "cuda":
-            torch.backends.cudnn.allow_tf32 = (
-                False  # products follow the client's precision, and convolutions have none
-            )
+        if device.type == "cuda":  # float32 is float32: clients set the precision of products, and of nothing else
+            torch.backends.cudnn.allow_tf32 = False
         self.twisters = Twisters()
         self.runs = 0
-        self.replays = 0
-        """How many captured pieces of programs were run."""
         self.refused = 0
         """How many requests were malformed, or made no sense."""
         self._cache = ProgramStore(Executable.of)
