@@ -607,3 +607,20 @@ def test_attention_of_which_nobody_wants_the_gradient() -> None:
         Lost.apply(torch.nn.functional.scaled_dot_product_attention(q, q, q)).sum().backward()
         assert q.grad is None
     assert not marid.stats().fallbacks
+
+
+@pytest.mark.parametrize(
+    "index", [torch.tensor([[0, 1], [4, 4]]), torch.tensor([True, False, True, True, False])], ids=["numbers", "mask"]
+)
+def test_the_gradient_of_an_index_on_the_cpu(index: torch.Tensor) -> None:
+    """An index may lie on the CPU, as on any accelerator; it does in the backward, too, and in the backward of that."""
+
+    def gradients(device: str) -> list[torch.Tensor]:
+        base = torch.arange(15.0).view(5, 3).to(device).requires_grad_()
+        written = (base * 2).index_put((index,), base[index] * 3)
+        (first,) = torch.autograd.grad(written.pow(3).sum() + base[index].pow(2).sum(), base, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), base)
+        return [first.detach().cpu(), second.cpu()]
+
+    for got, expected in zip(gradients(DEVICE), gradients("cpu"), strict=True):
+        assert torch.equal(got, expected)

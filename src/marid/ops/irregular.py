@@ -49,8 +49,7 @@ row("rand_like.default randn_like.default randint_like.default", with_generator=
 row("randint_like.low_dtype", with_generator="low_generator_dtype")
 row("randint_like.Tensor", with_generator="Tensor_generator")
 row("index _unsafe_index", mask="read", cpu_arguments=(1,))
-row("index_put index_put_", mask="written", cpu_arguments=(1,))
-row("_unsafe_index_put _index_put_impl_", mask="written")
+row("index_put index_put_ _unsafe_index_put _index_put_impl_", mask="written", cpu_arguments=(1,))
 row("_foreach_addcdiv _foreach_addcdiv_ _foreach_addcmul _foreach_addcmul_", cpu_arguments=(3,))
 
 # --- metadata --------------------------------------------------------------------------------------------------------
