@@ -27,7 +27,7 @@ LAYERS = [
     {"remote"},
     {"frontend"},
     {"replay"},
-    {"saved"},
+    {"placement", "saved"},
     {"environment", "frameworks"},
     {"api", "runner", "as_cuda", "guest", "lightning", "report", "remote.launch.connect", "remote.client.parallel"},
     {"", "cli", "models"},

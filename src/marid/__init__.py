@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from marid import registration
 
 if TYPE_CHECKING:
+    from marid.placement.place import Placement, place
     from marid.saved.loaded import SavedProgram, load_program
     from marid.saved.writing import save_program
 
@@ -73,14 +74,20 @@ finally:
         gc.collect(1)  # of these alone, and not in the middle of the first operation
 
 
-_LATE = {"SavedProgram": "loaded", "load_program": "loaded", "save_program": "writing"}
+_LATE = {
+    "Placement": "placement.place",
+    "SavedProgram": "saved.loaded",
+    "load_program": "saved.loaded",
+    "place": "placement.place",
+    "save_program": "saved.writing",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What few programs need is imported with its first use."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"marid.saved.{_LATE[name]}"), name)
+    found = globals()[name] = getattr(importlib.import_module(f"marid.{_LATE[name]}"), name)
     return found
 
 
@@ -121,6 +128,7 @@ __all__ = [
     "FunctionStats",
     "LazyTensor",
     "LazyTuple",
+    "Placement",
     "RemoteStats",
     "SavedProgram",
     "SemanticMetadata",
@@ -152,6 +160,7 @@ __all__ = [
     "on_record",
     "on_run",
     "phase",
+    "place",
     "process_group",
     "programs",
     "register_enricher",

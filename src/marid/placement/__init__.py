@@ -1,0 +1,1 @@
+"""``marid.place``: the layers of a model over several devices."""
