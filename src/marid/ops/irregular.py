@@ -59,7 +59,13 @@ row(
     "_grouped_mm.default geqrf.default fractional_max_pool3d_backward.default multi_margin_loss_backward.default "
     "histogram.bin_ct histogram.bins_tensor _histogramdd_bin_edges.default _histogramdd_from_bin_cts.default "
     "_histogramdd_from_bin_tensors.default multilabel_margin_loss_backward.default "
-    "glu_jvp.default "
+    "glu_jvp.default glu_backward_jvp.default _aminmax.default _aminmax.dim _dirichlet_grad.default "
+    "_standard_gamma_grad.default _masked_softmax.default _masked_softmax_backward.default "
+    "batch_norm_update_stats.default "
+    "fake_quantize_per_tensor_affine_cachemask.default fake_quantize_per_channel_affine_cachemask.default "
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default "
+    "_fake_quantize_learnable_per_tensor_affine.default _fake_quantize_learnable_per_tensor_affine_backward.default "
+    "_fake_quantize_learnable_per_channel_affine.default _fake_quantize_learnable_per_channel_affine_backward.default "
     "_native_multi_head_attention.default",  # which gives weights or not, by the kernel that it takes
     shaped_by_sizes=True,
 )
