@@ -88,3 +88,19 @@ def test_an_operator_that_is_defined_later_is_recorded() -> None:
     assert y.operation == "marid_tests::defined_later"  # pyright: ignore[reportAttributeAccessIssue]
     assert y.tolist() == [4.0] * 3
     assert set(seen) == {"cpu"}
+
+
+def test_zeros_like_a_part_of_a_larger_memory() -> None:
+    """Forward derivatives are laid out by the size of the memory behind, which a column has more of than it spans."""
+
+    def made(device: str) -> list[Any]:
+        column = torch.randn(4, 5).to(device).t()[0]
+        like = torch.ones(3, 4, 4, device=device)
+        make = torch.ops.aten._new_zeros_with_same_feature_meta
+        found = [make(like, column, self_num_batch_dims=count) for count in range(3)]
+        return [*found, make(torch.ones(0, 4, device=device), column, self_num_batch_dims=1)]
+
+    assert_same(made(DEVICE), made("cpu"))
+    x = torch.randn(4, 5)
+    function = lambda v: (v.sin() * v.sum()).sum()  # noqa: E731
+    assert_same(func.hessian(function)(x.to(DEVICE).t()[0]), func.hessian(function)(x.t()[0]))

@@ -467,3 +467,21 @@ def test_hooks_of_parameters_move_with_their_module() -> None:
         return calls
 
     assert called(DEVICE) == called("cpu") == ["gradient", "accumulated", 0, "accumulated", 1, 2]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["free", "held by a view"])
+def test_attributes_of_parameters_move_with_them(held: bool) -> None:
+    """Such as marks by which an optimizer groups them; also back, and of tied ones."""
+    torch.ones(1, device=DEVICE)
+    embedding, head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+    head.weight = embedding.weight
+    head.weight.no_decay = True  # type: ignore[attr-defined]
+    view = head.weight.view(6) if held else None
+    model = nn.Sequential(embedding, head)
+    for move in (lambda: model.to(DEVICE), lambda: model.double(), lambda: model.cpu()):
+        move()
+        assert all(one.no_decay for one in model.parameters())
+        assert held or head.weight is embedding.weight
+    assert type(head.weight) is nn.Parameter
+    assert vars(head.weight) == {"no_decay": True}
+    del view

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import marid
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
@@ -298,3 +299,31 @@ def test_a_generator_of_the_cpu_where_the_device_is_named() -> None:
     """As on any other device."""
     with pytest.raises(RuntimeError, match="Expected a 'remote_accelerator' device type for generator"):
         torch.randn(2, device=DEVICE, generator=torch.Generator())
+
+
+def _closed_over(f: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda: f(x).exp(), use_reentrant=False)
+
+
+def _named(f: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda *, q: f(q).exp(), q=x, use_reentrant=False)
+
+
+def _positional(f: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda q: f(q).exp(), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("recomputed", [_closed_over, _named, _positional])
+def test_what_is_computed_again_draws_what_it_drew(recomputed: Any) -> None:
+    """However a checkpointed function gets its tensors: PyTorch keeps generators of devices by positional arguments."""
+    cpu = torch.ones(2, requires_grad=True)
+    checkpoint(lambda x: x * 2, cpu, use_reentrant=False).sum().backward()
+
+    def run(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        x = torch.ones(64, device=device, requires_grad=True)
+        y = recomputed(lambda q: torch.nn.functional.dropout(q, 0.5), x)
+        y.sum().backward()
+        return [y, x.grad, torch.rand(2, device=device)]
+
+    assert_same(run(DEVICE), run("cpu"))

@@ -38,6 +38,7 @@ from marid.frontend import (
     nested,
     overrides,
     random,
+    recomputation,
     record,
     recurrent,
     replicas,
@@ -213,6 +214,13 @@ CHANGES: list[Change] = [
         "averaged models take the CPU's formula",
         overrides.without_the_device,
     ),
+    *[
+        _replaced(f"torch.utils.checkpoint.{name}", "what is computed again draws what it drew, as on the CPU", make)
+        for name, make in (
+            ("DefaultDeviceType._default_device_type", recomputation.on_the_device),
+            ("get_device_states", recomputation.keeping_generators),
+        )
+    ],
     *[
         _replaced(f"torch.optim.{name}._default_to_fused_or_foreach", _NO_FOREACH, overrides.chosen_as_on_the_cpu(name))
         for name in overrides.OPTIMIZERS

@@ -123,6 +123,10 @@ class _Reader:
             key.append("True" if arg else "False")
         elif kind is complex:
             key.append(complex)
+        elif isinstance(arg, self.cls):  # of a user's subclass
+            self.tensors.append(arg)
+            key.append(arg._value.spec)
+            return arg._value
         elif self.unusual or kind is int or kind is str or arg is None or kind in OTHER_TYPES:
             key.append(arg)
         else:
@@ -166,7 +170,7 @@ def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 
 def _clean(recorder: Recorder, arg: Any, position: int, device: int) -> Any:
-    if type(arg) is handles._handle_class:
+    if handles.is_lazy(arg):
         if arg._value.spec.device != device:
             raise _on_other_device(device, f"{handles.DEVICE_TYPE}:{arg._value.spec.device}")
         return arg
@@ -182,7 +186,7 @@ def _clean(recorder: Recorder, arg: Any, position: int, device: int) -> Any:
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     for arg in (*args, *kwargs.values()):
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if type(item) is handles._handle_class:
+            if handles.is_lazy(item):
                 return item._value.spec.device
     device = kwargs.get("device")
     index = None if device is None else torch.device(device).index

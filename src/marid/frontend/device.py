@@ -113,11 +113,7 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
     @functools.wraps(move)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         results: dict[int, torch.Tensor] = {}
-        hooked = {
-            name: (parameter._cdata, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-            for name, parameter in self._parameters.items()
-            if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-        }
+        kept = {name: _belongings(one) for name, one in self._parameters.items() if one is not None}
 
         def apply_once(tensor: Any) -> torch.Tensor:
             if is_lazy(tensor):
@@ -129,21 +125,30 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
                 if parameter is not None and not is_lazy(parameter):
                     with torch.no_grad():
                         applied = fn(parameter)
-                    if (type(applied) is LazyTensor) != (type(parameter) is LazyTensor):
+                    if isinstance(applied, LazyTensor) != isinstance(parameter, LazyTensor):
                         applied = _moved_in_place(parameter, applied, fn)
                     results[id(parameter)] = applied
             return move(self, apply_once, recurse)
         finally:
-            for name, hooks in hooked.items():
-                _keep_hooks(self._parameters[name], *hooks)
+            for name, belongings in kept.items():
+                _keep(self._parameters[name], *belongings)
 
     return apply
 
 
-def _keep_hooks(parameter: Any, address: int, of_gradients: Any, after_accumulation: Any) -> None:
+def _belongings(parameter: Any) -> tuple[int, Any, Any, dict[str, Any]]:
+    """The address of a parameter, its two kinds of hooks, and its attributes."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return parameter._cdata, *hooks, handles.user_attributes(parameter)
+
+
+def _keep(parameter: Any, address: int, of_gradients: Any, after_accumulation: Any, attributes: dict[str, Any]) -> None:
+    """Give a parameter that was moved the hooks and the attributes that it had."""
     if parameter._cdata != address:  # they belong to what was swapped; handles that remove hooks know the dictionaries
-        parameter._backward_hooks = of_gradients
-        parameter._post_accumulate_grad_hooks = after_accumulation
+        if of_gradients or after_accumulation:
+            parameter._backward_hooks = of_gradients
+            parameter._post_accumulate_grad_hooks = after_accumulation
+        parameter.__dict__.update({name: value for name, value in attributes.items() if name != "_is_param"})
 
 
 def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -152,7 +157,7 @@ def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
     @functools.wraps(is_wrapper)
     def wrapper(tensor: Any) -> bool:
-        if type(tensor) is not LazyTensor:
+        if not isinstance(tensor, LazyTensor):
             return is_wrapper(tensor)
         move = sys._getframe(1)
         caller = move.f_back

@@ -80,7 +80,7 @@ def check_index(device: Any) -> None:
 
 def is_lazy(thing: Any) -> bool:
     """Whether ``thing`` is a lazy tensor."""
-    return type(thing) is _handle_class
+    return isinstance(thing, _handle_class)
 
 
 def tape(index: int) -> Tape:

@@ -21,6 +21,7 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.observe import observer
+from marid.frontend.subclasses import user_class
 from marid.graph.html import table_html
 from marid.settings import settings
 
@@ -50,7 +51,9 @@ def text_of(tensor: Any, asked: bool, contents: str | None = None) -> str:
             contents = _formatted(engine_of(tensor._value.spec.device).read(tensor._value.concrete))
         else:
             return _description(tensor)
-    text = _tensor_str._add_suffixes(_PREFIX + contents, _suffixes(tensor, asked), len(_PREFIX), False)
+    cls = user_class(tensor)
+    prefix = "tensor(" if cls is torch.Tensor else f"{cls.__name__}("
+    text = _tensor_str._add_suffixes(prefix + contents, _suffixes(tensor, asked), len(prefix), False)
     return f"Parameter containing:\n{text}" if isinstance(tensor, torch.nn.Parameter) else text
 
 

@@ -349,7 +349,10 @@ def dispatch(func: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
                 known = recorder.known.get(recorder.key_of(key, tensors))
                 if known is not None and known.repeats:
                     return recorder.append(known, values, named, tensors, getframe().f_back)
-        return _record(func, args, kwargs)
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # of users' subclasses: what is asked of them here is no call of theirs
+            return _record(func, args, kwargs)
     except BaseException as error:
         fold(error)
         raise

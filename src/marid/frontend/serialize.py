@@ -15,6 +15,7 @@ from marid.errors import UnsupportedOperationError
 from marid.frontend import handles, storage_objects
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import read
+from marid.frontend.subclasses import user_class
 
 __all__ = ["reduce", "restore"]
 
@@ -30,9 +31,9 @@ def reduce(tensor: Any) -> Any:
     hooks: OrderedDict[int, Any] = OrderedDict()
     arguments = (typed, buffer.storage_offset(), tuple(buffer.shape), buffer.stride(), tensor.requires_grad, hooks)
     if not isinstance(tensor, torch.nn.Parameter):
-        attributes = handles.user_attributes(tensor)
-        if attributes:
-            rebuild = (torch._utils._rebuild_tensor_v2, torch.Tensor, arguments, attributes)
+        attributes, cls = handles.user_attributes(tensor), user_class(tensor)
+        if attributes or cls is not torch.Tensor:
+            rebuild = (torch._utils._rebuild_tensor_v2, cls, arguments, attributes)
             return torch._tensor._rebuild_from_type_v2, rebuild
         return torch._utils._rebuild_tensor_v2, arguments
     data = _Reduced(torch._utils._rebuild_tensor_v2, (*arguments[:4], False, hooks))

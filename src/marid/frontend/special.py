@@ -47,6 +47,17 @@ def _has_same_storage_numel(_recorder: Recorder, args: tuple[Any, ...], _kwargs:
     return len({tensor.untyped_storage().nbytes() // tensor.dtype.itemsize for tensor in args}) == 1
 
 
+@special(aten._new_zeros_with_same_feature_meta.default)
+def _new_zeros_with_same_feature_meta(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros in memory as large as that of the second argument, once for each batch dimension of the first."""
+    like, of = args
+    batch = like.shape[: kwargs.get("self_num_batch_dims", 0)]
+    count = of.untyped_storage().nbytes() // of.dtype.itemsize
+    strides = torch.empty((*batch, count), device="meta").stride()[:-1]
+    zeros = aten.zeros.default([*batch, count], dtype=of.dtype, device=of.device)
+    return aten.as_strided.default(zeros, [*batch, *of.shape], [*strides, *of.stride()], of.storage_offset())
+
+
 @special(aten.is_set_to.default)
 def _is_set_to(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
     looks = {(t.untyped_storage().data_ptr(), t.storage_offset(), t.shape, t.stride()) for t in args}

@@ -16,6 +16,7 @@ from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
 from marid.frontend.results import retarget
+from marid.frontend.subclasses import as_class
 from marid.frontend.uninitialized import converted
 from marid.frontend.waits import awaited
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
@@ -211,7 +212,7 @@ class LazyTensor(torch.Tensor):
 
     def as_subclass(self, cls: Any) -> Any:
         """As of every tensor. PyTorch calls it for what an uninitialised parameter becomes when it is moved."""
-        return converted(self, cls) if issubclass(cls, UninitializedTensorMixin) else super().as_subclass(cls)
+        return converted(self, cls) if issubclass(cls, UninitializedTensorMixin) else as_class(self, cls, LazyTensor)
 
     @folded
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -229,6 +230,7 @@ class LazyTensor(torch.Tensor):
             made: torch.Tensor = storage_objects.copy_with_aliases(self, memo)
         if self.requires_grad:
             made.requires_grad_()
+        made.__class__ = type(self)
         memo[id(self)] = made
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
@@ -249,6 +251,7 @@ class LazyTensor(torch.Tensor):
         else:
             torch.autograd.graph.increment_version(made)  # as PyTorch's, which puts the storage into a new tensor
             made.requires_grad_(self.requires_grad)
+            made.__class__ = type(self)
         made.__dict__.update(user_attributes(self))
         return made
 

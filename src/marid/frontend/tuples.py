@@ -58,7 +58,7 @@ _METHODS = (
 
 def _tupled(result: Any) -> Any:
     if isinstance(result, (tuple, list)) and not isinstance(result, LazyTuple):
-        if not result or any(type(item) is not LazyTensor for item in result):
+        if not result or not all(isinstance(item, LazyTensor) for item in result):
             return result
         return LazyTuple(result, type(result) if type(result).__module__ == "torch.return_types" else None)
     return result
