@@ -349,10 +349,7 @@ def dispatch(func: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
                 known = recorder.known.get(recorder.key_of(key, tensors))
                 if known is not None and known.repeats:
                     return recorder.append(known, values, named, tensors, getframe().f_back)
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # of users' subclasses: what is asked of them here is no call of theirs
-            return _record(func, args, kwargs)
+        return _record(func, args, kwargs)
     except BaseException as error:
         fold(error)
         raise
@@ -361,9 +358,8 @@ def dispatch(func: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Record a call that is not like one recorded before, or needs more than a node."""
     recorder = recorder_of(func)
-    if recorder.handler is not None:
-        return recorder.handler(recorder, args, kwargs or {})
-    return recorder.record(args, kwargs or {})
+    with torch._C.DisableTorchFunctionSubclass():  # what is asked of a user's subclass here is no call of theirs
+        return (recorder.handler or Recorder.record)(recorder, args, kwargs or {})
 
 
 def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
