@@ -326,7 +326,7 @@ def test_it_prints_with_the_text_of_the_lines() -> None:
     assert "memory held: " in text
     assert "aten::nonzero" in text
     assert repr(marid.explain()).startswith("marid")
-    assert marid.explain()._repr_html_().startswith("<pre>")
+    assert marid.explain()._repr_html_().startswith("<pre style=")
     assert "keepdim=step == 2" in marid.explain()._repr_html_()
     assert "->" not in marid.explain()._repr_html_()  # escaped
 

@@ -8,7 +8,6 @@ run`` both read.
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from marid.frontend.engines import engine_of
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.observe import observer
 from marid.frontend.subclasses import user_class
-from marid.graph.html import table_html
+from marid.graph.html import pre_html, table_html
 from marid.settings import settings
 
 __all__ = ["html_of", "show_as_python_does", "text_of"]
@@ -63,7 +62,7 @@ def html_of(tensor: Any) -> str:
     spec, node = value.spec, value.node
     if _is_here(tensor):
         state = "computed"
-        content = f"<pre>{html.escape(_formatted(engine_of(spec.device).read(value.concrete)))}</pre>"
+        content = pre_html(_formatted(engine_of(spec.device).read(value.concrete)))
     else:
         state, content = ("computing" if value.concrete is not None else "not computed"), ""
     known = {

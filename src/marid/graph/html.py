@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["folded_html", "table_html"]
+__all__ = ["folded_html", "pre_html", "table_html"]
 
 
 def table_html(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -17,8 +17,14 @@ def table_html(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def folded_html(title: str, content: str) -> str:
-    """``content``, which is HTML, below a title that folds it."""
-    return f"<details open><summary>{html.escape(title)}</summary>{content}</details>"
+    """``content``, which is HTML, below a title that folds it; it scrolls where it is long."""
+    box = f'<div style="max-height:30em;overflow:auto">{content}</div>'
+    return f"<details open><summary>{html.escape(title)}</summary>{box}</details>"
+
+
+def pre_html(text: str) -> str:
+    """Lines as they are, which scroll where they are long. (JupyterLab would wrap them, in letters of its own.)"""
+    return f'<pre style="font-family:monospace;white-space:pre;overflow-x:auto">{html.escape(text)}</pre>'
 
 
 def _cell(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import io
 import linecache
 import os
@@ -11,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from marid.graph.html import pre_html
 from marid.report.differences import Recompile
 from marid.report.stats import Counters, Misprediction, Sync
 from marid.report.units import bytes_text, seconds_text
@@ -149,7 +149,7 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return pre_html(str(self).partition("\n")[2])  # without the rule, which is as wide as a file
 
 
 def _section(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[RenderableType]:
