@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marid
+from marid.frontend import autocast
 from tests.helpers import DEVICE, assert_same, on_both, seeded
 
 OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -168,3 +171,26 @@ def test_the_lists_are_those_of_the_cpu() -> None:
         return {name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
 
     assert registered("AutocastPrivateUse1") - {"marid::linear_activation"} == registered("AutocastCPU")
+
+
+def test_threads_that_are_the_first_to_use_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists are registered once, and nobody goes on before they are."""
+    register, calls = autocast._register, []
+
+    def slowly(policies: Any) -> None:
+        calls.append(policies)
+        time.sleep(0.2)
+        register(policies)
+
+    autocast._unregister()
+    monkeypatch.setattr(autocast, "_register", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        found = [threads.submit(_product_under_autocast) for _ in range(4)]
+    assert [one.result() for one in found] == [torch.bfloat16] * 4
+    assert len(calls) == 1
+
+
+def _product_under_autocast() -> torch.dtype:
+    x = torch.ones(2, 2, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        return (x @ x).dtype

@@ -3,6 +3,7 @@ CUDA's under ``marid run --as-cuda`` (``ops/autocast_lists.py``)."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ __all__ = ["calls_listed", "is_on", "may_call_listed", "supported_dtypes", "take
 
 _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _libraries: list[torch.library.Library] = []
+_registering = threading.RLock()
+"""Held while that changes: threads, such as those of ``nn.DataParallel``, may be the first to ask together."""
 _listed: set[str] = set()
 
 
@@ -28,18 +31,20 @@ def supported_dtypes() -> list[torch.dtype]:
     CPU autocast's lists are registered then, unless others are: every operator in PyTorch gets a kernel by that, which
     takes 4 ms.
     """
-    if not _libraries:
-        try:
-            _register(lists.CPU)
-        except BaseException:  # Ctrl-C, say: the next use begins anew
-            _unregister()
-            raise
+    with _registering:
+        if not _libraries:
+            try:
+                _register(lists.CPU)
+            except BaseException:  # Ctrl-C, say: the next use begins anew
+                _unregister()
+                raise
     return [torch.bfloat16, torch.float16]
 
 
 def use_cuda_lists() -> None:
     """Replace the lists by CUDA autocast's, for scripts written for GPUs."""
-    _register(lists.CUDA)
+    with _registering:
+        _register(lists.CUDA)
 
 
 def without() -> Any:
