@@ -13,13 +13,12 @@ PYTHONS ?= 3.11 3.12 3.13 3.14
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-DEMO := build/demo
 
 .PHONY: help demo test check conformance conformance-worker fuzz bench gpu docs matrix wheel sdist clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo         train a small GPT on the lazy device, and compare its losses with eager PyTorch's"
+	@echo "make demo         train a network with eager PyTorch and with Marid: time and losses of both, and a report"
 	@echo "make test         ruff, pyright and the test suite"
 	@echo "make check        ruff and pyright only"
 	@echo "make conformance  the long tests"
@@ -44,11 +43,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	@mkdir -p $(DEMO)
-	MARID_COMPILE=0 $(BIN)/marid run examples/train_gpt.py --losses $(DEMO)/lazy.json
-	@echo; echo "The same script without marid, on the CPU, for comparison:"
-	$(BIN)/python examples/train_gpt.py --stop 100 --characters 0 --losses $(DEMO)/eager.json
-	$(BIN)/python examples/compare_losses.py $(DEMO)/lazy.json $(DEMO)/eager.json
+	$(BIN)/python -m benchmarks.demo
 
 check: $(READY)
 	$(BIN)/ruff check .

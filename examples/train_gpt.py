@@ -8,11 +8,8 @@ Everything happens on PyTorch's default device, random numbers included.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import sys
-import time
 from pathlib import Path
 
 import torch
@@ -108,26 +105,6 @@ def standard_library(limit: int) -> str:
     return "".join(parts)
 
 
-class Progress:
-    """A bar on a terminal; elsewhere a line now and then."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.started, self.printed = steps, time.perf_counter(), 0
-        self.terminal = sys.stdout.isatty()
-
-    def show(self, done: int, loss: float) -> None:
-        """Say how far the training is."""
-        seconds = time.perf_counter() - self.started
-        text = f"step {done:4d}/{self.steps}  loss {loss:.4f}  {seconds:5.1f} s"
-        if self.terminal:
-            filled = 30 * done // self.steps
-            end = "\n" if done == self.steps else ""
-            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}", end=end, flush=True)
-        elif done == self.steps or done - self.printed >= self.steps / 12:
-            self.printed = done
-            print(text, flush=True)
-
-
 def learning_rate(step: int, options: argparse.Namespace) -> float:
     """A linear warm-up, then half a cosine."""
     warmup = max(1, options.steps // 20)
@@ -137,15 +114,12 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
     return options.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def train(model: GPT, text: Text, options: argparse.Namespace) -> list[float]:
-    """Optimise the model; the loss of every step. It is read every ``options.every`` steps."""
+def train(model: GPT, text: Text, options: argparse.Namespace) -> None:
+    """Optimise the model. Losses are read, and their mean printed, every ``options.every`` steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.1)
-    last = min(options.steps, options.stop or options.steps)
-    progress = Progress(last)
-    losses: list[float] = []
     unread: list[Tensor] = []
     model.train()
-    for step in range(last):
+    for step in range(options.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, options)
         inputs, targets = text.batch(options.batch, options.context)
@@ -156,11 +130,9 @@ def train(model: GPT, text: Text, options: argparse.Namespace) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         unread.append(loss.detach())
-        if len(unread) == options.every or step + 1 == last:
-            losses += torch.stack(unread).tolist()
+        if len(unread) == options.every or step + 1 == options.steps:
+            print(f"step {step + 1}/{options.steps}  mean loss {torch.stack(unread).mean().item():.9g}", flush=True)
             unread.clear()
-            progress.show(step + 1, losses[-1])
-    return losses
 
 
 @torch.no_grad()
@@ -186,13 +158,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
-    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the loss")
+    parser.add_argument("--every", type=int, default=10, help="steps between two looks at the losses")
     parser.add_argument("--text", type=int, default=400_000, help="characters to train on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--characters", type=int, default=300, help="characters to write at the end")
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--stop", type=int, help="stop after this many of the steps, to compare their losses")
-    parser.add_argument("--losses", type=Path, help="write the loss of every step to this file, as JSON")
     return parser.parse_args()
 
 
@@ -202,10 +172,8 @@ def main() -> None:
     text = Text(standard_library(options.text))
     model = GPT(len(text.characters), options.context, options.width, options.layers, options.heads, options.dropout)
     size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{size:,} parameters, {len(text.data):,} characters of Python, device {torch.get_default_device()}")
-    losses = train(model, text, options)
-    if options.losses:
-        options.losses.write_text(json.dumps(losses))
+    print(f"{size:,} parameters, {len(text.data):,} characters of Python")
+    train(model, text, options)
     sample(model, text, options)
 
 
