@@ -20,7 +20,17 @@ from marid.native import module
 from marid.semantics.scopes import Scope, Site
 from marid.settings import settings
 
-__all__ = ["OperatorStats", "OperatorTimes", "Owner", "Profile", "Timing", "labels_of", "operator_times", "where_of"]
+__all__ = [
+    "OperatorStats",
+    "OperatorTimes",
+    "Owner",
+    "Profile",
+    "Timing",
+    "bytes_of",
+    "labels_of",
+    "operator_times",
+    "where_of",
+]
 
 _PROFILES = 512  # sums that are kept apart; older ones are merged by line
 
@@ -117,7 +127,7 @@ class Profile:
                 "<unknown>" if site is None else str(site),
                 count,
                 int(self.sums[2 * index]) / 1e9,
-                count * _bytes_of(instruction, self.specs),
+                count * bytes_of(instruction, self.specs),
             )
 
 
@@ -223,7 +233,7 @@ def _label(site: Any, scope: Any) -> str:
     return " ".join(words)
 
 
-def _bytes_of(instruction: Instruction, specs: tuple[Spec | None, ...]) -> int:
+def bytes_of(instruction: Instruction, specs: tuple[Spec | None, ...]) -> int:
     """Bytes of the tensors that an instruction reads and makes or writes, each once."""
     if instruction.op.view:
         return 0

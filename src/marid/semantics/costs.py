@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from marid.graph.computation import Recorded
-from marid.graph.node import Node, Output, Spec, Value
+from marid.graph.node import Node, Operation, Output, Spec, Value
+from marid.graph.program import Instruction, ListOf, Param, Slot
 from marid.semantics.roofline import Machine
 
-__all__ = ["Cost", "bytes_of", "costs_by", "flops_of"]
+__all__ = ["Cost", "bytes_of", "costs_by", "flops_of", "flops_of_instruction"]
 
 _COPIES = {
     "aten::clone", "aten::_to_copy", "aten::copy_", "aten::contiguous", "aten::cat", "aten::stack", "aten::embedding",
@@ -73,23 +75,48 @@ def occupied(spec: Spec) -> int:
 
 def flops_of(recorded: Recorded, node: Node) -> int:
     """The floating-point operations of a node: a product and a sum are two. 0 for sources."""
-    if node.op is None or node not in recorded.arguments or node.op.view:
+    if node.op is None or node not in recorded.arguments:
         return 0
-    packet = node.op.func.overloadpacket
-    outputs = outputs_of(node)
-    formula = _OWN.get(node.op.name) or flop_registry.get(packet)
+    args, kwargs = recorded.arguments[node]
+    inputs = [spec for value in recorded.inputs_of(node) if (spec := value.spec) is not None]
+    return _flops(node.op, map(_shapes, args), {k: _shapes(v) for k, v in kwargs}, outputs_of(node), inputs)
+
+
+def flops_of_instruction(instruction: Instruction, specs: tuple[Spec | None, ...], params: list[Any]) -> int:
+    """The same of an instruction of a program that runs with tensors of these specs and with these numbers."""
+
+    def given(arg: Any) -> Any:
+        if isinstance(arg, Slot):
+            spec = specs[arg.index]
+            return () if spec is None else spec.shape
+        if isinstance(arg, ListOf):
+            return tuple(map(given, arg.items))
+        return params[arg.index] if isinstance(arg, Param) else arg.value
+
+    def known(slots: Iterable[int]) -> list[Spec]:
+        return [spec for slot in slots if (spec := specs[slot]) is not None]
+
+    inputs = known(arg.index for arg in instruction.operands() if isinstance(arg, Slot))
+    outputs = known(result.slot for result in instruction.results)
+    named = {name: given(arg) for name, arg in instruction.kwargs}
+    return _flops(instruction.op, map(given, instruction.args), named, outputs, inputs)
+
+
+def _flops(op: Operation, args: Iterable[Any], kwargs: dict[str, Any], outputs: list[Spec], inputs: list[Spec]) -> int:
+    """Those of a call with these shapes in the place of tensors."""
+    if op.view:
+        return 0
+    formula = _OWN.get(op.name) or flop_registry.get(op.func.overloadpacket)
     if formula is not None:
-        args, kwargs = recorded.arguments[node]
         out = tuple([spec.shape for spec in outputs])
         shape = out[0] if len(out) == 1 else out
-        try:
-            return int(formula(*map(_shapes, args), **{k: _shapes(v) for k, v in kwargs}, out_val=shape))
-        except (AssertionError, TypeError, ValueError, IndexError):  # the formula is for other arguments than these
-            pass
-    if node.op.factory or node.op.name in _COPIES or node.op.name.endswith("_like"):
+        # The formula may be for other arguments than these.
+        with suppress(AssertionError, TypeError, ValueError, IndexError):
+            return int(formula(*args, **kwargs, out_val=shape))
+    if op.factory or op.name in _COPIES or op.name.endswith("_like"):
         return 0
-    specs = [*outputs, *(spec for value in recorded.inputs_of(node) if (spec := value.spec) is not None)]
-    if node.op.name.startswith("aten::_foreach"):
+    specs = [*outputs, *inputs]
+    if op.name.startswith("aten::_foreach"):
         return sum(spec.numel for spec in (outputs or specs))
     return max((spec.numel for spec in specs), default=0)
 
