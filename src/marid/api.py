@@ -95,6 +95,7 @@ def stats() -> Stats:
         ops_immediate=immediate,
         programs_built=counters.programs_built,
         programs_reused=counters.programs_reused,
+        programs_fitted=counters.programs_fitted,
         materializations=counters.materializations,
         automatic_cuts=counters.automatic_cuts,
         fallbacks=dict(counters.fallbacks),

@@ -73,6 +73,19 @@ PLAN_ATTEMPTS = 3
 PLAN_BLOCKS = 8192
 """Blocks that are placed: placing is quadratic. The smallest of more stay outside of the slab."""
 
+# --- fitting into memory ---------------------------------------------------------------------------------------------
+
+FIT_STEPS = 32
+"""Parts of what a program would take, to which the room that there is for it is rounded down: a loop whose room varies
+a little keeps its program."""
+FIT_HEADROOM = 16
+"""Of that room, which part (1/n) is left to what kernels use beside their results, until a run has shown how much that
+is: 0 of 83 MiB in a GPT, 3 to 8 of 42 in a ResNet, whose convolutions lay gradients out anew."""
+FIT_VARIANTS = 8
+"""Programs that are kept of one for several rooms, and attempts that found none."""
+FIT_SLOWER = 4.0
+"""Times that a program may take longer for computing results again, before it counts as one that does not fit."""
+
 # --- compiling -------------------------------------------------------------------------------------------------------
 
 COMPILE_FUSIBLE = 3

@@ -71,7 +71,8 @@ class Settings:
     verify_passes: bool = False
     """Check what every pass requires and promises. For tests: it costs more than the passes."""
     memory_limit: int = 0
-    """A run that would make the devices hold more bytes than this is refused before it starts; 0 for no limit."""
+    """A run that would make the devices hold more bytes than this computes results again in place of keeping them, or
+    is refused before it starts where that does not suffice; 0 for no limit."""
     compile_recordings: int = 8
     """A function under ``marid.compile`` is given up, for one kind of arguments, after so many recordings of which no
     two did the same."""

@@ -1,6 +1,6 @@
 """Check the networks of a range of seeds, and print what differs.
 
-    python -m tests.fuzz --seeds 0:1000 [--tier flat|immediate|compiled|replayed] [--shrink]
+    python -m tests.fuzz --seeds 0:1000 [--tier flat|tight|immediate|compiled|replayed] [--shrink]
 
 They run in a process beside this one, so that a crash, of PyTorch's own kernels too, costs one seed.
 """

@@ -29,6 +29,7 @@ import marid
 from .layers import LAYERS
 from .mixers import MIXERS
 from .observed import Difference, Observer, differences
+from .tight import tight
 from .training import Training, input_shape, training
 from .writer import Block, Writer
 
@@ -142,7 +143,7 @@ class Tier:
     """A way to run networks on the device.
 
     ``changes`` is applied to the network before, ``compiled`` to the function of a step; ``after_step`` is called after
-    each step on the device.
+    each step on the device. Where it is ``tight``, programs run with less memory than they take as recorded.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Tier:
     changes: Callable[[Network], Network] = _as_it_is
     after_step: Callable[[], None] = _nothing
     settings: tuple[tuple[str, Any], ...] = ()
+    tight: bool = False
 
 
 def _repeated(net: Network) -> Network:
@@ -178,6 +180,7 @@ TIERS = {
     tier.name: tier
     for tier in (
         Tier("flat", settings=(("compile", False),)),
+        Tier("tight", settings=(("compile", False),), tight=True),
         Tier("immediate", settings=(("compile", False), ("immediate_after", 0), ("immediate_bytes", 1 << 40))),
         Tier("replayed", compiled=marid.compile, changes=_repeated, settings=(("compile", False),)),
         Tier(
@@ -200,7 +203,8 @@ def tier_settings(tier: Tier) -> Iterator[None]:
     for name, value in wanted.items():
         setattr(marid.settings, name, value)
     try:
-        yield
+        with tight() if tier.tight else contextlib.nullcontext():
+            yield
     finally:
         for name, value in before.items():
             setattr(marid.settings, name, value)

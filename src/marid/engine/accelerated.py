@@ -18,6 +18,7 @@ import torch
 
 from marid.engine.inprocess import InProcessEngine, concretely
 from marid.engine.protocol import Called, GiveBack, Need
+from marid.engine.room import refuse_beyond
 from marid.errors import LazyTensorError
 from marid.execute.accelerator import Accelerator, accelerator_of
 from marid.execute.captured import CapturedProgram, CapturedPrograms
@@ -118,7 +119,11 @@ class AcceleratedEngine(InProcessEngine):
         """A child cannot use what its parent has begun to use: PyTorch says so where it is made ready again."""
         self.__dict__.pop("accelerator", None)
 
-    def _best(self, program: _OnDevice, task: Task | Replay, room: int | None) -> CapturedProgram:  # noqa: ARG002
+    def _best(self, program: _OnDevice, task: Task | Replay) -> CapturedProgram:
+        return program.sized(task.specs)
+
+    def _within(self, room: int, program: _OnDevice, task: Task) -> CapturedProgram:
+        refuse_beyond(room, task, program.program)
         return program.sized(task.specs)
 
     def _launch(self, task: Task, runnable: Runnable, give_back: GiveBack) -> bool:  # noqa: ARG002

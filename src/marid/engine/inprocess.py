@@ -18,7 +18,7 @@ from marid.engine import single_call
 from marid.engine.failed import explain, salvage
 from marid.engine.flight import Flight, Positioned
 from marid.engine.protocol import Called, Engine, GiveBack, Need
-from marid.engine.room import refuse_beyond
+from marid.engine.room import within
 from marid.engine.snapshot import snapshot
 from marid.errors import MaterializationError
 from marid.execute.arena import Arena
@@ -110,12 +110,14 @@ class InProcessEngine:
             task = bind(nodes)
             program = self.programs.find(task)
             if room is not None:
-                refuse_beyond(room, task, program.program)
-            with concretely():
-                runnable = self._best(program, task, room)
-            if ahead and room is None and self._launch(task, runnable, give_back):
-                return runnable.transient_bytes
-            self._drain()
+                with concretely():
+                    runnable = self._within(room, program, task)
+            else:
+                with concretely():
+                    launchable = runnable = self._best(program, task)
+                if ahead and self._launch(task, launchable, give_back):
+                    return runnable.transient_bytes
+                self._drain()
             self._perform(task, runnable)
             return runnable.transient_bytes
 
@@ -139,7 +141,7 @@ class InProcessEngine:
                 prepared.ready = self.programs.find(prepared)
             replay = Replay(prepared, inputs, params)
             with concretely():
-                runnable = self._best(prepared.ready, replay, None)
+                runnable = self._best(prepared.ready, replay)
             began = time.perf_counter() if ran.listeners else 0.0
             self._depth += 1
             try:
@@ -234,9 +236,13 @@ class InProcessEngine:
             self._twisters.forget()
             self.arena.trim()
 
-    def _best(self, program: Any, task: Task | Replay, room: int | None) -> Any:
+    def _best(self, program: Any, task: Task | Replay) -> Any:
         """How to run ``task``, of a program as ``make`` has made it: what ``_launch`` and ``_perform`` take."""
-        return best(program, task, room)
+        return best(program, task, None)
+
+    def _within(self, room: int, program: Any, task: Task) -> Runnable:
+        """The same with so many bytes of memory. Raises ``MemoryLimitError``."""
+        return within(room, task, program)
 
     def _perform(self, task: Task, runnable: Runnable) -> None:
         """Run a task on this thread, now that nothing is in flight."""

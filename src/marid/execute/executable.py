@@ -82,6 +82,8 @@ class Executable:
         """For each instruction the recorded one that it stands for, where these are others."""
         self.profiles: list[Any] = []
         """Sums of what its runs took (``report/operator_times.py``)."""
+        self.fitted: dict[Any, Any] = {}
+        """Programs that take less memory than this one, by specs and by inputs that share memory (``fitted.py``)."""
         self.tier: Any = None
         """What decides whether it is compiled (``compiled/tier.py``)."""
         self.ran: Callable[[float], None] | None = None

@@ -32,13 +32,15 @@ class MemoryPlan:
     """Offsets in bytes by block, -1 for blocks that are not placed.
 
     ``peak`` is the size of the slab; ``lower_bound`` the largest sum of placed blocks that live at the same time, which
-    no plan goes below; ``unplanned`` what they would take without any reuse. All in bytes, blocks rounded up to 64.
+    no plan goes below; ``unplanned`` what they would take without any reuse; ``held`` the same as ``lower_bound`` with
+    the blocks that outlive the run. All in bytes, blocks rounded up to 64.
     """
 
     offsets: list[int]
     peak: int
     lower_bound: int
     unplanned: int
+    held: int
 
 
 def plan(trace: Trace) -> MemoryPlan:
@@ -66,7 +68,7 @@ def plan(trace: Trace) -> MemoryPlan:
     offsets = [-1] * len(trace.sizes)
     for block, offset in zip(placed, found, strict=True):
         offsets[block] = offset
-    return MemoryPlan(offsets, peak, lower_bound, sum(sizes))
+    return MemoryPlan(offsets, peak, lower_bound, sum(sizes), _most_alive(trace, set(range(len(trace.sizes)))))
 
 
 def _most_alive(trace: Trace, placed: set[int]) -> int:

@@ -138,15 +138,15 @@ def _count_wait(site: Site | None, reason: str, seconds: float) -> None:
 
 def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, need: Need) -> bool:
     """Have what these tensors need run, and wait for it; whether that was more than arithmetic on the host."""
-    waited = False
+    waited = alone = False
     piece = _plan(tape, site)
     while True:
         tape.fail_dependents()  # what was recorded since the failure
         asked = [node for tensor in tensors for node in pending_nodes(tensor)]
         can_run = bool(asked) and all(node.args is not None for node in asked)  # none of them has failed
-        free = can_run and not _restraint.holding and not settings.memory_limit
         stepped = has_stepped(tape)
-        if free and (piece or stepped or tape.immediate):
+        everything = can_run and not (_restraint.holding or alone) and bool(piece or stepped or tape.immediate)
+        if everything:
             nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
         else:
             nodes = tape.cut(asked) if asked else []
@@ -176,6 +176,9 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
             continue  # the next cut raises it if the asked values need what failed
         except MemoryLimitError as error:
             nodes.clear()  # whoever keeps the error must not keep the nodes: they would count as results that are used
+            if everything:
+                alone = True  # what is asked for may fit
+                continue
             raise error.with_traceback(None) from None
 
 
@@ -187,7 +190,8 @@ def _plan(tape: Tape, site: Site | None) -> int:
     if site is None:
         return 0
     piece = _rhythms[tape.device].piece(site, tape)
-    tape.piece = piece if engine_of(tape.device).pieces and may_go_ahead() else 0
+    goes_ahead = engine_of(tape.device).pieces and may_go_ahead() and not settings.memory_limit
+    tape.piece = piece if goes_ahead else 0  # what one piece leaves to the next cannot be computed again
     return piece
 
 

@@ -57,6 +57,9 @@ class Facts:
     the same, and whose schema does."""
     resizes: bool = False
     """It changes the geometry of what it writes."""
+    only_updates: tuple[str, ...] = ()
+    """Arguments that it writes, and takes nothing from, where it is called with ``training``: it returns the same
+    without them."""
     same_value: bool = False
     """It does nothing, but returns another tensor."""
     in_place_of: str = ""

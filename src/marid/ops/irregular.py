@@ -25,6 +25,7 @@ def row(names: str, **facts: Any) -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 row("native_batch_norm", writes=("running_mean", "running_var"))
+row("native_batch_norm.default _native_batch_norm_legit.default", only_updates=("running_mean", "running_var"))
 row("_unsafe_view", views_as="aten::view")
 row("unsafe_split", views_as="aten::split")
 row("unsafe_split_with_sizes", views_as="aten::split_with_sizes")
