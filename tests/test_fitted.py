@@ -48,8 +48,7 @@ class Seen:
 
     def held(self) -> list[tuple[int, int]]:
         """For each program that was watched while it ran: what its results take, and what was allocated at once."""
-        kept = [one for variants in self.variants for one in variants._made.values() if one is not None]
-        return [(one.rewritten.nbytes, one.nbytes) for one in kept]
+        return [(one.rewritten.nbytes, one.nbytes) for variants in self.variants for one in variants.known]
 
 
 @contextlib.contextmanager
@@ -374,7 +373,7 @@ def test_the_forecast_is_that_of_what_runs() -> None:
     """A rewritten program is held to the same analysis as any other."""
     with share(0.5) as seen:
         _trained("transformer", DEVICE, 2)
-    made = [one for variants in seen.variants for one in variants._made.values() if one is not None]
+    made = [one for variants in seen.variants for one in variants.known]
     assert made
     for one in made:
         assert forecast(one.rewritten.program, one.rewritten.specs).nbytes == one.rewritten.nbytes

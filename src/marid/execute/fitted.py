@@ -66,6 +66,11 @@ class Variants:
         self._seconds: list[float] | None = None
         self._made: dict[int, _Variant | None] = {}
 
+    @property
+    def known(self) -> list[_Variant]:
+        """Those that were made."""
+        return [one for one in self._made.values() if one is not None]
+
     def within(self, room: int, task: Task | Replay) -> _Variant | None:
         """One that fits into ``room`` bytes; None where none is found.
 
@@ -80,7 +85,7 @@ class Variants:
             if found.nbytes <= room:
                 return found
             target = min(target - 1, room - (found.nbytes - found.rewritten.nbytes)) // self._step * self._step
-        fitting = [one for one in self._made.values() if one is not None and one.rewritten.nbytes <= room]
+        fitting = [one for one in self.known if one.rewritten.nbytes <= room]
         return min(fitting, key=lambda one: one.nbytes) if fitting else self._for(room, task)
 
     def _for(self, target: int, task: Task | Replay) -> _Variant | None:
