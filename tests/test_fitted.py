@@ -5,6 +5,7 @@ and the limit is kept.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +20,11 @@ from marid.engine import room as engine_room
 from marid.errors import MaterializationError, MemoryLimitError
 from marid.execute.fitted import Variants, fitted
 from marid.graph.analysis import forecast
+from marid.remote.launch.connect import disconnect
 from tests.fuzz.networks import TIERS, check, network
 from tests.fuzz.tight import tight
 from tests.helpers import DEVICE
+from tests.remote_helpers import worker_process
 
 pytestmark = pytest.mark.in_process("the limit of this process's own engine")
 
@@ -378,3 +381,19 @@ def test_the_forecast_is_that_of_what_runs() -> None:
     for one in made:
         assert forecast(one.rewritten.program, one.rewritten.specs).nbytes == one.rewritten.nbytes
         assert len(one.rewritten.following) == len(one.rewritten.program.instructions) + 1
+
+
+# --- on a worker -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spill", [(), ("--spill", "64m")])
+def test_a_worker_fits_steps_into_its_limit(spill: tuple[str, ...]) -> None:
+    """With the same bits; without a word of the client's."""
+    expected = _trained("transformer", "cpu")
+    with worker_process("--memory-limit", "6m", *spill) as worker:
+        marid.connect(worker.address, first=3)
+        try:
+            assert _equal(_trained("transformer", "remote_accelerator:3"), expected)
+        finally:
+            gc.collect()
+            disconnect(3, force=True)

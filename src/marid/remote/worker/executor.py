@@ -22,8 +22,9 @@ from marid.execute.captured import CapturedProgram, CapturedPrograms
 from marid.execute.compiled.tier import best
 from marid.execute.device_operators import operator_on, takes_device
 from marid.execute.executable import Executable
+from marid.execute.fitted import fitted
 from marid.execute.interrupted import Interrupted
-from marid.execute.specialisation import Frame
+from marid.execute.specialisation import Frame, Runnable
 from marid.execute.store import ProgramStore
 from marid.graph.analysis import forecast
 from marid.graph.node import Node, Operation, Spec
@@ -174,12 +175,18 @@ class Executor:
         Raises ``WireError``, ``TooLarge`` before anything has run, and ``Interrupted``.
         """
         kept, prepared, held = self._checked(program, geometry, inputs, params)
-        self.reserve(prepared.transient_bytes, inputs, resident, held)
+        replay, fitting = Replay(prepared, inputs, params), None
+        try:
+            self.reserve(prepared.transient_bytes, inputs, resident, held)
+        except TooLarge:
+            fitting = None if at is not None else self._fitting(prepared, replay, resident)
+            if fitting is None:
+                raise
         ready = self._ready(prepared)
         with concretely():
             try:
                 if at is None:
-                    results = self._execute(ready, prepared, inputs, params)
+                    results = self._execute(ready, replay, fitting)
                 else:
                     results = self._one_by_one(ready, prepared, inputs, params, at)
             except Interrupted as stop:
@@ -200,12 +207,22 @@ class Executor:
             prepared.ready = CapturedProgram(prepared.program, expected, self.accelerator, captured)
         return prepared.ready
 
+    def _fitting(self, prepared: Prepared, replay: Replay, resident: Callable[[], int]) -> Runnable | None:
+        """How to run in the memory that is left, which is too little for the program as it was sent; None where no way
+        is known."""
+        ready = self._ready(prepared)
+        if isinstance(ready, CapturedProgram):
+            return None
+        if not self.residency.bring(replay.inputs, self.memory_limit - resident()):
+            return None
+        with concretely():
+            return fitted(ready, replay, self.memory_limit - resident(), prepared.transient_bytes)
+
     def _execute(
-        self, ready: Executable | CapturedProgram, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]
+        self, ready: Executable | CapturedProgram, replay: Replay, fitting: Runnable | None
     ) -> list[torch.Tensor]:
-        replay = Replay(prepared, inputs, params)
         if not isinstance(ready, CapturedProgram):
-            runnable = best(ready, replay, None)
+            runnable = best(ready, replay, None) if fitting is None else fitting
             with self._arena.run(runnable.placement):
                 return runnable.run(replay, self.twisters.at)
         return ready.run(replay, self.twisters.at)
