@@ -1,8 +1,9 @@
 """Running a program within a limit on memory: as it is where it fits, else with results computed again.
 
-What ``graph/rematerialise.py`` has written is a program like any other: it has a table, planned memory, compiled parts
-and times of operators of its own. Only what is said of a run that stops is said in the recorded instructions; and what
-was dropped by then, and is needed behind, is computed again.
+What ``graph/rematerialise.py`` has written is a program like any other: it has a table, planned memory and times of
+operators of its own. It is not compiled: a compiled part holds its inputs until its end, and rounds elsewhere. What is
+said of a run that stops is said in the recorded instructions; and what was dropped by then, and is needed behind, is
+computed again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from marid.execute.arena import Placement
 from marid.execute.compiled.tier import best
 from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
-from marid.execute.specialisation import Frame, Launchable, Positioned, Runnable
+from marid.execute.specialisation import Frame, Positioned, Runnable
 from marid.graph.node import Spec
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task
@@ -37,7 +38,7 @@ def fitted(flat: Executable, task: Task | Replay, room: int, expected: int) -> R
         return best(flat, task, room)
     kept = _variants(flat, task, expected)
     variant = kept.within(room, task)
-    return None if variant is None else _Run(variant, kept.blocks, flat, task, room)
+    return None if variant is None else _Run(variant, kept.blocks, flat, task)
 
 
 class _Variant:
@@ -136,22 +137,23 @@ def seconds_of(program: Program, specs: tuple[Spec | None, ...], params: list[An
 class _Run:
     """A run of a variant, and what is known when it stops."""
 
-    def __init__(self, variant: _Variant, blocks: Blocks, flat: Executable, task: Task | Replay, room: int) -> None:
+    compiled = False
+
+    def __init__(self, variant: _Variant, blocks: Blocks, flat: Executable, task: Task | Replay) -> None:
         self._rewritten, self._blocks, self._flat = variant.rewritten, blocks, flat
         nodes = [task.nodes[origin] for origin in self._rewritten.origins]
         prepared = Prepared(self._rewritten.program, self._rewritten.specs, nodes, variant.nbytes)
         self._replay = Replay(prepared, task.inputs, task.params)
-        self._inner: Launchable = best(variant.executable, self._replay, room)
-        self.compiled = self._inner.compiled
+        self._form = variant.executable.specialised(self._replay)
         self.transient_bytes = variant.nbytes
 
     @property
     def placement(self) -> Placement | None:
-        return self._inner.placement
+        return self._form.placement
 
     def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
         try:
-            return self._inner.run(self._replay, generator)
+            return self._form.run(self._replay, generator)
         except Interrupted as stop:
             raise self._recorded(stop, task, generator) from stop.error
         finally:
