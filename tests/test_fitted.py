@@ -353,6 +353,36 @@ def test_a_failure_names_its_line_and_loses_nothing(part: float, runs: int) -> N
     assert seen.runs
 
 
+def _branches(device: str, wrong: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A sum of what was all made before, what cannot be had and is needed last, and a count."""
+    x = _large(device)
+    table, counted = torch.ones(4, 1 << 14).to(device), torch.zeros(3).to(device)
+    branches = [x * number for number in range(8)]
+    broken = F.embedding(torch.tensor([wrong]).to(device), table)
+    counted.add_(1)
+    total = branches[0]
+    for branch in branches[1:]:
+        total = total + branch
+    return total.sum(), broken.sum() + total.sum() + counted.sum(), counted
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_calls_are_put_off_rather_than_repeated(runs: int) -> None:
+    """Branches are made where they are added up. What fails then has not taken back what came before it."""
+    fine, whole, counted = _branches("cpu", 1)
+    with share(0.45) as seen:
+        for _ in range(runs):
+            assert torch.equal(_branches(DEVICE, 1)[1].cpu(), whole)
+        made = [one.rewritten for variants in seen.variants for one in variants.known]
+        assert made
+        assert all(len(one.origins) <= len(set(one.origins)) + 1 for one in made)
+        assert any(one.origins != sorted(one.origins) for one in made)
+        total, whole, count = _branches(DEVICE, 9)
+        with pytest.raises(MaterializationError, match=r"aten::embedding failed when it ran.*\n.*test_fitted\.py"):
+            whole.cpu()
+        assert _equal([total.cpu(), count.cpu()], [fine, counted])
+
+
 def test_what_does_not_fit_is_refused_and_names_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has run, and it runs when there is room."""
     model = _transformer().to(DEVICE)

@@ -19,11 +19,12 @@ def salvage(task: Task, stop: Interrupted) -> None:
     for value, slot in task.slots.items():
         if value.concrete is None and slot in stop.tensors:
             value.concrete = stop.tensors[slot]
-    for index, node in enumerate(task.nodes[: stop.index + 1]):
+    ran = range(stop.index) if stop.ran is None else stop.ran
+    for index, node in enumerate(task.nodes):
         mutates = node.op is not None and node.op.mutates
-        if index < stop.index or (stop.finished and mutates):
+        if index in ran or (index == stop.index and stop.finished and mutates):
             finish(node)
-    counters.ops_executed += stop.index
+    counters.ops_executed += len(ran)
 
 
 @functools.cache

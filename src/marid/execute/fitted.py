@@ -31,12 +31,13 @@ from marid.semantics.roofline import machine
 __all__ = ["fitted", "shared_inputs"]
 
 
-def fitted(flat: Executable, task: Task | Replay, room: int, expected: int) -> Runnable | None:
+def fitted(flat: Executable, task: Task | Replay, room: int, expected: int, in_order: bool = False) -> Runnable | None:
     """How to run ``task`` so that its results take no more than ``room`` bytes at once, where as recorded they take
-    ``expected``; None where no way is known. To be called below all dispatch, when the inputs are there."""
+    ``expected``; None where no way is known. A run that is ``in_order`` stops behind what comes first in the program.
+    To be called below all dispatch, when the inputs are there."""
     if expected <= room:
         return best(flat, task, room)
-    kept = _variants(flat, task, expected)
+    kept = _variants(flat, task, expected, in_order)
     variant = kept.within(room, task)
     return None if variant is None else _Run(variant, kept.blocks, flat, task)
 
@@ -60,9 +61,11 @@ class _Variant:
 class Variants:
     """What was made of one program with tensors of certain specs, for several limits."""
 
-    def __init__(self, flat: Executable, specs: tuple[Spec | None, ...], shared: dict[int, int], expected: int) -> None:
+    def __init__(
+        self, flat: Executable, specs: tuple[Spec | None, ...], shared: dict[int, int], expected: int, in_order: bool
+    ) -> None:
         self.blocks = Blocks(flat.program, specs, shared)
-        self._specs = specs
+        self._specs, self._in_order = specs, in_order
         self._step = -(-expected // policy.FIT_STEPS)
         self._seconds: list[float] | None = None
         self._made: dict[int, _Variant | None] = {}
@@ -95,19 +98,20 @@ class Variants:
                 del self._made[next(iter(self._made))]
             if self._seconds is None:
                 self._seconds = seconds_of(self.blocks.program, self._specs, task.params)
-            found = rematerialised(self.blocks, self._specs, self._seconds, target, policy.FIT_SLOWER)
+            slower = policy.FIT_SLOWER
+            found = rematerialised(self.blocks, self._specs, self._seconds, target, slower, self._in_order)
             counters.programs_fitted += found is not None
             self._made[target] = None if found is None else _Variant(found)
         return self._made[target]
 
 
-def _variants(flat: Executable, task: Task | Replay, expected: int) -> Variants:
+def _variants(flat: Executable, task: Task | Replay, expected: int, in_order: bool) -> Variants:
     shared = shared_inputs(task.input_slots, task.inputs)
     key = task.specs, tuple(shared.items())
     if key not in flat.fitted:
         if len(flat.fitted) >= policy.PLANS:
             del flat.fitted[next(iter(flat.fitted))]
-        flat.fitted[key] = Variants(flat, task.specs, shared, expected)
+        flat.fitted[key] = Variants(flat, task.specs, shared, expected, in_order)
     return flat.fitted[key]
 
 
@@ -162,16 +166,19 @@ class _Run:
     def _recorded(self, stop: Interrupted, task: Task | Replay, generator: Positioned) -> Interrupted:
         """The same in recorded instructions, with all that they need from there on."""
         rewritten, blocks = self._rewritten, self._blocks
-        index = rewritten.following[stop.index]
-        again = stop.index < len(rewritten.origins) and rewritten.origins[stop.index] != index
+        following, ran = rewritten.following[stop.index], frozenset(rewritten.origins[: stop.index])
+        stopped = rewritten.origins[stop.index] if stop.index < len(rewritten.origins) else following
+        index = following if stopped in ran else stopped
         found: dict[int, Any] = {}
         for slot in sorted(stop.tensors):  # what was recorded comes before what repeats it
             found.setdefault(rewritten.slots[slot], stop.tensors[slot])
-        last, made_by = blocks.analysis.last_reads(), blocks.analysis.made_by
-        needed = {slot for slot, made in made_by.items() if made < index and last.get(slot, -1) >= index}
+        reads = blocks.analysis.reads
+        wanted = {slot for one in range(len(reads)) if one not in ran for slot in reads[one]}
+        wanted.update(blocks.program.output_slots)
+        needed = {slot for slot in wanted if blocks.analysis.made_by.get(slot) in ran}
         there = {blocks.root(slot) for slot in found}
         missing = {root for slot in needed - found.keys() if (root := blocks.root(slot)) in blocks.by_root}
-        calls, _ = blocks.calls_for(missing - there, index, there.__contains__)
+        calls, _ = blocks.calls_for(missing - there, following, there.__contains__)
         while calls:
             frame = Frame(task, dict(found), task.params, generator)
             try:
@@ -183,7 +190,8 @@ class _Run:
                 continue  # Ctrl-C, in the midst of handling another
             found = {**frame.tensors, **found}
             break
-        return Interrupted(index, stop.finished and not again, found, stop.error)
+        first = ran == frozenset(range(index))
+        return Interrupted(index, stop.finished and index == stopped, found, stop.error, None if first else ran)
 
     def _slots_of(self, calls: set[int]) -> frozenset[int]:
         results = [self._blocks.program.instructions[call].results for call in calls]

@@ -13,10 +13,12 @@ __all__ = ["Interrupted"]
 class Interrupted(Exception):
     """Instruction ``index`` raised ``error``; ``finished`` says whether its effect has happened all the same.
 
-    ``tensors`` maps slots to the tensors that exist: every input, and every result still needed.
+    What ran are the instructions before it, or those in ``ran`` where some were put off. ``tensors`` maps slots to the
+    tensors that exist: every input, and every result still needed.
     """
 
     index: int
     finished: bool
     tensors: dict[int, torch.Tensor]
     error: BaseException
+    ran: frozenset[int] | None = None

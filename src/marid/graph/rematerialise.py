@@ -1,10 +1,11 @@
 """Programs that hold less at once: results are dropped before their last use, and computed again before the next one.
 
-The rewritten program makes the same calls in the same order, and between them some of them again. A block of memory is
-computed again by all that made it: the call that took it, its views, and what was written to it until then. That gives
-the same bits as long as nothing that those calls read has been written since; what writes two blocks, or what takes
-part in resizing, is never repeated, and neither is what makes memory that outlives the run. Random numbers are
-positions, so they come again too.
+The rewritten program makes the same calls in the same order, and between them some of them again. A call may also be
+put off until its result is needed first, which is dropping it before it was made. A block of memory is computed again
+by all that made it: the call that took it, its views, and what was written to it until then. That gives the same bits
+as long as nothing that those calls read has been written since; what writes two blocks, or what takes part in resizing,
+is never repeated, and neither is what makes memory that outlives the run. Random numbers are positions, so they come
+again too.
 
 What is dropped is chosen as the program is gone through with so much room: where the next result does not fit, the
 block that costs the least for each byte and for the time until it is needed. (M. Kirisame et al., "Dynamic Tensor
@@ -16,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -33,8 +35,8 @@ __all__ = ["Blocks", "Rewritten", "rematerialised"]
 class Rewritten:
     """A program that computes some results of another one again, so that it holds ``nbytes`` at once.
 
-    ``origins``: for each instruction the recorded one that it is or repeats. ``following``: how many recorded ones have
-    run before it; one more than there are instructions. ``slots``: for each slot the recorded one whose value it has.
+    ``origins``: for each instruction the recorded one that it is or repeats. ``following``: which recorded one comes
+    next or is it; one more than there are instructions. ``slots``: for each slot the recorded one whose value it has.
     """
 
     program: Program
@@ -187,11 +189,12 @@ def _repeated(instruction: Instruction) -> Instruction | None:
 
 
 def rematerialised(
-    blocks: Blocks, specs: tuple[Spec | None, ...], seconds: Sequence[float], room: int, most: float
+    blocks: Blocks, specs: tuple[Spec | None, ...], seconds: Sequence[float], room: int, most: float, in_order: bool
 ) -> Rewritten | None:
     """The program with results computed again so that they take no more than ``room`` bytes at once; None where that
-    cannot be, or would take more than ``most`` times as long. ``seconds`` says what each instruction takes."""
-    rewriter = _Rewriter(blocks, specs, seconds, room, most)
+    cannot be, or would take more than ``most`` times as long. ``seconds`` says what each instruction takes. Kept
+    ``in_order``, no call is put off."""
+    rewriter = _Rewriter(blocks, specs, seconds, room, most, in_order)
     try:
         rewriter.run()
     except _DoesNotFit:
@@ -204,9 +207,15 @@ class _Rewriter:
     """Goes through a program as if it ran with so much room, and writes down what it does."""
 
     def __init__(
-        self, blocks: Blocks, specs: tuple[Spec | None, ...], seconds: Sequence[float], room: int, most: float
+        self,
+        blocks: Blocks,
+        specs: tuple[Spec | None, ...],
+        seconds: Sequence[float],
+        room: int,
+        most: float,
+        in_order: bool,
     ) -> None:
-        self._blocks, self._specs, self._seconds, self._room = blocks, specs, seconds, room
+        self._blocks, self._specs, self._seconds, self._room, self._in_order = blocks, specs, seconds, room, in_order
         program = blocks.program
         self._clock = [0.0, *accumulate(seconds)]
         self._left = self._clock[-1] * (most - 1)
@@ -219,6 +228,7 @@ class _Rewriter:
         self._written: list[Instruction] = []
         self._origins: list[int] = []
         self._following: list[int] = []
+        self._called: set[int] = set()
 
     def run(self) -> None:
         """Raises ``_DoesNotFit``."""
@@ -228,8 +238,8 @@ class _Rewriter:
             missing = [root for root in needed if root not in self._existing]
             if missing:
                 self._restore(missing, needed, index)
-            self._make_room(index, needed, index)
-            self._call(index, instruction.results, index)
+            if self._make_room(index, needed, index, self._may_wait(index)):
+                self._call(index, instruction.results, index)
             for root in (needed | blocks.makes[index]) & self._existing.keys():
                 if blocks.by_root[root].last == index:
                     self._drop(root)
@@ -256,7 +266,7 @@ class _Rewriter:
         for index in order:
             last.update(dict.fromkeys(blocks.repeat_reads[index] | (blocks.makes[index] & again), index))
         for index in order:
-            self._left -= self._seconds[index]
+            self._left -= self._seconds[index] if index in self._called else 0
             if self._left < 0:
                 raise _DoesNotFit
             self._make_room(index, needed | {root for root, until in last.items() if until >= index}, time)
@@ -287,6 +297,7 @@ class _Rewriter:
         kwargs = tuple([(name, self._renamed(arg)) for name, arg in instruction.kwargs])
         self._written.append(Instruction(instruction.op, args, kwargs, tuple(results)))
         self._origins.append(index)
+        self._called.add(index)
         self._following.append(following)
         for recorded, result in zip(instruction.results, results, strict=True):
             root = self._blocks.root(recorded.slot)
@@ -308,25 +319,45 @@ class _Rewriter:
             del self._names[slot]
         self._held -= self._blocks.by_root[root].nbytes
 
-    def _make_room(self, index: int, needed: set[int], time: int) -> None:
-        """Have room for the results of a call before instruction ``time``, without dropping what is needed."""
+    def _may_wait(self, index: int) -> int | None:
+        """The block that a call makes and does nothing else, so that it could be called when that is needed first."""
+        blocks, made = self._blocks, self._blocks.makes[index]
+        if self._in_order or len(made) != 1 or blocks.repeated[index] is not blocks.program.instructions[index]:
+            return None
+        block = blocks.by_root.get(*made)
+        if (
+            block is None
+            or block.made != index
+            or not block.may_be_dropped
+            or (block.next_use(index + 1) or 0) <= index + 1
+        ):
+            return None
+        return block.root
+
+    def _make_room(self, index: int, needed: set[int], time: int, waits: int | None = None) -> bool:
+        """Have room for the results of a call before instruction ``time``, without dropping what is needed. False where
+        the block ``waits``, which is its result, had better be made later."""
         by_root = self._blocks.by_root
         wanted = sum(by_root[root].nbytes for root in self._blocks.makes[index] if self._is_new(root, index))
         while self._held + wanted > self._room:
-            root = self._cheapest(needed, time)
+            root = self._cheapest(needed, time, waits)
             if root is None:
                 raise _DoesNotFit
+            if root == waits:
+                return False
             self._drop(root)
+        return True
 
     def _is_new(self, root: int, index: int) -> bool:
         return root in self._blocks.by_root and self._blocks.by_root[root].made == index
 
-    def _cheapest(self, needed: set[int], time: int) -> int | None:
-        """The block that costs the least to do without until it is needed, for each byte and second."""
+    def _cheapest(self, needed: set[int], time: int, waits: int | None) -> int | None:
+        """The block that costs the least to do without until it is needed, for each byte and second. To make the one
+        that ``waits`` is no repetition."""
         found: list[tuple[float, int, float, int]] = []
-        for root in self._existing.keys() - needed:
+        for root in (self._existing.keys() - needed) | ({waits} if waits is not None else set[int]()):
             block = self._blocks.by_root[root]
-            use = block.next_use(time) if block.may_be_dropped and block.nbytes else None
+            use = block.next_use(time + (root == waits)) if block.may_be_dropped and block.nbytes else None
             if use is not None:
                 worth = block.nbytes * (self._clock[use] - self._clock[time] + self._seconds[block.made])
                 alone = sum(self._seconds[index] for index in block.calls if index < time)
@@ -335,12 +366,17 @@ class _Rewriter:
         for alone, root, worth, use in sorted(found):
             if alone >= least:
                 break  # what it is made of comes on top
-            calls, _ = self._blocks.calls_for([root], time, lambda root, use=use: self._exists_at(root, use))
+            exists = partial(self._exists_at, use)
+            first = [root] if root != waits else [one for one in self._arguments(time) if not exists(one)]
+            calls, _ = self._blocks.calls_for(first, time, exists)
             cost = sum(map(self._seconds.__getitem__, calls)) / worth if worth else 0.0
             if cost < least:
                 best, least = root, cost
         return best
 
-    def _exists_at(self, root: int, time: int) -> bool:
+    def _arguments(self, index: int) -> list[int]:
+        return [root for root in self._blocks.repeat_reads[index] if root in self._blocks.by_root]
+
+    def _exists_at(self, time: int, root: int) -> bool:
         """Whether a block exists, and as far as is known will exist then."""
         return root in self._existing and self._blocks.by_root[root].last >= time

@@ -216,7 +216,7 @@ class Executor:
         if not self.residency.bring(replay.inputs, self.memory_limit - resident()):
             return None
         with concretely():
-            return fitted(ready, replay, self.memory_limit - resident(), prepared.transient_bytes)
+            return fitted(ready, replay, self.memory_limit - resident(), prepared.transient_bytes, in_order=True)
 
     def _execute(
         self, ready: Executable | CapturedProgram, replay: Replay, fitting: Runnable | None
