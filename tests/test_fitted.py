@@ -19,7 +19,11 @@ import marid
 from marid.engine import room as engine_room
 from marid.errors import MaterializationError, MemoryLimitError
 from marid.execute.fitted import Variants, fitted
+from marid.execute.interrupted import Interrupted
+from marid.execute.specialisation import Frame
+from marid.frontend.engines import engine_of
 from marid.graph.analysis import forecast
+from marid.graph.prepared import Prepared, Replay
 from marid.remote.launch.connect import disconnect
 from tests.fuzz.networks import TIERS, check, network
 from tests.fuzz.tight import tight
@@ -381,6 +385,49 @@ def test_calls_are_put_off_rather_than_repeated(runs: int) -> None:
         with pytest.raises(MaterializationError, match=r"aten::embedding failed when it ran.*\n.*test_fitted\.py"):
             whole.cpu()
         assert _equal([total.cpu(), count.cpu()], [fine, counted])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_that_stops_anywhere_goes_on_as_recorded(name: str) -> None:
+    """Ctrl-C comes between any two calls, also between those that make a block again."""
+    stopped = 0
+
+    def stop_everywhere(flat: Any, task: Any, room: int, expected: int) -> Any:
+        nonlocal stopped
+        found: Any = fitted(flat, task, expected // 2, expected, in_order=True)
+        if found is None or expected < 1 << 20:
+            return fitted(flat, task, room, expected)
+        generator, outputs = engine_of(0)._twisters.at, frozenset(flat.program.output_slots)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def run(stop: int) -> list[Tensor]:
+            inputs = [tensor.clone() for tensor in task.inputs]
+            prepared = Prepared(flat.program, task.specs, task.nodes, expected)
+            replay, start, tensors = Replay(prepared, inputs, task.params), 0, None
+            if stop:
+                again = Replay(found._replay._prepared, inputs, task.params)
+                frame = Frame.of(again, task.params, generator)
+                executable.steps(frame, 0, stop, frozenset(executable.program.output_slots))
+                recorded = found._recorded(
+                    Interrupted(stop, False, frame.tensors, KeyboardInterrupt()), replay, generator
+                )
+                start, tensors = recorded.index, recorded.tensors
+            frame = Frame.of(replay, task.params, generator)
+            frame.tensors = frame.tensors if tensors is None else tensors
+            flat.steps(frame, start, len(flat.program.instructions), outputs)
+            return [*[frame.tensors[slot] for slot in flat.program.output_slots], *inputs]
+
+        executable = found._form._owner
+        whole = run(0)
+        for stop in range(1, len(executable.program.instructions), 5):
+            assert _equal(run(stop), whole), stop
+            stopped += 1
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marid.settings, "memory_limit", 1 << 60)
+        patch.setattr(engine_room, "fitted", stop_everywhere)
+        _trained(name, DEVICE, 2)
+    assert stopped > 10
 
 
 def test_what_does_not_fit_is_refused_and_names_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,8 @@ class _Run:
         stopped = rewritten.origins[stop.index] if stop.index < len(rewritten.origins) else following
         index = following if stopped in ran else stopped
         found: dict[int, Any] = {}
-        for slot in sorted(stop.tensors):  # what was recorded comes before what repeats it
+        half_made = self._half_made(stop.index)
+        for slot in sorted(stop.tensors.keys() - half_made):  # what was recorded comes before what repeats it
             found.setdefault(rewritten.slots[slot], stop.tensors[slot])
         reads = blocks.analysis.reads
         wanted = {slot for one in range(len(reads)) if one not in ran for slot in reads[one]}
@@ -183,6 +184,7 @@ class _Run:
             frame = Frame(task, dict(found), task.params, generator)
             try:
                 for call in sorted(calls):
+                    frame.tensors.update(self._stand_ins(call, task))
                     self._flat.steps(frame, call, call + 1, frozenset(frame.tensors) | needed | self._slots_of(calls))
             except Interrupted as another:
                 if isinstance(another.error, Exception):
@@ -192,6 +194,26 @@ class _Run:
             break
         first = ran == frozenset(range(index))
         return Interrupted(index, stop.finished and index == stopped, found, stop.error, None if first else ran)
+
+    def _half_made(self, index: int) -> set[int]:
+        """The slots of what is being made again where a run stops before or in an instruction: some of its calls may be
+        still to come."""
+        program, origins, following = self._rewritten.program, self._rewritten.origins, self._rewritten.following
+        found: set[int] = set()
+        if index == len(origins) or origins[index] == following[index]:
+            return found
+        for at in range(index, -1, -1):
+            if following[at] != following[index]:
+                break
+            found.update(result.slot for result in program.instructions[at].results)
+        return found
+
+    def _stand_ins(self, call: int, task: Task | Replay) -> dict[int, torch.Tensor]:
+        """Tensors in place of what a call would update that is made again."""
+        blocks = self._blocks
+        updated = [one for one in blocks.analysis.writes[call] if blocks.root(one) not in blocks.repeat_reads[call]]
+        specs = [(slot, spec) for slot in updated if (spec := task.specs[slot]) is not None]
+        return {slot: torch.zeros(spec.shape, dtype=spec.dtype, device="cpu") for slot, spec in specs}
 
     def _slots_of(self, calls: set[int]) -> frozenset[int]:
         results = [self._blocks.program.instructions[call].results for call in calls]

@@ -91,6 +91,18 @@ class Analysis:
             dying[last[slot]].append(slot)
         return dying
 
+    def die_together(self) -> None:
+        """Have all tensors that lie in one memory die with the last of them, and never where that outlives the run: so
+        a memory that exists is there with all its tensors."""
+        last = {self.roots[slot]: index for index, slots in enumerate(self.dying) for slot in slots}
+        for slot in (*self._program.input_slots, *self._program.output_slots):
+            last.pop(self.roots[slot], None)
+        dead = sorted({slot for slots in self.dying for slot in slots})
+        self.dying = [[] for _ in self.dying]
+        for slot in dead:
+            if self.roots[slot] in last:
+                self.dying[last[self.roots[slot]]].append(slot)
+
     def last_reads(self) -> dict[int, int]:
         """By tensor, the last instruction that reads it; the number of instructions for outputs."""
         last = {slot: index for index, slots in enumerate(self.reads) for slot in slots}

@@ -252,6 +252,7 @@ class _Rewriter:
         specs = tuple([self._specs[slot] for slot in self._slots])
         key = (*program.key, "rematerialised", tuple(self._origins))
         made = Program(key, tuple(self._written), program.input_slots, outputs, len(self._slots))
+        analysis_of(made).die_together()  # where a run stops, what is there is found by blocks
         return Rewritten(made, self._origins, self._following, self._slots, specs, forecast(made, specs).nbytes)
 
     def _restore(self, missing: list[int], needed: set[int], time: int) -> None:
