@@ -25,8 +25,6 @@ from marid.graph.program import Program, Task
 from marid.graph.rematerialise import Blocks, Rewritten, rematerialised
 from marid.report.operator_times import bytes_of
 from marid.report.stats import counters
-from marid.semantics.costs import flops_of_instruction
-from marid.semantics.roofline import machine
 
 __all__ = ["fitted", "shared_inputs"]
 
@@ -130,6 +128,9 @@ def shared_inputs(slots: Sequence[int], inputs: Sequence[Any]) -> dict[int, int]
 
 def seconds_of(program: Program, specs: tuple[Spec | None, ...], params: list[Any]) -> list[float]:
     """The least time that each instruction takes on this machine."""
+    from marid.semantics.costs import flops_of_instruction  # late, as PyTorch's formulas are not needed to import marid
+    from marid.semantics.roofline import machine
+
     found, fast = [], machine()
     for instruction in program.instructions:
         flops = flops_of_instruction(instruction, specs, params)
