@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     devices = range(1, options.workers + 1)
     nbytes = sum(one.numel() * one.itemsize for one in build().parameters())
-    limit = 15 * nbytes // options.workers
+    limit = 18 * nbytes // options.workers
     started = start_workers(options.workers, options=("--memory-limit", str(limit)))
     started += start_workers(1)
     try:

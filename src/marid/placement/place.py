@@ -139,11 +139,11 @@ def place(
     of a parameter, or else on the later one. Gradients go back the same way. Inputs belong on
     ``placement.input_device``, labels on ``placement.output_device``.
 
-    ``training`` counts the activations that the backward needs, and ``states`` times the bytes of each parameter that
-    is trained (5: its gradient, two of an AdamW, and what a step of it works with); bytes of the backward too. These
-    are estimates. ``limits`` are the bytes of each device, where they are not what its worker has left of its limit
-    (none for devices of this process). With ``apply=False`` the placement is only returned, to be looked at;
-    ``placement.apply()`` does the rest.
+    ``training`` counts the activations that the backward needs, with their gradients, and ``states`` times the bytes of
+    each parameter that is trained (5: its gradient, two of an AdamW, and what a step of it works with); bytes of the
+    backward too. These are estimates. ``limits`` are the bytes of each device, where they are not what its worker has
+    left of its limit (none for devices of this process). With ``apply=False`` the placement is only returned, to be
+    looked at; ``placement.apply()`` does the rest.
 
     Raises ``MemoryLimitError``, naming the largest layers, where they cannot be divided so that they fit;
     ``UnsupportedOperationError`` where the forward depends on values; ``ValueError`` for no devices, or one twice.

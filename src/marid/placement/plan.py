@@ -15,6 +15,8 @@ __all__ = ["Cost", "Device", "Needs", "chosen", "cost_of"]
 
 _LATENCY = 1e-3
 """Seconds that a copy takes beyond its bytes: the client waits for what is copied."""
+_BOTH_WAYS = 2
+"""Bytes for each that a forward makes, where it is trained: those and their gradients."""
 _ATTEMPTS = 8
 """Divisions that are tried with less room for layers, until activations fit too."""
 _NAMED = 5
@@ -33,7 +35,7 @@ class Device:
 @dataclass(frozen=True)
 class Needs:
     """What is kept beside the layers: ``states`` times as many bytes again for each that is trained (its gradient, the
-    optimizer's), and with ``training`` all that the forward makes, for the backward."""
+    optimizer's), and with ``training`` all that the forward makes, for the backward, which makes as much again."""
 
     training: bool
     states: int
@@ -94,7 +96,8 @@ def cost_of(forward: Forward, at: Mapping[str, int], devices: Sequence[int], nee
                 made[target] = made.get(target, 0) + forward.own_bytes[one]
                 cost.output = target
     cost.copies = len(copied)
-    cost.activations = made if needs.training else _largest_alive(forward, where)
+    doubled = {device: _BOTH_WAYS * nbytes for device, nbytes in made.items()}
+    cost.activations = doubled if needs.training else _largest_alive(forward, where)
     return cost
 
 
@@ -242,7 +245,7 @@ def _sums(forward: Forward, layers: Sequence[str], needs: Needs) -> list[tuple[i
         current = step.layer or begins.get(place, current)
         flops[current] += step.flops
         if needs.training:
-            made[current] += sum(forward.own_bytes[one] for one in step.makes if one not in seen)
+            made[current] += _BOTH_WAYS * sum(forward.own_bytes[one] for one in step.makes if one not in seen)
             seen.update(step.makes)
     own = [(layer_bytes(forward, layer, needs) + made[layer], flops[layer]) for layer in layers]
     return [(0, 0), *itertools.accumulate(own, lambda a, b: (a[0] + b[0], a[1] + b[1]))]
@@ -290,7 +293,9 @@ def _too_large(forward: Forward, devices: Sequence[Device], needs: Needs) -> Mem
     lines = [f"  {bytes_text(sizes[layer])}  {layer or 'the model itself'}" for layer in largest]
     own = f"the layers take {bytes_text(sum(sizes.values()))}"
     if needs.training:
-        own += f" with what training keeps of them, and what they make {bytes_text(sum(forward.own_bytes))}"
+        own += (
+            f" with what training keeps of them, and what they make {bytes_text(_BOTH_WAYS * sum(forward.own_bytes))}"
+        )
     return MemoryLimitError(
         f"{own}: there is no way to divide them over devices with {room}; the largest:\n" + "\n".join(lines)
     )
