@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import marid
-from tests.helpers import DEVICE
+from tests.helpers import DEVICE, assert_same
 
 Tensors = list[torch.Tensor]
 
@@ -116,3 +116,25 @@ def test_sums_under_a_mode_of_the_users() -> None:
     for seed in range(30):
         with Mode():
             _compare(_random_graph(seed))
+
+
+def test_a_sum_with_zeros_that_have_no_memory_lies_as_the_other_term() -> None:
+    """The derivative of `sgn`, within the second derivative of `abs`, is such: a gradient that is added to it keeps its
+    layout, by which the sums behind are rounded."""
+
+    def run(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        norm = torch.nn.RMSNorm([7]).to(device)
+        x = torch.randn(5, 2, 7, 7).to(device).to(memory_format=torch.channels_last).requires_grad_()
+        seen: list[Any] = []
+        y = norm(x * 1)
+        y.register_hook(lambda grad: seen.append(grad.stride()))
+        z = y.abs()
+        (slope,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+        (z.sum() + slope.mean()).backward()
+        return [*seen, norm.weight.grad, x.grad]
+
+    assert_same(run(DEVICE), run("cpu"))
+    zeros = torch.ops.aten._efficientzerotensor([2], device=DEVICE)
+    zeros += 1  # which the CPU refuses: these are no zeros any more
+    assert (zeros + torch.ones(2, device=DEVICE)).tolist() == [2.0, 2.0]

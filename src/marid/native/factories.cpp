@@ -60,16 +60,20 @@ bool made(const c10::OperatorHandle& handle, const Operator& op, bool has_defaul
 }  // namespace
 
 void Factory::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  bool is_made;
   {
     InterpreterLock lock;
-    if (made(op, *of, has_default_dtype, stack)) return;
-    if (PyErr_Occurred()) {
+    is_made = made(op, *of, has_default_dtype, stack);
+    if (!is_made && PyErr_Occurred()) {
       python_error error;
       error.persist();
       throw error;
     }
   }
-  call_python(op, stack, python);
+  if (!is_made) call_python(op, stack, python);
+  if (op.operator_name().name == "aten::_efficientzerotensor") {
+    if (Handle* handle = handle_of(torch::jit::peek(*stack, 0, 1).toTensor())) handle->is_zero = true;
+  }
 }
 
 }  // namespace marid

@@ -36,6 +36,9 @@ struct Handle final : c10::TensorImpl {
   void stand_for(std::shared_ptr<Computed> other) { computed_ = std::move(other); }
   // What it stands for, if that has been computed; empty where its operation has not run.
   const std::shared_ptr<Computed>& computed();
+  // Whether it was made as zeros that have no memory on the CPU (`_efficientzerotensor`), as some derivatives are.
+  bool is_zero = false;
+
   // Whether another tensor may lie in its memory.
   bool is_shared() const;
 

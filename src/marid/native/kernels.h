@@ -51,6 +51,12 @@ struct Sum final : c10::OperatorKernel {
   explicit Sum(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (const at::Tensor* other = beside_zero(*stack)) {
+      at::Tensor copy = other->clone();
+      torch::jit::drop(*stack, 3);
+      stack->emplace_back(std::move(copy));
+      return;
+    }
     if (!adds_up_gradients(*stack)) return usual(op, keys, stack);
     at::Tensor first = torch::jit::peek(*stack, 0, 3).toTensor(), second = torch::jit::peek(*stack, 1, 3).toTensor();
     usual(op, keys, stack);
