@@ -138,3 +138,16 @@ def test_a_sum_with_zeros_that_have_no_memory_lies_as_the_other_term() -> None:
     zeros = torch.ops.aten._efficientzerotensor([2], device=DEVICE)
     zeros += 1  # which the CPU refuses: these are no zeros any more
     assert (zeros + torch.ones(2, device=DEVICE)).tolist() == [2.0, 2.0]
+
+
+def test_zeros_that_have_got_other_values() -> None:
+    """By ways that autograd does not see: they are no zeros any more, in a backward either."""
+    assigned, written = (torch.ops.aten._efficientzerotensor([2], device=DEVICE) for _ in range(2))
+    assigned.data = torch.ones(2, device=DEVICE)
+    written.data.add_(1)
+    found: list[torch.Tensor] = []
+    x = torch.ones(2, device=DEVICE, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: found.extend([assigned + grad, grad + written]))
+    y.sum().backward()
+    assert [one.tolist() for one in found] == [[2.0, 2.0], [2.0, 2.0]]

@@ -61,6 +61,7 @@ bool is_unshared(const at::Tensor& tensor) {
 namespace marid {
 
 const at::Tensor* beside_zero(const torch::jit::Stack& stack) {
+  if (torch::autograd::get_current_graph_task_id() < 0) return nullptr;  // no backward
   const at::Tensor& first = torch::jit::peek(stack, 0, 3).toTensor();
   const at::Tensor& second = torch::jit::peek(stack, 1, 3).toTensor();
   auto is_zero = [](const at::Tensor& tensor) {  // and was not written to since, which it cannot be on the CPU

@@ -5,8 +5,8 @@
 
 namespace marid {
 
-// Of the arguments of `add.Tensor` on a stack, the one beside zeros that have no memory on the CPU, whose sum there is a
-// copy of it; null for other sums.
+// Of the arguments of `add.Tensor` on a stack in a backward, the one beside zeros that have no memory on the CPU, whose sum
+// there is a copy of it; null for other sums.
 const at::Tensor* beside_zero(const torch::jit::Stack& stack);
 
 // Whether the arguments of `add.Tensor` on a stack are gradients that autograd adds up, where it would add into the first.

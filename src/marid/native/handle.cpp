@@ -91,12 +91,14 @@ void Handle::lie_in(PyObject* storage) {
 }
 
 void Handle::stand_for(PyObject* other) {
+  is_zero = false;
   storage_ = Ref(Py_XNewRef(memory()));
   computed_.reset();
   value_ = Ref(Py_XNewRef(other));
 }
 
 void Handle::stand_for_the_same(Handle* other) {
+  is_zero = other->is_zero;
   value_ = Ref(Py_XNewRef(other->value_.get()));
   storage_ = Ref(Py_XNewRef(other->storage_.get()));
   computed_ = other->computed_;
@@ -158,6 +160,7 @@ Handle* handle_of_object(PyObject* object) {
 PyObject* get_value(PyObject* object, void*) {
   Handle* handle = handle_of_object(object);
   if (handle == nullptr) return nullptr;
+  handle->is_zero = false;  // who has its value may write to it, unseen by autograd
   PyObject* found = handle->value();
   return found == nullptr && PyErr_Occurred() ? nullptr : Py_NewRef(found == nullptr ? Py_None : found);
 }
