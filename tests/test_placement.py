@@ -251,6 +251,33 @@ def test_batch_norms_and_in_place_writes() -> None:
     assert_same([*net.state_dict().values()], [*expected.state_dict().values()])
 
 
+def test_parameters_of_the_model_itself() -> None:
+    """They are a layer like any other, and where they meet what comes later, that is copied to them."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 32), nn.Linear(32, 4)
+            self.scale = nn.Parameter(torch.full((4,), 3.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x * self.scale)) * self.scale
+
+    torch.manual_seed(1)
+    net, x = Scaled(), torch.randn(8, 4)
+    expected = copy.deepcopy(net)
+    placement = marid.place(net, [1, 2], x, limits=[2_300, 2_300])
+    assert list(placement.at) == ["", "first", "second"]
+    assert len(placement.devices) == 2
+    assert placement.output_device == net.scale.device
+    assert placement.forward_bytes == x.numel() // 4 * (32 + 4) * 4
+    found = net(x.to(placement.input_device))
+    found.sum().backward()
+    expected(x).sum().backward()
+    assert found.device == placement.output_device
+    assert_same([one.grad for one in net.parameters()], [one.grad for one in expected.parameters()])
+
+
 def test_what_cannot_be_placed() -> None:
     """Each is said at once, and nothing moves."""
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from marid.errors import UnsupportedOperationError
 
-__all__ = ["Forward", "Step", "forward_of", "tensors_in"]
+__all__ = ["Forward", "Step", "forward_of", "owner", "tensors_in"]
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -71,13 +71,13 @@ def forward_of(model: nn.Module, examples: Sequence[Any], named: Mapping[str, An
     meta: dict[str, Tensor] = {}
     for name, buffer in model.named_buffers():
         meta[name] = torch.empty_like(buffer, device="meta")
-        found.buffers[watch.number(meta[name])] = _owner(name)
+        found.buffers[watch.number(meta[name])] = owner(name)
     for name, parameter in model.named_parameters():
         trains = training and parameter.requires_grad
         meta[name] = torch.empty_like(parameter, device="meta").requires_grad_(trains)
-        watch.layers[id(meta[name])] = _owner(name)
+        watch.layers[id(meta[name])] = owner(name)
         if trains:
-            found.trained[_owner(name)] = found.trained.get(_owner(name), 0) + _nbytes(parameter)
+            found.trained[owner(name)] = found.trained.get(owner(name), 0) + _nbytes(parameter)
     try:
         with torch.set_grad_enabled(training), watch.counter, watch:
             torch.func.functional_call(model, meta, *given)
@@ -89,11 +89,12 @@ def forward_of(model: nn.Module, examples: Sequence[Any], named: Mapping[str, An
             f"or on tensors that are no parameters or buffers of its modules: {error}"
         ) from error
     for name, tensor in meta.items():  # layers that nothing used come last
-        found.layers[_owner(name)] = found.layers.get(_owner(name), 0) + _nbytes(tensor)
+        found.layers[owner(name)] = found.layers.get(owner(name), 0) + _nbytes(tensor)
     return found
 
 
-def _owner(name: str) -> str:
+def owner(name: str) -> str:
+    """The layer that a parameter or buffer of that name belongs to; "" is the model itself."""
     return name.rpartition(".")[0]
 
 
@@ -128,7 +129,7 @@ class _Watch(TorchFunctionMode):
         return number
 
     def _layer(self, tensor: Tensor) -> str | None:
-        return self.layers.get(id(tensor)) or self.layers.get(id(tensor._base))
+        return self.layers.get(id(tensor), self.layers.get(id(tensor._base)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.counter.get_total_flops()

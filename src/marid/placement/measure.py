@@ -19,7 +19,7 @@ _LEAST, _MOST = 64 << 10, 2 << 20
 
 def data_bytes(rooms: Iterable[int | None]) -> int:
     """Bytes of what is measured with, where there is so much room: a small part of it."""
-    return max(_LEAST, min(_MOST, *(room // 16 for room in rooms if room is not None), _MOST))
+    return max(_LEAST, min([_MOST, *(room // 16 for room in rooms if room is not None)]))
 
 
 def _rounded(speed: float) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
-from marid.placement.forward import Forward, forward_of
+from marid.placement.forward import Forward, forward_of, owner
 from marid.placement.measure import data_bytes, link_speed, speeds
 from marid.placement.moving import Together
 from marid.placement.plan import Cost, Device, Needs, chosen, cost_of
@@ -66,7 +66,8 @@ class Placement:
         runs. Once is enough."""
         if self._is_applied:
             return self
-        owners = {id(tensor): name.rpartition(".")[0] for name, tensor in _tensors(self.model)}
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        owners = {id(tensor): owner(name) for name, tensor in tensors}
 
         def moved(tensor: Tensor) -> Tensor:
             layer = owners.get(id(tensor))  # of parameters that two modules share, the first one's
@@ -102,10 +103,6 @@ class Placement:
 
 def _device(index: int) -> torch.device:
     return torch.device(handles.DEVICE_TYPE, index)
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _room(index: int) -> int | None:

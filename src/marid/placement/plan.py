@@ -17,7 +17,7 @@ _LATENCY = 1e-3
 """Seconds that a copy takes beyond its bytes: the client waits for what is copied."""
 _BOTH_WAYS = 2
 """Bytes for each that a forward makes, where it is trained: those and their gradients."""
-_ATTEMPTS = 8
+_ATTEMPTS = 32
 """Divisions that are tried with less room for layers, until activations fit too."""
 _ORDERED = 4
 """Devices that are tried in every order."""
@@ -129,8 +129,8 @@ def chosen(forward: Forward, devices: Sequence[Device], link: float, needs: Need
 
     Layers in the order of their first use are divided into stretches, one for a device, in any order of the devices and
     with any of them left out: for the least of operations / speed + bytes between devices / ``link``, within the
-    limits. Stretches begin only where fewer bytes go on than at the layers beside, and within an item of a list of
-    modules only where nothing else fits.
+    limits. Stretches begin where fewer bytes go on than at the layers beside, between items of lists of modules; within
+    them, and then at any layer, only where nothing else fits.
 
     Raises ``MemoryLimitError`` where nothing fits.
     """
@@ -143,7 +143,7 @@ def chosen(forward: Forward, devices: Sequence[Device], link: float, needs: Need
         and (place + 1 == len(layers) or crossing[place] <= crossing[place + 1])
     ]
     whole = [place for place in least if _block(layers[place]) != _block(layers[place - 1])]
-    for starts in (whole, least):
+    for starts in (whole, least, range(1, len(layers))):
         best = _fastest(forward, layers, [0, *starts], crossing, devices, link, needs)
         if best is not None:
             return best
@@ -202,10 +202,15 @@ def _fitting(
         if max(beyond) <= 0:
             return at, cost
         some = tuple(
-            one if one.limit is None else replace(one, limit=one.limit - max(more, 0))
+            replace(one, limit=_counted(cost, one.index, needs) - more) if more > 0 else one
             for one, more in zip(some, beyond, strict=True)
         )
     return None
+
+
+def _counted(cost: Cost, device: int, needs: Needs) -> int:
+    """The bytes that a division counts on a device: without training, those of layers only."""
+    return cost.bytes_on(device) if needs.training else cost.layers.get(device, 0)
 
 
 def _orders(devices: Sequence[Device]) -> list[tuple[Device, ...]]:
@@ -247,7 +252,7 @@ def _sums(forward: Forward, layers: Sequence[str], needs: Needs) -> list[tuple[i
     current = layers[0]
     seen: set[int] = set()
     for place, step in enumerate(forward.steps):
-        current = step.layer or begins.get(place, current)
+        current = begins.get(place, current) if step.layer is None else step.layer
         flops[current] += step.flops
         if needs.training:
             made[current] += _BOTH_WAYS * sum(forward.own_bytes[one] for one in step.makes if one not in seen)
