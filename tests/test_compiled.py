@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import marid
+from marid import policy
 from marid.execute.compiled import disk, lower, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
 from marid.execute.compiled.disk import DiskCache
@@ -331,6 +332,27 @@ def test_a_worker_gives_way_to_the_script(compiling: Path) -> None:
     assert os.getpriority(os.PRIO_PROCESS, process.pid) == marid.settings.compile_niceness == 7
     assert os.getsid(process.pid) == os.getsid(0)
     assert os.getpgid(process.pid) == process.pid  # Ctrl-C does not reach it
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what a process got")
+def test_a_worker_that_gets_no_processor_gives_way_less(compiling: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that keeps every processor busy is compiled in the end; here the worker is stopped instead."""
+    monkeypatch.setattr(policy, "COMPILER_STARVED", 1.0)
+    monkeypatch.setattr(workers.compiler, "_niceness", 19)
+    marid.settings.compile_niceness = 19
+    a = lazy(64)
+    assert _run_until(lambda: marid.materialize(_chain(a)), lambda: workers.compiler.process is not None, 60)
+    first = workers.compiler.process
+    assert first is not None
+    os.kill(first.pid, signal.SIGSTOP)
+    assert _run_until(lambda: marid.materialize(_chain(a)), lambda: workers.compiler.process is not first, 60)
+    monkeypatch.setattr(policy, "COMPILER_STARVED", 1e9)
+    assert _run_until(lambda: marid.materialize(_chain(a)), lambda: marid.stats().programs_compiled >= 1, 180)
+    second = workers.compiler.process
+    assert second is not None
+    assert os.getpriority(os.PRIO_PROCESS, second.pid) == policy.COMPILER_NICENESS
+    assert os.sched_getscheduler(second.pid) == os.SCHED_OTHER
+    assert marid.stats().compile_workers_lost == 0
 
 
 def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:

@@ -107,6 +107,13 @@ COMPILE_SIZES = 512
 as it has steps."""
 COMPILER_IDLE = 120.0
 """Seconds after which a process that compiles ends when it has nothing to do."""
+COMPILER_STARVED = 10.0
+"""Seconds over which the share of a processor that it gets is measured: about what compiling a step takes."""
+COMPILER_SHARE = 0.2
+"""Below this share it starts anew with a niceness of at most ``COMPILER_NICENESS``. A loop that keeps all processors
+busy, as kernels do whose threads wait actively, would otherwise never be compiled."""
+COMPILER_NICENESS = 10
+"""Linux gives this a tenth of a processor that others want too."""
 
 # --- capturing on CUDA -----------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class Settings:
     compile_ms: int = 1000
     """Nor is one whose runs took fewer milliseconds in all."""
     compile_niceness: int = 19
-    """How far that process gives way to others, 0 to 19."""
+    """How far that process gives way to others, 0 to 19; at most 10 once they left it no processor for ten seconds."""
     cache_bytes: int = 512 << 20
     """How many bytes of compiled code are kept on disk; the least recently used goes first."""
     worker_patience: int = 30

@@ -29,6 +29,7 @@ from marid.settings import settings
 __all__ = ["Compiler", "Job", "compiler"]
 
 _WORKER = Path(__file__).with_name("worker.py")
+_LEAST = 19  # the highest niceness
 _KEPT_OUT = ("MARID_", "TORCH", "AOT_INDUCTOR", "AOTI_", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS", "OMP_")
 
 
@@ -53,12 +54,16 @@ class Compiler:
         self._scratch: str | None = None
         self._unsent = b""
         self._received = b""
+        self._niceness = _LEAST  # at most; less once it got no processor
+        self._watched = 0.0, 0.0  # when it was last looked at how much of a processor it gets, and its seconds then
 
     def submit(self, request: dict[str, Any]) -> Job:
         """Ask for a part."""
         self._check_owner()
         if not self.jobs and self.process is not None and self.process.poll() is not None:
             self._end()  # it had nothing to do for too long
+        if not self.jobs and self.process is not None:
+            self._watched = time.monotonic(), _processor_seconds(self.process.pid)
         job = Job(request)
         self.jobs.append(job)
         self.poll()
@@ -74,6 +79,7 @@ class Compiler:
                 self._start()
             self._send()
             self._receive()
+            self._insist()
         except OSError as error:
             self._lose(f"{type(error).__name__}: {error}")
 
@@ -107,7 +113,7 @@ class Compiler:
                 str(os.getpid()),
                 str(policy.COMPILER_IDLE),
                 self._scratch,
-                str(settings.compile_niceness),
+                str(min(settings.compile_niceness, self._niceness)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -121,6 +127,7 @@ class Compiler:
         os.set_blocking(self.process.stdin.fileno(), False)
         os.set_blocking(self.process.stdout.fileno(), False)
         counters.compile_workers += 1
+        self._watched = time.monotonic(), 0.0
         self._received = b""
         self._unsent = b"".join(_line(job) for job in self.jobs)
 
@@ -176,6 +183,19 @@ class Compiler:
         self.jobs = [job for job in self.jobs if job.answer is None]
         return True
 
+    def _insist(self) -> None:
+        """Start the worker anew, giving way less, where the script leaves it no processor: it would never be done. A
+        process cannot take back of its own how far it gives way."""
+        now, (since, before) = time.monotonic(), self._watched
+        if self.process is None or not self.jobs or now - since < policy.COMPILER_STARVED:
+            return
+        seconds = _processor_seconds(self.process.pid)
+        self._watched = now, seconds
+        starved = seconds - before < policy.COMPILER_SHARE * (now - since)
+        if starved and min(settings.compile_niceness, self._niceness) > policy.COMPILER_NICENESS:
+            self._niceness = policy.COMPILER_NICENESS
+            self._end()
+
     def _lose(self, reason: str) -> None:
         """The worker is gone. Its first job may be why: that one is tried once more, the others wait for it."""
         self._end()
@@ -199,6 +219,15 @@ class Compiler:
                     stream.close()
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _processor_seconds(pid: int) -> float:
+    """Of a process and its children that have ended; without end where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return float("inf")
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _line(job: Job) -> bytes:
