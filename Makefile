@@ -14,13 +14,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check conformance conformance-worker fuzz bench gpu docs matrix wheel sdist clean
+.PHONY: help demo test check frameworks conformance conformance-worker fuzz bench gpu docs matrix wheel sdist clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a network with eager PyTorch and with Marid: time and losses of both, and a report"
 	@echo "make test         ruff, pyright and the test suite"
 	@echo "make check        ruff and pyright only"
+	@echo "make frameworks   Lightning, Accelerate and transformers on the device, beside the CPU"
 	@echo "make conformance  the long tests"
 	@echo "make conformance-worker  the suite with the device on a worker process, the long tests too"
 	@echo "make fuzz         PROGRAMS=$(PROGRAMS) random programs and NETWORKS=$(NETWORKS) networks against eager PyTorch"
@@ -52,6 +53,10 @@ check: $(READY)
 
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not conformance"
+
+frameworks: $(READY)
+	$(BIN)/python -m pip install --quiet torch==$(TORCH) --editable '.[dev,frameworks]'
+	$(BIN)/python -m pytest -n $(WORKERS) tests/test_frameworks.py
 
 conformance: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m conformance
