@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from marid import registration
 
 if TYPE_CHECKING:
+    from marid.frontend.quantize import quantize
     from marid.placement.place import Placement, place
     from marid.saved.loaded import SavedProgram, load_program
     from marid.saved.writing import save_program
@@ -79,6 +80,7 @@ _LATE = {
     "SavedProgram": "saved.loaded",
     "load_program": "saved.loaded",
     "place": "placement.place",
+    "quantize": "frontend.quantize",
     "save_program": "saved.writing",
 }
 
@@ -163,6 +165,7 @@ __all__ = [
     "place",
     "process_group",
     "programs",
+    "quantize",
     "register_enricher",
     "register_pass",
     "register_pattern",

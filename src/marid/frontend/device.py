@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marid.execute.geometry import when_mispredicted
 from marid.frontend import autocast, corrections, handles, random, uninitialized
@@ -144,11 +145,16 @@ def _belongings(parameter: Any) -> tuple[int, Any, Any, dict[str, Any]]:
 
 def _keep(parameter: Any, address: int, of_gradients: Any, after_accumulation: Any, attributes: dict[str, Any]) -> None:
     """Give a parameter that was moved the hooks and the attributes that it had."""
-    if parameter._cdata != address:  # they belong to what was swapped; handles that remove hooks know the dictionaries
-        if of_gradients or after_accumulation:
-            parameter._backward_hooks = of_gradients
-            parameter._post_accumulate_grad_hooks = after_accumulation
+    if parameter._cdata == address:
+        return
+    if isinstance(parameter, LazyTensor) or not is_traceable_wrapper_subclass(
+        parameter
+    ):  # their attributes are tensors
         parameter.__dict__.update({name: value for name, value in attributes.items() if name != "_is_param"})
+    # Hooks belong to what was swapped; the handles that remove them know their dictionaries.
+    if of_gradients or after_accumulation:
+        parameter._backward_hooks = of_gradients
+        parameter._post_accumulate_grad_hooks = after_accumulation
 
 
 def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:

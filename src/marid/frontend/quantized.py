@@ -7,12 +7,15 @@ and says so once.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from marid.frontend.quantized_operators import PACKINGS
 
@@ -52,7 +55,13 @@ class QuantizedTensor(torch.Tensor):
         return f"QuantizedTensor({self.packing}, shape={tuple(self.shape)}, device={str(self.device)!r})"
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        return QuantizedTensor, (self.packed, self.packing, self.turned)
+        return _made, (self.packed, self.packing, self.turned, isinstance(self, torch.nn.Parameter))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            packed = copy.deepcopy(self.packed, memo)
+            memo[id(self)] = _made(packed, self.packing, self.turned, isinstance(self, torch.nn.Parameter))
+        return memo[id(self)]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["packed"], (self.packing, self.turned)
@@ -72,17 +81,24 @@ class QuantizedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ABOUT:
                 return func(*args, **kwargs)
+            _refuse_writes(func, args, kwargs)
             return func(*_unpacked(args, func), **_unpacked(kwargs, func))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]._with(args[0].packed)
+        _refuse_writes(func, args, kwargs or {})
         return func(*_unpacked(args, func), **_unpacked(kwargs or {}, func))
 
     def _with(self, packed: Tensor | None = None, turned: bool | None = None) -> QuantizedTensor:
         packed = self.packed if packed is None else packed
         return QuantizedTensor(packed, self.packing, self.turned if turned is None else turned)
+
+
+def _made(packed: Tensor, packing: str, turned: bool, is_parameter: bool) -> Any:
+    made = QuantizedTensor(packed, packing, turned)
+    return torch.nn.Parameter(made, requires_grad=False) if is_parameter else made
 
 
 _ABOUT: set[Any] = {
@@ -91,15 +107,12 @@ _ABOUT: set[Any] = {
     *(torch.Tensor.storage_offset, torch.Tensor.is_complex, torch.Tensor.__hash__, torch.Tensor.__len__),
     *(torch.Tensor.ndimension, torch.Tensor.nelement, torch.is_floating_point, torch.is_complex),
     *(torch.Tensor.is_inference, torch.Tensor.get_device, torch.Tensor.is_conj, torch.Tensor.is_neg),
-    *(torch.Tensor.is_signed, torch.Tensor.is_pinned, torch.Tensor.is_shared),
+    *(torch.Tensor.is_signed, torch.Tensor.is_pinned, torch.Tensor.is_shared, torch._has_compatible_shallow_copy_type),  # pyright: ignore[reportPrivateImportUsage]
     *(
         function
-        for name in "shape dtype device layout requires_grad is_leaf grad grad_fn ndim nbytes names is_sparse "
-        "is_quantized is_meta is_cpu is_cuda is_nested is_mkldnn itemsize _backward_hooks "
-        "_post_accumulate_grad_hooks output_nr _version retains_grad is_sparse_csr".split()
-        if (attribute := getattr(torch.Tensor, name, None)) is not None
-        for function in (getattr(attribute, "__get__", None), getattr(attribute, "__set__", None))
-        if function is not None
+        for name, attribute in vars(torch._C.TensorBase).items()
+        if inspect.isgetsetdescriptor(attribute) and name not in ("H", "T", "data", "imag", "mH", "mT", "real")
+        for function in (attribute.__get__, attribute.__set__)  # pyright: ignore[reportAttributeAccessIssue]
     ),
 }
 """What asks for its geometry, and no elements."""
@@ -107,9 +120,26 @@ _ABOUT: set[Any] = {
 _said: set[str] = set()
 
 
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in ("__get__", "__set__") else name  # of a property
+
+
+def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """A write would be one to a copy of its elements, and lost."""
+    name = _name_of(func).partition(".")[0]
+    in_place = getattr(func, "__name__", "") in ("__setitem__", "__set__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+    in_place = in_place or (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__"))
+    written = (args[:1] if in_place else ()), kwargs.get("out")
+    if any(isinstance(one, QuantizedTensor) for one in tree_leaves(written)):
+        raise RuntimeError(f"{name} cannot write to a packed matrix: write to what its dequantize() returns")
+
+
 def _unpacked(arg: Any, func: Any) -> Any:
     if isinstance(arg, QuantizedTensor):
-        name = getattr(func, "__name__", str(func))
+        name = _name_of(func)
         if name not in _said:
             _said.add(name)
             warnings.warn(
@@ -140,6 +170,31 @@ def _matmul(x: Any, other: Any) -> Any:
     if not isinstance(other, QuantizedTensor) or not other.turned:
         return NotImplemented
     return _linear(x, other._with(turned=False)) if other.dim() == 2 else NotImplemented
+
+
+def _addmm(bias: Any, x: Any, other: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
+    if not isinstance(other, QuantizedTensor) or not other.turned or other.dim() != 2:
+        return NotImplemented
+    if out is not None or bias.dim() != 1 or (beta, alpha) != (1, 1):
+        return NotImplemented
+    return _linear(x, other._with(turned=False), bias)
+
+
+def _some(tensor: Any, index: Any) -> Any:
+    """One of several matrices, or some of them: experts."""
+    is_tensor = isinstance(index, Tensor) and not index.is_floating_point() and index.dtype is not torch.bool
+    if tensor.dim() < 3 or not (is_tensor or type(index) is int):
+        return NotImplemented
+    return tensor._with(tensor.packed[index])
+
+
+def _copy(tensor: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(source, QuantizedTensor) or not isinstance(tensor, QuantizedTensor):
+        return NotImplemented
+    if (tensor.packing, tensor.turned, tensor.shape) != (source.packing, source.turned, source.shape):
+        return NotImplemented
+    tensor.packed.copy_(source.packed, non_blocking)
+    return tensor
 
 
 def _channel_mix(x: Any, shift: Any, mix: Any, key: Any, value: Any, lengths: Any = None) -> Any:
@@ -179,6 +234,10 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), _matmul),
     **dict.fromkeys((torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__), _turned),
     **dict.fromkeys((torch.transpose, torch.Tensor.transpose), _turned),
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
+    torch.Tensor.__getitem__: _some,
+    torch.Tensor.copy_: _copy,
+    torch.Tensor.data.__get__: lambda tensor: tensor._with(),  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.to: _to,
     torch.Tensor.cpu: lambda tensor: tensor._with(tensor.packed.cpu()),
     torch.Tensor.contiguous: lambda tensor, **_: NotImplemented if tensor.turned else tensor,

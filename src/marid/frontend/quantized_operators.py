@@ -14,7 +14,7 @@ from torch import Tensor
 
 from marid.frontend.own_operators import ACTIVATIONS, define
 
-__all__ = ["NAMES", "PACKINGS", "register"]
+__all__ = ["NAMES", "PACKED_HERE", "PACKINGS", "pack", "register"]
 
 PACKINGS = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
 
@@ -106,6 +106,46 @@ _UNPACK: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
+
+
+def _bytes(scale: Tensor, numbers: Tensor) -> Tensor:
+    return torch.cat([scale.half().view(torch.uint8), numbers], 1)
+
+
+def _packed_q8_0(blocks: Tensor) -> Tensor:
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    scaled = blocks * _inverse(scale)
+    numbers = scaled.sign() * (scaled.abs() + 0.5).floor()  # halves away from zero
+    return _bytes(scale, numbers.to(torch.int8).view(torch.uint8))
+
+
+def _packed_q4_0(blocks: Tensor) -> Tensor:
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    scale = largest / -8
+    shifted = blocks.double() * _inverse(scale).double() + 8.5
+    low, high = shifted.trunc().clamp(0, 15).to(torch.uint8).chunk(2, 1)
+    return _bytes(scale, low | (high << 4))
+
+
+_PACK: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _packed_q8_0, "Q4_0": _packed_q4_0}
+PACKED_HERE = tuple(_PACK)
+"""The packings that tensors can be given; matrices of the others come from files."""
+
+
+def pack(matrix: Tensor, packing: str) -> Tensor:
+    """Rows of elements ``[..., K]`` as ggml packs them: ``uint8`` of ``[..., bytes]``. ``K`` is a multiple of 32."""
+    elements, _ = PACKINGS[packing]
+    blocks = matrix.detach().float().reshape(-1, elements)
+    return _PACK[packing](blocks).reshape(*matrix.shape[:-1], -1)
+
+
 _FUNCTIONS = (dequantize, quantized_linear)
 NAMES = tuple([function.__name__ for function in _FUNCTIONS])
 
