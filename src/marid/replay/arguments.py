@@ -85,6 +85,10 @@ class Call:
             put((kind, repr(arg)))  # 0.0 is not -0.0, and NaN is itself
         elif is_plain(arg):
             put((kind, arg) if kind.__hash__ is not None else (kind, repr(arg)))
+        elif _pytree.is_namedtuple_class(kind):
+            put((kind, len(arg)))
+            for item in arg:
+                self._read(item)
         elif kind in _pytree.SUPPORTED_NODES:
             children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(arg)
             put((kind, len(children), repr(context)))

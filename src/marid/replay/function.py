@@ -65,6 +65,7 @@ class Compiled(Wrapper):
         self._kinds: dict[Any, _Kind] = {}
         self._lock = threading.RLock()
         self._given_up = False
+        self._said: set[str] = set()
         self._stats = FunctionStats(getattr(function, "__qualname__", type(function).__qualname__))
         functions.add(self._stats)
         _made.add(self)
@@ -220,7 +221,9 @@ class Compiled(Wrapper):
         text = f"marid.compile: {self._stats.name} runs as plain Python: {reason}"
         if self._fullgraph:
             raise UnsupportedOperationError(text)
-        logger.warning("%s", text)
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("%s", text)
 
 
 def compile(
