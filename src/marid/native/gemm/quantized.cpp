@@ -65,7 +65,13 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   std::optional<at::Tensor> added = has_bias ? std::optional(plain(*bias, sums_in)) : std::nullopt;
   at::Tensor wide = plain(x, sums_in);
   int64_t rows = depth == 0 ? 0 : x.numel() / depth;
-  if (rows == 0 || rows > kMostRows || packed.numel() == 0 || sums_in == at::kDouble) {
+  bool few = rows > 0 && rows <= kMostRows && packed.numel() > 0 && sums_in == at::kFloat;
+  const float* data = few ? wide.const_data_ptr<float>() : nullptr;
+  bool in_words = few && round_rows != nullptr;
+  std::vector<int16_t> words(in_words ? rows * depth : 0);
+  std::vector<float> scales(in_words ? rows * depth / 32 : 0);
+  if (in_words) few = round_rows(data, rows * depth, words.data(), scales.data());
+  if (!few) {
     at::Tensor matrix = unpacked(packed, packing, depth).to(sums_in);
     return fast_linear(wide, matrix, added, activation).to(x.scalar_type());
   }
@@ -73,21 +79,25 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   sizes.back() = packed.size(0);
   at::Tensor matrix = packed.contiguous(), y = at::detail::empty_cpu(sizes, at::TensorOptions(at::kFloat));
   std::vector<float> sums(rows * depth / 32);
-  const float* data = wide.const_data_ptr<float>();
   for (size_t i = 0; i < sums.size(); i++) {
     for (int64_t j = 0; j < 32; j++) sums[i] += data[i * 32 + j];
   }
+  auto multiply = in_words ? multiply_words : multiply_packed;
   for (int64_t row = 0; row < rows; row += kFewRows) {
     PackedRows of{};
     of.rows = std::min(kFewRows, rows - row), of.depth = depth, of.columns = packed.size(0);
     of.x = data + row * depth;
     of.sums = sums.data() + row * depth / 32;
+    if (in_words) {
+      of.words = words.data() + row * depth;
+      of.scales = scales.data() + row * depth / 32;
+    }
     of.bias = has_bias ? added->const_data_ptr<float>() : nullptr;
     of.matrix = matrix.const_data_ptr<uint8_t>();
     of.y = y.mutable_data_ptr<float>() + row * of.columns;
     of.activation = activation;
     at::parallel_for(0, of.columns, std::max<int64_t>(4, kGrain / depth),
-                     [&](int64_t begin, int64_t end) { multiply_packed(packing, of, begin, end); });
+                     [&](int64_t begin, int64_t end) { multiply(packing, of, begin, end); });
   }
   return y.to(x.scalar_type());
 }

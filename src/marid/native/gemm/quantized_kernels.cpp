@@ -2,6 +2,7 @@
 // (ggml-quants.c): an element is scale * q - minimum, where q has 4 to 8 bits, for parts of 32 elements or 16.
 #include "quantized_kernels.h"
 
+#include "packed_blocks.h"
 #include "vectors.h"
 
 #include <cstring>
@@ -9,21 +10,7 @@
 namespace marid {
 namespace {
 
-constexpr int64_t kPart = 32;
-
 using Bytes = uint8_t __attribute__((vector_size(16)));
-using Eight = uint8_t __attribute__((vector_size(8)));
-using EightInts = int32_t __attribute__((vector_size(32)));
-using EightFloats = float __attribute__((vector_size(32)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Floats = float __attribute__((vector_size(64)));
-
-template <typename V, typename T>
-inline V loaded(const T* from) {
-  V made;
-  std::memcpy(&made, from, sizeof(V));
-  return made;
-}
 
 inline float half_at(const uint8_t* at) { return static_cast<float>(c10::Half(loaded<uint16_t>(at), c10::Half::from_bits())); }
 
@@ -35,21 +22,6 @@ struct Part {
   Floats low, high;
   float scale_low, scale_high, minimum;
 };
-
-// Six bits for the scale and six for the minimum of each of eight parts, in twelve bytes.
-inline void scales_and_minima(const uint8_t* packed, EightFloats& scales, EightFloats& minima) {
-  uint32_t words[3], found[4];
-  std::memcpy(words, packed, sizeof(words));
-  found[0] = words[0] & 0x3f3f3f3f;
-  found[1] = (words[2] & 0x0f0f0f0f) | ((words[0] >> 6 & 0x03030303) << 4);
-  found[2] = words[1] & 0x3f3f3f3f;
-  found[3] = (words[2] >> 4 & 0x0f0f0f0f) | ((words[1] >> 6 & 0x03030303) << 4);
-  auto floats = [](const uint32_t* of) {
-    return __builtin_convertvector(__builtin_convertvector(loaded<Eight>(of), EightInts), EightFloats);
-  };
-  scales = floats(found);
-  minima = floats(found + 2);
-}
 
 // Calls f(index, part) for each part of a block.
 template <Packing kPacking, typename F>
@@ -116,14 +88,6 @@ void unpacked(const uint8_t* blocks, float* to, int64_t count) {
     });
   }
 }
-
-inline float total(const Floats& sums) {
-  float sum = 0;
-  for (int i = 0; i < 16; i++) sum += sums[i];
-  return sum;
-}
-
-constexpr int64_t kAhead = 4096;
 
 template <Packing kPacking, int kRows>
 void columns(const PackedRows& of, int64_t begin, int64_t end) {

@@ -19,9 +19,10 @@ inline constexpr std::array<PackingSizes, 5> kPackings{
     {{"Q4_0", 32, 18}, {"Q8_0", 32, 34}, {"Q4_K", 256, 144}, {"Q5_K", 256, 176}, {"Q6_K", 256, 210}}};
 
 // y[m, n] = activation(sum over k of x[m, k] * matrix[n, k] + bias[n]) for the columns in [begin, end). `sums` has the
-// sums of x over 32 elements each, [rows, depth / 32].
+// sums of x over 32 elements each, [rows, depth / 32], and `scales` by what `words`, x in integers, are multiplied.
 struct PackedRows {
-  const float *x, *sums, *bias;
+  const float *x, *sums, *bias, *scales;
+  const int16_t* words;
   const uint8_t* matrix;
   float* y;
   int64_t rows, depth, columns;  // 4 rows at most
@@ -29,6 +30,11 @@ struct PackedRows {
 };
 
 extern void (*const multiply_packed)(Packing, const PackedRows&, int64_t begin, int64_t end);
+
+// The same by `words`, and making these of `count` elements of x: false where some are not finite. Both are null where
+// the machine's vector unit does not have what they take (packed_words_kernels.cpp).
+extern void (*const multiply_words)(Packing, const PackedRows&, int64_t begin, int64_t end);
+extern bool (*const round_rows)(const float* x, int64_t count, int16_t* words, float* scales);
 
 // `count` elements, whole blocks, as floats.
 extern void (*const unpack)(Packing, const uint8_t* blocks, float* to, int64_t count);
