@@ -131,6 +131,15 @@ CAPTURED_PROGRAMS = 256
 UNHEARD_SECONDS = 0.05
 """How long Ctrl-C may go unheard, beside one operation. Each look for it takes the interpreter's lock."""
 
+# --- sharing a worker ------------------------------------------------------------------------------------------------
+
+BETWEEN_SECONDS = 0.002
+"""How long a run of a worker goes on before it looks whether another session waits for something that is quickly done:
+beside an operation, the longest that this waits. A look takes some 10 us."""
+BRIEF_SHARE = 0.5
+"""Another session's message goes first when those before it took at most this part of what the run has taken so far,
+or those of its session took lately: it is delayed little, and the message much less than by waiting."""
+
 # --- learning what operators return ----------------------------------------------------------------------------------
 
 PROBE_ELEMENTS = 1 << 14

@@ -164,6 +164,8 @@ class Executable:
         for index in range(at.now[0], stop):
             returned: list[Any] = []
             at.now = index, returned
+            if frame.task.between is not None:
+                frame.task.between()
             instruction = self.program.instructions[index]
             began = 0 if frame.timing is None else time.perf_counter_ns()
             args, kwargs = _arguments(instruction, frame.tensors, frame.params, frame.generator)

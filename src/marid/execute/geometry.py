@@ -55,16 +55,24 @@ def when_mispredicted(listener: Callable[[Misprediction], None]) -> None:
 
 
 class Noted:
-    """Context manager: the mispredictions that are found inside, of any thread."""
+    """Context manager: the mispredictions that are found inside, of any thread, but inside of another one."""
+
+    _innermost: Noted | None = None
 
     def __enter__(self) -> list[Misprediction]:
         self._found: list[Misprediction] = []
-        self._listener = self._found.append
+        self._outer, Noted._innermost = Noted._innermost, self
+        self._listener = self._note  # the same object is removed
         when_mispredicted(self._listener)
         return self._found
 
     def __exit__(self, *_: object) -> None:
         _listeners.remove(self._listener)
+        Noted._innermost = self._outer
+
+    def _note(self, misprediction: Misprediction) -> None:
+        if Noted._innermost is self:
+            self._found.append(misprediction)
 
 
 def report(misprediction: Misprediction) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from marid import policy
 from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
 from marid.execute.table import DONE, DRAWS, RAISED, Seen, TableRun
@@ -149,7 +150,8 @@ class Specialisation:
         if table is not None:
             receiver = task if isinstance(task, Task) else None
             try:
-                found = table.run(task.inputs, params, self._donors(), task.specs, self.output_slots, receiver, seen)
+                given = task.inputs, params, self._donors(), task.specs
+                found = table.run(*given, self.output_slots, receiver, seen, _seconds(task))
             except OverflowError:  # a number of more than 64 bits
                 pass
             else:
@@ -221,7 +223,15 @@ class Specialisation:
     ) -> list[torch.Tensor] | None:
         """The results; None where an operation raises, or gives something else than was recorded."""
         while status != RAISED:
-            status = run.go(generator(self.draw(run.next, params)) if status == DRAWS else None)
+            if task.between is not None and status != DRAWS:
+                task.between()
+            drawing = generator(self.draw(run.next, params)) if status == DRAWS else None
+            status = run.go(drawing, _seconds(task))
             if status == DONE:
                 return run.tensors(self.output_slots, task if isinstance(task, Task) else None)
         return None
+
+
+def _seconds(task: Task | Replay) -> float:
+    """For how long a run goes on before it comes back to Python."""
+    return policy.UNHEARD_SECONDS if task.between is None else policy.BETWEEN_SECONDS

@@ -74,11 +74,12 @@ class Table:
         outputs: tuple[int, ...],
         task: Task | None,
         seen: Seen = UNSEEN,
+        seconds: float = policy.UNHEARD_SECONDS,
     ) -> list[torch.Tensor] | tuple[int, TableRun]:
         """The same, begun: the tensors in the slots ``outputs`` after a whole run, which ``task`` has been given by
-        then; else how far it came (see ``TableRun.go``), and the run."""
+        then; else how far it came in about ``seconds`` (see ``TableRun.go``), and the run."""
         begun = self.pointer, self._input_slots, _address(donors), inputs, params, specs
-        found = module.run_once(*begun, *seen, outputs, policy.UNHEARD_SECONDS, task)
+        found = module.run_once(*begun, *seen, outputs, seconds, task)
         return found if type(found) is list else (found[0], TableRun(self, found[1], specs))
 
 
@@ -96,12 +97,12 @@ class TableRun:
         if library is not None:  # which the end of the interpreter takes away
             library.marid_run_free(self.pointer)
 
-    def go(self, generator: torch.Generator | None) -> int:
-        """Go on to the end (``DONE``), for a while (``AGAIN``), or up to an operation that wants a generator
+    def go(self, generator: torch.Generator | None, seconds: float = policy.UNHEARD_SECONDS) -> int:
+        """Go on to the end (``DONE``), for about ``seconds`` (``AGAIN``), or up to an operation that wants a generator
         (``DRAWS``), raises, or has given something else than was recorded (``RAISED``). ``generator`` is for the first
         operation, after ``DRAWS``."""
         positioned = None if generator is None else generator._cdata
-        return library.marid_run_go(self.pointer, positioned, policy.UNHEARD_SECONDS)
+        return library.marid_run_go(self.pointer, positioned, seconds)
 
     @property
     def next(self) -> int:

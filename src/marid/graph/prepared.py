@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from marid.graph.analysis import forecast
@@ -40,15 +41,17 @@ class Prepared:
 
 
 class Replay:
-    """One run of a prepared program: what a ``Task`` is to a cut."""
+    """One run of a prepared program: what a ``Task`` is to a cut. ``between`` is called now and then while it runs,
+    before an instruction."""
 
-    __slots__ = ("_prepared", "inputs", "params", "timing")
+    __slots__ = ("_prepared", "between", "inputs", "params", "timing")
 
     def __init__(self, prepared: Prepared, inputs: list[Any], params: list[Any]) -> None:
         self._prepared = prepared
         self.inputs = inputs
         self.params = params
         self.timing: Any = None
+        self.between: Callable[[], None] | None = None
 
     @property
     def nodes(self) -> list[Node]:

@@ -139,6 +139,9 @@ class Task:
         "timing",
     )
 
+    between = None
+    """Runs of what was recorded in this process are not left for others."""
+
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes
         self.key: tuple[Any, ...] = ()

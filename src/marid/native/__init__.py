@@ -85,6 +85,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_memory_watch": (None, [_INT64]),
     "marid_memory_follow": (_INT, [_POINTER, _INT64]),
     "marid_memory_end": (_INT, []),
+    "marid_memory_leave": (_POINTER, []),
+    "marid_memory_return": (None, [_POINTER]),
     "marid_memory_release": (None, []),
     "marid_memory_arena_bytes": (_INT64, []),
     "marid_memory_end_watched": (_POINTER, []),

@@ -168,14 +168,18 @@ class Executor:
         params: list[Any],
         resident: Any,
         at: Callable[[int], None] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """Run a program; its outputs, in the order of ``prepared.program.output_slots``. ``resident`` is asked for the
-        bytes that are held when there is a limit; ``at`` is called with each operator before it runs.
+        bytes that are held when there is a limit; ``at`` is called with each operator before it runs. ``between`` is
+        called now and then while it runs and may run others; not where there is a limit, since these may move what
+        this one uses to the host.
 
         Raises ``WireError``, ``TooLarge`` before anything has run, and ``Interrupted``.
         """
         kept, prepared, held = self._checked(program, geometry, inputs, params)
         replay, fitting = Replay(prepared, inputs, params), None
+        replay.between = None if self.memory_limit else between
         try:
             self.reserve(prepared.transient_bytes, inputs, resident, held)
         except TooLarge:

@@ -1,12 +1,13 @@
 """The worker: a process that owns one device and runs programs for its clients.
 
 The main thread takes messages and applies their requests, one message of each session in turn; nothing is handed over
-from thread to thread. While something runs for long, a second thread takes messages, keeps sessions alive, and has the
-run stopped when its client asks for that.
+from thread to thread. A program that runs for long lets sessions go first whose messages are brief. Beside one operator
+that does, a second thread takes messages, keeps sessions alive, and has the run stopped when its client asks for that.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -21,9 +22,12 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.errors import WireError
 from marid.execute.executable import may_be_stopped
+from marid.native import library
 from marid.remote.wire.codec import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
+from marid.remote.wire.kernel_settings import apply
 from marid.remote.worker.collectives import Groups
 from marid.remote.worker.connections import PEER, OwnedSocket, ServerSocket
 from marid.remote.worker.copies import Collectors, Copies, Tickets
@@ -91,6 +95,10 @@ class Worker:
         self._waiting: list[Session] = []
         """Those of which the next message has begun, and waits for others."""
         self._current: Session | None = None
+        self._began = 0.0
+        """When the message that runs began; while others went first this stood still."""
+        self.went_first = 0
+        """How many messages were applied while another one's program was running."""
         self._stopping = False
         self._looked = 0.0
 
@@ -137,11 +145,13 @@ class Worker:
             if not self._sessions:
                 self.executor.trim()
             return
+        self._began = time.perf_counter()
         self._current = session
         try:
             answer = session.answer(message)
         finally:
             self._current = None
+        session.took(time.perf_counter() - self._began)
         if answer is None:
             with self._using:
                 session.inbox.appendleft(message)
@@ -161,6 +171,36 @@ class Worker:
                 self._take(0)
             else:
                 session.scheduled = False
+
+    def _between(self) -> None:
+        """Let sessions whose messages are brief go first, while a program runs for another one."""
+        running, self._current = self._current, None  # from here on no signal stops it
+        try:
+            if running is not None and len(self._sessions) > 1:
+                self._let_go_first(running)
+        finally:
+            self._current = running
+
+    def _let_go_first(self, running: Session) -> None:
+        with self._using:
+            self._take(0)
+            taken = time.perf_counter() - self._began
+            most = policy.BRIEF_SHARE * max(taken, running.lately if math.isfinite(running.lately) else 0)
+            brief = [one for one in self._turns if one.lately <= most and one.inbox[0].requests is not None]
+            for session in brief:
+                self._turns.remove(session)
+        if not brief:
+            return
+        began, left = self._began, time.perf_counter()
+        memory = library.marid_memory_leave()
+        try:
+            for session in brief:
+                self._turn(session)
+                self.went_first += 1
+        finally:
+            library.marid_memory_return(memory)
+            apply(running.workspace.settings)
+            self._began = began + time.perf_counter() - left
 
     def _go_on(self) -> None:
         """Have those that need not wait any longer take turns again."""
@@ -284,6 +324,7 @@ class Worker:
             one.workspace.nbytes() for one in list(self._sessions.values()) if one.workspace is not made
         )
         made.worker_stats = self.stats
+        made.between = self._between
         return made
 
     def _enqueue(self, route: bytes, session: Session, header: dict[str, Any], frames: list[Any]) -> None:
@@ -330,4 +371,4 @@ class Worker:
         """What was refused, and how many sessions there are."""
         refused = {**self.refusals.counts, "connection": self._socket.refused, "request": self.executor.refused}
         copied = {"collected_bytes": self._collectors.received, "offered_bytes": self._tickets.collected}
-        return {"sessions": len(self._sessions), "refused": refused, **copied}
+        return {"sessions": len(self._sessions), "went_first": self.went_first, "refused": refused, **copied}

@@ -10,6 +10,7 @@ requests do is the affair of its workspace.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -77,6 +78,8 @@ class Session:
         self.scheduled = False
         self.route: bytes = b""
         self.seen = time.monotonic()
+        self.lately = math.inf
+        """Seconds that its messages have taken lately: the newest, or half of what it was before."""
         self._ended = False
         self._cancelled = 0, 0  # epoch, and the newest request of it that is to be stopped
         self._answers: OrderedDict[int, Answer] = OrderedDict()  # with payload, by the last request they answer
@@ -110,6 +113,10 @@ class Session:
     def may_go_on(self) -> bool:
         """Whether what it waits for is over, or not wanted any more."""
         return self.waiting is None or self._is_cancelled(self.applied + 1) or self.waiting.is_over()
+
+    def took(self, seconds: float) -> None:
+        """A message of it has been applied."""
+        self.lately = max(seconds, 0.0 if math.isinf(self.lately) else self.lately / 2)
 
     def sent(self, tracker: Any, nbytes: int) -> None:
         """An answer is on its way."""

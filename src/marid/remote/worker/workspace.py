@@ -58,6 +58,8 @@ class Workspace:
         self.untaken = 0
         """Bytes of answers that the client has not taken yet."""
         self.at: Callable[[int], None] | None = None
+        self.between: Callable[[], None] | None = None
+        """Called now and then while a program runs: others may go first."""
         """Told of each operator that a program comes to."""
         self.leaving: Callable[[], int] = int
         """Bytes of answers that wait for a client that does not read."""
@@ -112,7 +114,9 @@ class Workspace:
                 self.keep(request.base + slot, tensor)
             return
         params = list(request.params)
-        prepared, results = executor.run(request.program, request.geometry, inputs, params, self._held, self.at)
+        prepared, results = executor.run(
+            request.program, request.geometry, inputs, params, self._held, self.at, self.between
+        )
         for slot, tensor in zip(prepared.program.output_slots, results, strict=True):
             self.keep(request.base + slot, tensor)
 

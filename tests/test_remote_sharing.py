@@ -1,0 +1,156 @@
+"""Sessions of one worker: brief work goes first while a long program of another session runs, and both are right."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+import marid
+from marid.remote.launch.local import LocalWorker
+from tests.helpers import DEVICE
+from tests.remote_helpers import worker_process
+
+PREFILL = f"""
+import sys, torch, marid
+marid.connect(sys.argv[1])
+torch.manual_seed(0)
+torch.set_grad_enabled(False)
+weights = [torch.randn(512, 512) / 23 for _ in range(60)]
+x = torch.randn(512, 512)
+
+def forward(x, weights):
+    for weight in weights:
+        x = torch.tanh(x @ weight)
+    return x
+
+expected = forward(x, weights)
+weights, x = [weight.to("{DEVICE}") for weight in weights], x.to("{DEVICE}")
+print("ready", flush=True)
+runs = 0
+while True:
+    result = forward(x, weights).cpu()
+    assert torch.equal(result, expected), (result - expected).abs().max()
+    runs += 1
+    if runs == 2:
+        print("running", flush=True)
+    if runs % 10 == 0:
+        print(runs, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def _prefilling(worker: LocalWorker) -> Iterator[subprocess.Popen[str]]:
+    """Another client, which runs one long program after the other, and compares what it gets."""
+    command = [sys.executable, "-c", PREFILL, worker.address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for expected in ("ready", "running"):
+            line = process.stdout.readline().strip()
+            assert line == expected, (line, process.stderr.read() if process.stderr is not None else "")
+        yield process
+        assert process.poll() is None, process.communicate()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _decoding() -> Callable[[], None]:
+    """A step such as a token's: what it gives depends on all steps before it."""
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    there = copy.deepcopy(layers).to(DEVICE)
+    expected = torch.randn(1, 256)
+    state = expected.to(DEVICE)
+
+    def step() -> None:
+        nonlocal state, expected
+        with torch.no_grad():
+            state, expected = torch.tanh(there(state)), torch.tanh(layers(expected))
+            assert torch.equal(state.cpu(), expected)
+
+    return step
+
+
+def _median(step: Callable[[], None], count: int) -> float:
+    taken = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+        time.sleep(0.005)  # a reader of tokens
+    return statistics.median(taken)
+
+
+def _beside_a_prompt(*options: str) -> tuple[float, int]:
+    """Seconds of a step beside another client's programs, and how many messages went first."""
+    with worker_process(*options) as worker:
+        marid.connect(worker.address)
+        try:
+            step = _decoding()
+            _median(step, 10)
+            with _prefilling(worker):
+                found = _median(step, 40)
+            remote = marid.stats().remote
+            assert remote is not None
+            return found, remote.workers[0]["went_first"]
+        finally:
+            marid.disconnect(force=True)
+
+
+def test_brief_work_goes_first() -> None:
+    """A token does not wait for a whole prompt of somebody else, which is right all the same. Sessions take turns where
+    memory is limited."""
+    first, went_first = _beside_a_prompt()
+    in_turn, none = _beside_a_prompt("--memory-limit", "2g")
+    assert went_first >= 20
+    assert none == 0
+    assert first < in_turn / 2
+
+
+def test_a_program_that_others_go_before_can_be_stopped() -> None:
+    """Ctrl-C of its client ends it, and what went first meanwhile is right."""
+    script = textwrap.dedent(f"""
+        import signal, sys, threading, time, torch, marid
+        marid.connect(sys.argv[1])
+        x = torch.randn(512, 512, device="{DEVICE}") / 23
+        x.cpu()
+        def run(count):
+            y = x
+            for _ in range(count):
+                y = torch.tanh(y @ x)
+            return y
+        print(run(50).sum().item(), flush=True)
+        y = run(4000)
+        threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
+        try:
+            y.cpu()
+            print("was not stopped", flush=True)
+        except KeyboardInterrupt:
+            print("stopped", flush=True)
+        print(run(50).sum().item(), flush=True)
+    """)
+    with worker_process() as worker:
+        marid.connect(worker.address)
+        try:
+            step = _decoding()
+            command = [sys.executable, "-c", script, worker.address]
+            other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert other.stdout is not None
+            before = other.stdout.readline()
+            while other.poll() is None:
+                step()
+            stopped, after = other.stdout.read().splitlines()
+            assert stopped == "stopped"
+            assert after == before.strip()
+            other.stdout.close()
+        finally:
+            marid.disconnect(force=True)
