@@ -23,7 +23,7 @@ from marid.execute.arena import Placement
 from marid.execute.geometry import agrees, settle
 from marid.execute.interrupted import Interrupted
 from marid.execute.source import source_of
-from marid.execute.specialisation import Frame, Positioned, Specialisation
+from marid.execute.specialisation import Frame, Positioned, Specialisation, give_way
 from marid.execute.table import Table, Untranslatable, donors, translate
 from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Spec
@@ -164,8 +164,7 @@ class Executable:
         for index in range(at.now[0], stop):
             returned: list[Any] = []
             at.now = index, returned
-            if frame.task.between is not None:
-                frame.task.between()
+            give_way(frame.task)
             instruction = self.program.instructions[index]
             began = 0 if frame.timing is None else time.perf_counter_ns()
             args, kwargs = _arguments(instruction, frame.tensors, frame.params, frame.generator)
@@ -248,7 +247,7 @@ def may_be_stopped(frame: FrameType | None) -> bool:
 
 
 _STOPPABLE = {Executable._go.__code__, Specialisation._go.__code__}
-_ENDS = {Specialisation.run.__code__}
+_ENDS = {Specialisation.run.__code__, give_way.__code__}
 
 
 def _arguments(

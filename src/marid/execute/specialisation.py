@@ -21,7 +21,7 @@ from marid.report.operator_times import Timing, labels_of, operator_times
 if TYPE_CHECKING:
     from marid.execute.executable import Executable
 
-__all__ = ["Frame", "Launchable", "Positioned", "Runnable", "Specialisation"]
+__all__ = ["Frame", "Launchable", "Positioned", "Runnable", "Specialisation", "give_way"]
 
 Positioned = Callable[[Draw], torch.Generator]
 
@@ -223,13 +223,19 @@ class Specialisation:
     ) -> list[torch.Tensor] | None:
         """The results; None where an operation raises, or gives something else than was recorded."""
         while status != RAISED:
-            if task.between is not None and status != DRAWS:
-                task.between()
+            if status != DRAWS:
+                give_way(task)
             drawing = generator(self.draw(run.next, params)) if status == DRAWS else None
             status = run.go(drawing, _seconds(task))
             if status == DONE:
                 return run.tensors(self.output_slots, task if isinstance(task, Task) else None)
         return None
+
+
+def give_way(task: Task | Replay) -> None:
+    """Let others run in between; what is raised there is none of this run's."""
+    if task.between is not None:
+        task.between()
 
 
 def _seconds(task: Task | Replay) -> float:

@@ -97,6 +97,7 @@ class Worker:
         self._current: Session | None = None
         self._began = 0.0
         """When the message that runs began; while others went first this stood still."""
+        self._gave_way = 0.0
         self.went_first = 0
         """How many messages were applied while another one's program was running."""
         self._stopping = False
@@ -174,11 +175,15 @@ class Worker:
 
     def _between(self) -> None:
         """Let sessions whose messages are brief go first, while a program runs for another one."""
-        running, self._current = self._current, None  # from here on no signal stops it
+        now = time.perf_counter()
+        if len(self._sessions) < 2 or now - self._gave_way < policy.BETWEEN_SECONDS:
+            return
+        running, self._current = self._current, None  # no signal stops it now
         try:
-            if running is not None and len(self._sessions) > 1:
+            if running is not None:
                 self._let_go_first(running)
         finally:
+            self._gave_way = time.perf_counter()
             self._current = running
 
     def _let_go_first(self, running: Session) -> None:
