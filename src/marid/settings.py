@@ -26,7 +26,10 @@ def _memory() -> int:
 
 @dataclass
 class Settings:
-    """What a user may change; assign to a field of ``marid.settings`` or set the variable before the import."""
+    """What a user may change; assign to a field of ``marid.settings`` or set the variable before the import.
+
+    An assignment raises ``AttributeError`` for a name that no field has, and ``TypeError`` for a value of another type.
+    """
 
     devices: int = 8
     """How many ``remote_accelerator`` indices exist (1 to 64)."""
@@ -116,7 +119,7 @@ class Settings:
         self._listeners: list[Callable[[], None]] = []
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
+        super().__setattr__(name, value if name == "_listeners" else _checked(name, value))
         for listener in self.__dict__.get("_listeners", ()):
             listener()
 
@@ -137,6 +140,39 @@ class Settings:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.engine):
             raise ValueError(f"MARID_ENGINE must be cpu, cuda or cuda:N, but is {self.engine!r}")
         return self
+
+
+_KINDS: dict[str, type] = {field.name: type(field.default) for field in fields(Settings)}
+
+
+def _checked(name: str, value: object) -> object:
+    """What a field is set to by ``value``."""
+    if name not in _KINDS:
+        import difflib  # rarely needed
+
+        close = difflib.get_close_matches(name, _KINDS, 1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise AttributeError(f"marid.settings has no field {name!r}{meant}")
+    kind = _KINDS[name]
+    if kind in (bool, type(None)):  # None: a switch that nobody has set
+        if isinstance(value, int) and value in (0, 1):
+            return bool(value)
+        if value is None and kind is not bool:
+            return value
+        expected = "True or False"
+    elif kind is int:
+        if isinstance(value, (int, float)):
+            return value
+        expected = "a number"
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+        expected = "text"
+    else:
+        if isinstance(value, (str, os.PathLike)):
+            return Path(value)
+        expected = "a path"
+    raise TypeError(f"marid.settings.{name} must be {expected}, but is {value!r}")
 
 
 def _parse(name: str, text: str, kind: type) -> object:
