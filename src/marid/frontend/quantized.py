@@ -1,8 +1,8 @@
 """Tensors that stay packed: ``QuantizedTensor``, a matrix as it is in a GGUF file.
 
-Products of a few rows by it (``linear``, ``matmul`` with its transpose, and Marid's own layers) take its numbers as they
-are packed, and looking up rows (``embedding``) unpacks these. Every other operator is done on its float32 elements,
-which are unpacked for it, and says so once.
+Products of a few rows by it (``linear``, ``matmul`` with its transpose, and Marid's own layers) take its numbers as
+they are packed, and looking up rows (``embedding``) unpacks these. Every other operator is done on its float32
+elements, which are unpacked for it, and says so once.
 """
 
 from __future__ import annotations
