@@ -186,3 +186,6 @@ def test_layers_of_other_types_keep_theirs(dtype: torch.dtype) -> None:
     assert isinstance(layer.weight, QuantizedTensor)
     expected = F.linear(x.double(), layer.weight.dequantize().double(), layer.bias.double())
     torch.testing.assert_close(found, expected.to(dtype))
+    weight = layer.weight
+    assert layer.half().bfloat16().double().to(dtype).weight is weight
+    assert isinstance(weight, QuantizedTensor)

@@ -242,5 +242,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cpu: lambda tensor: tensor._with(tensor.packed.cpu()),
     torch.Tensor.contiguous: lambda tensor, **_: NotImplemented if tensor.turned else tensor,
     torch.Tensor.clone: lambda tensor, **_: tensor._with(tensor.packed.clone()),
-    torch.Tensor.float: lambda tensor, **_: tensor,
+    # Its elements have a type of their own, as for ``to``.
+    **dict.fromkeys(
+        (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double), lambda tensor, **_: tensor
+    ),
 }
