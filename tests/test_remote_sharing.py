@@ -18,6 +18,9 @@ from marid.remote.launch.local import LocalWorker
 from tests.helpers import DEVICE
 from tests.remote_helpers import worker_process
 
+HERE = 5
+"""The device that is the worker in this process, where other tests' tensors are on others."""
+
 PREFILL = f"""
 import sys, torch, marid
 marid.connect(sys.argv[1])
@@ -67,9 +70,9 @@ def _decoding() -> Callable[[], None]:
     """A step such as a token's: what it gives depends on all steps before it."""
     torch.manual_seed(1)
     layers = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
-    there = copy.deepcopy(layers).to(DEVICE)
+    there = copy.deepcopy(layers).to(f"{DEVICE}:{HERE}")
     expected = torch.randn(1, 256)
-    state = expected.to(DEVICE)
+    state = expected.to(f"{DEVICE}:{HERE}")
 
     def step() -> None:
         nonlocal state, expected
@@ -93,7 +96,7 @@ def _median(step: Callable[[], None], count: int) -> float:
 def _beside_a_prompt(*options: str) -> tuple[float, int]:
     """Seconds of a step beside another client's programs, and how many messages went first."""
     with worker_process(*options) as worker:
-        marid.connect(worker.address)
+        marid.connect(worker.address, first=HERE)
         try:
             step = _decoding()
             _median(step, 10)
@@ -101,9 +104,9 @@ def _beside_a_prompt(*options: str) -> tuple[float, int]:
                 found = _median(step, 40)
             remote = marid.stats().remote
             assert remote is not None
-            return found, remote.workers[0]["went_first"]
+            return found, remote.workers[HERE]["went_first"]
         finally:
-            marid.disconnect(force=True)
+            marid.disconnect(HERE, force=True)
 
 
 def test_brief_work_goes_first() -> None:
@@ -139,7 +142,7 @@ def test_a_program_that_others_go_before_can_be_stopped() -> None:
         print(run(50).sum().item(), flush=True)
     """)
     with worker_process() as worker:
-        marid.connect(worker.address)
+        marid.connect(worker.address, first=HERE)
         try:
             step = _decoding()
             command = [sys.executable, "-c", script, worker.address]
@@ -153,4 +156,4 @@ def test_a_program_that_others_go_before_can_be_stopped() -> None:
             assert after == before.strip()
             other.stdout.close()
         finally:
-            marid.disconnect(force=True)
+            marid.disconnect(HERE, force=True)
