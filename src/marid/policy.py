@@ -108,7 +108,7 @@ as it has steps."""
 COMPILER_IDLE = 120.0
 """Seconds after which a process that compiles ends when it has nothing to do."""
 COMPILER_STARVED = 10.0
-"""Seconds over which the share of a processor that it gets is measured: about what compiling a step takes."""
+"""Seconds over which the share of a processor that it gets is measured."""
 COMPILER_SHARE = 0.2
 """Below this share it starts anew with a niceness of at most ``COMPILER_NICENESS``. A loop that keeps all processors
 busy, as kernels do whose threads wait actively, would otherwise never be compiled."""
@@ -135,7 +135,7 @@ UNHEARD_SECONDS = 0.05
 
 BETWEEN_SECONDS = 0.002
 """How long a run of a worker goes on before it looks whether another session waits for something that is quickly done:
-beside an operation, the longest that this waits. A look takes some 10 us."""
+beside an operation, the longest that this waits."""
 BRIEF_SHARE = 0.5
 """Another session's message goes first when those before it took at most this part of what the run has taken so far,
 or those of its session took lately: it is delayed little, and the message much less than by waiting."""

@@ -88,5 +88,5 @@ dist.barrier()
 dist.destroy_process_group()
 sys.stdout.flush()
 # Gloo's threads may free tensors while the interpreter is finalised, and PyTorch then aborts, on the CPU as well
-# (https://github.com/pytorch/pytorch/pull/179291): one exit in a hundred on a busy machine.
+# (https://github.com/pytorch/pytorch/pull/179291).
 os._exit(0)

@@ -147,9 +147,8 @@ def _keep(parameter: Any, address: int, of_gradients: Any, after_accumulation: A
     """Give a parameter that was moved the hooks and the attributes that it had."""
     if parameter._cdata == address:
         return
-    if isinstance(parameter, LazyTensor) or not is_traceable_wrapper_subclass(
-        parameter
-    ):  # their attributes are tensors
+    holds_tensors = not isinstance(parameter, LazyTensor) and is_traceable_wrapper_subclass(parameter)
+    if not holds_tensors:  # else its attributes are what was moved
         parameter.__dict__.update({name: value for name, value in attributes.items() if name != "_is_param"})
     # Hooks belong to what was swapped; the handles that remove them know their dictionaries.
     if of_gradients or after_accumulation:

@@ -117,6 +117,10 @@ _ABOUT: set[Any] = {
 }
 """What asks for its geometry, and no elements."""
 
+_WRITES = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+_WRITES |= {"__setitem__", "__set__"}
+"""Functions that write to their first argument, beside those whose names end so (``mul_``)."""
+
 _said: set[str] = set()
 
 
@@ -128,10 +132,7 @@ def _name_of(func: Any) -> str:
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     """A write would be one to a copy of its elements, and lost."""
     name = _name_of(func).partition(".")[0]
-    in_place = getattr(func, "__name__", "") in ("__setitem__", "__set__") or (
-        name.endswith("_") and not name.endswith("__")
-    )
-    in_place = in_place or (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__"))
+    in_place = getattr(func, "__name__", "") in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = (args[:1] if in_place else ()), kwargs.get("out")
     if any(isinstance(one, QuantizedTensor) for one in tree_leaves(written)):
         raise RuntimeError(f"{name} cannot write to a packed matrix: write to what its dequantize() returns")
