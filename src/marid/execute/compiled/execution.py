@@ -7,6 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
 from marid.execute.compiled.partition import Partition
+from marid.execute.compiled.rounding import beyond_rounding, copies, is_close
 from marid.execute.compiled.variant import Variant, assemble
 from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
@@ -29,15 +31,6 @@ from marid.report.stats import counters
 __all__ = ["Bound", "Checked", "CompiledProgram"]
 
 logger = logging.getLogger("marid")
-
-# Relative and absolute, as torch.testing.assert_close has them.
-_TOLERANCES = {
-    torch.float16: (1e-3, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-5),
-    torch.float32: (1.3e-6, 1e-5),
-    torch.float64: (1e-7, 1e-7),
-}
-_PIECE = 1 << 15
 
 _FAILED_WRITING = 2  # what marid_compiled_failed says of a part that may have done half of its work
 
@@ -185,7 +178,7 @@ class Checked(_Here):
             flat.steps(frame, position, part.start)
             started = time.perf_counter()
             real = [tensors[slot] for slot in part.inputs]
-            given = _copies(part, real)
+            given, before = copies(real, part.bases, part.written), copies(real, part.bases, part.written)
             made = self._call(given, number, len(task.params))
             left -= time.perf_counter() - started
             # What is written now could be what the copies were made of: the flat tier comes second.
@@ -199,12 +192,15 @@ class Checked(_Here):
             else:
                 pairs += [(real[i], part.inputs[i]) for i in written]
                 seen = made + [given[i] for i in written]
-                wrong = [slot for got, (right, slot) in zip(seen, pairs, strict=True) if not _close(got, right)]
-                if wrong or _share(made, given):
+                results = list(zip(seen, [right for right, _ in pairs], strict=True))
+                differ = not all(is_close(got, right) for got, right in results)
+                far = beyond_rounding(results, before, part.bases, partial(self._again, frame, part)) if differ else []
+                if far or _share(made, given):
                     bad.add(number)
                     counters.compile_mismatches += 1
-                    self._report(task, part.start, part.stop, wrong)
-            del real, given, made, pairs
+                    self._report(task, part.start, part.stop, [pairs[index][1] for index in far])
+                del seen, results
+            del real, given, before, made, pairs
             for index in range(part.start, part.stop):
                 for slot in outputs.intersection(flat.dying[index]):
                     del tensors[slot]
@@ -213,6 +209,15 @@ class Checked(_Here):
         flat.steps(frame, position, len(flat.program.instructions))
         self._done(bad, number)
         return [tensors[slot] for slot in flat.program.output_slots]
+
+    def _again(self, frame: Frame, part: Partition, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the flat tier makes of a part of other inputs: its outputs, and what it has written."""
+        tensors = dict(zip(part.inputs, inputs, strict=True))
+        other = Frame(frame.task, tensors, frame.params, frame.generator)
+        self._flat.steps(other, part.start, part.stop, frozenset(part.outputs))
+        return [tensors[slot] for slot in part.outputs] + [
+            one for one, written in zip(inputs, part.written, strict=True) if written
+        ]
 
     def _call(self, given: list[torch.Tensor], number: int, own: int) -> list[torch.Tensor] | None:
         numbers, name = self._extended[own + 2 * number : own + 2 * number + 2]
@@ -242,38 +247,6 @@ class Checked(_Here):
             UserWarning,
             *place,
         )
-
-
-def _copies(part: Partition, real: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs for a part, with copies of what it writes."""
-    given = [_copied(t) if w else t for t, w in zip(real, part.written, strict=True)]
-    for index, base in enumerate(part.bases):
-        if base >= 0:
-            own = real[index]
-            offset = given[base].storage_offset() + own.storage_offset() - real[base].storage_offset()
-            given[index] = given[base].as_strided(own.shape, own.stride(), offset)
-    return given
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
-
-
-def _close(got: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equality within the tolerances of ``torch.testing``, with dtype and strides."""
-    if (got.shape, got.stride(), got.dtype) != (right.shape, right.stride(), right.dtype):
-        return False
-    if got.dtype not in _TOLERANCES:
-        return torch.equal(got, right)
-    relative, absolute = _TOLERANCES[got.dtype]
-    # In pieces that fit into a cache: a user waits for this.
-    pieces = zip(got.reshape(-1).split(_PIECE), right.reshape(-1).split(_PIECE), strict=True)
-    quick = got.dtype in (torch.float32, torch.float64)  # the others would be rounded on the way
-    return all(
-        (quick and bool((a - b).abs_().sub_(b.abs(), alpha=relative).max() <= absolute))
-        or torch.allclose(a, b, relative, absolute, equal_nan=True)  # also for infinities and NaN
-        for a, b in pieces
-    )
 
 
 def _share(made: list[torch.Tensor], given: list[torch.Tensor]) -> bool:
