@@ -118,6 +118,7 @@ class Trace:
         if event.timing is None or event.timing.spans is None:
             return
         profile, spans = event.timing.profile, event.timing.spans.tolist()
+        gap = 1e-9  # so that none ends behind the beginning of the next one, as numbers of microseconds are added
         for index, instruction in enumerate(profile.program.instructions):
             began, ended = spans[2 * index] / 1e9, spans[2 * index + 1] / 1e9
             if ended:
@@ -128,7 +129,7 @@ class Trace:
                     "source": _text(site),
                 }
                 yield self._slice(
-                    lane, instruction.op.name, "cpu_op", max(began, event.began), min(ended, event.ended), where
+                    lane, instruction.op.name, "cpu_op", max(began, event.began), min(ended, event.ended) - gap, where
                 )
 
     def _compiled(self, event: Compiled, number: int) -> Iterator[dict[str, Any]]:
