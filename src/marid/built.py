@@ -39,7 +39,7 @@ _OF_KERNELS = (
 # Without NDEBUG, objects of PyTorch have members in its headers that they have not in its libraries.
 _OPTIONS = [
     "-std=c++20",
-    "-O1",
+    "-O2",
     "-DNDEBUG",
     "-fPIC",
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",

@@ -35,13 +35,6 @@ PyObject* entering() {
   return code;
 }
 
-bool is_called_by_engine() {
-  PyFrameObject* frame = PyEval_GetFrame();
-  if (frame == nullptr) return false;
-  marid::Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  return code.get() == entering();
-}
-
 // Whether nobody but autograd's buffer has a tensor that is an argument on the stack, nor another that lies in its memory.
 // Python may know the tensor, and not keep it.
 bool is_unshared(const at::Tensor& tensor) {
@@ -60,10 +53,13 @@ bool is_unshared(const at::Tensor& tensor) {
 
 namespace marid {
 
-const at::Tensor* beside_zero(const torch::jit::Stack& stack) {
+bool is_called_by_engine() {
+  PyObject* code = running_code();
+  return code != nullptr && code == entering();
+}
+
+const at::Tensor* beside_zero(const at::Tensor& first, const at::Tensor& second, const at::Scalar& alpha) {
   if (torch::autograd::get_current_graph_task_id() < 0) return nullptr;  // no backward
-  const at::Tensor& first = torch::jit::peek(stack, 0, 3).toTensor();
-  const at::Tensor& second = torch::jit::peek(stack, 1, 3).toTensor();
   auto is_zero = [](const at::Tensor& tensor) {  // and was not written to since, which it cannot be on the CPU
     const Handle* handle = handle_of(tensor);
     return handle != nullptr && handle->is_zero && handle->version_counter().current_version() == 0;
@@ -71,16 +67,20 @@ const at::Tensor* beside_zero(const torch::jit::Stack& stack) {
   bool left = is_zero(first), right = is_zero(second);
   bool alike = left != right && first.sizes() == second.sizes() && first.dtype() == second.dtype();
   if (!alike || handle_of(left ? second : first) == nullptr) return nullptr;
-  return torch::jit::peek(stack, 2, 3).toScalar().equal(1) ? &(left ? second : first) : nullptr;
+  return alpha.equal(1) ? &(left ? second : first) : nullptr;
 }
 
-bool adds_up_gradients(const torch::jit::Stack& stack) {
+bool may_add_up(const at::Tensor& first) {
   if (torch::autograd::get_current_graph_task_id() < 0 || c10::GradMode::is_enabled()) return false;
   // Every function of a graph runs under this guard (torch/csrc/autograd/node.h), the engine itself does not.
   if (at::ROCmBackwardPassGuard::is_backward_pass()) return false;
-  const at::Tensor& first = torch::jit::peek(stack, 0, 3).toTensor();
   if (!first.is_non_overlapping_and_dense()) return false;
-  if (c10::impl::TorchDispatchModeTLS::stack_len() > 0) return false;  // there it never adds in place
+  return c10::impl::TorchDispatchModeTLS::stack_len() == 0;  // in a mode it never adds in place
+}
+
+bool adds_up_gradients(const torch::jit::Stack& stack) {
+  const at::Tensor& first = torch::jit::peek(stack, 0, 3).toTensor();
+  if (!may_add_up(first)) return false;
   InterpreterLock lock;
   return is_called_by_engine() && is_unshared(first);
 }

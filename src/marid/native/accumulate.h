@@ -1,15 +1,23 @@
 // How gradients that are added up lie in memory; see accumulate.cpp.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/Scalar.h>
 #include <ATen/core/stack.h>
 
 namespace marid {
 
-// Of the arguments of `add.Tensor` on a stack in a backward, the one beside zeros that have no memory on the CPU, whose sum
-// there is a copy of it; null for other sums.
-const at::Tensor* beside_zero(const torch::jit::Stack& stack);
+// Of the arguments of `add.Tensor` in a backward, the one beside zeros that have no memory on the CPU, whose sum there is a copy
+// of it; null for other sums.
+const at::Tensor* beside_zero(const at::Tensor& first, const at::Tensor& second, const at::Scalar& alpha);
 
-// Whether the arguments of `add.Tensor` on a stack are gradients that autograd adds up, where it would add into the first.
+// Whether autograd's engine has called what runs, and not a function in Python that it has called. With the interpreter's lock.
+bool is_called_by_engine();
+
+// Whether the first argument of `add.Tensor` may be a gradient to which autograd adds another one, itself and not for a
+// function of the graph.
+bool may_add_up(const at::Tensor& first);
+
+// Whether such arguments on a stack are gradients that autograd adds up, where it would add into the first.
 bool adds_up_gradients(const torch::jit::Stack& stack);
 
 // Replace the sum on top of a stack by one that is laid out as its first term, where it is not.

@@ -6,7 +6,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <mutex>
+#include <atomic>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -34,8 +35,20 @@ struct Hash {
 
 auto& looks = *new std::unordered_map<Key, std::shared_ptr<const Look>, Hash>;
 
-// Those that have no node, of all devices.
-std::mutex list_lock;
+// Those that have no node, of all devices. The lock is held for some instructions.
+class ListLock {
+ public:
+  ListLock() {
+    while (held.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+  }
+  ~ListLock() { held.clear(std::memory_order_release); }
+  ListLock(const ListLock&) = delete;
+  ListLock& operator=(const ListLock&) = delete;
+
+ private:
+  static std::atomic_flag held;
+};
+std::atomic_flag ListLock::held;
 Computed* newest = nullptr;
 
 }  // namespace
@@ -67,7 +80,7 @@ std::shared_ptr<Computed> Computed::make(
   made->look_ = std::move(look);
   made->origin_ = origin;
   if (base) made->base_ = base->base_ ? base->base_ : base;
-  std::lock_guard<std::mutex> guard(list_lock);
+  ListLock guard;
   made->behind_ = newest;
   if (newest != nullptr) newest->before_ = made.get();
   newest = made.get();
@@ -84,7 +97,7 @@ std::shared_ptr<Computed> Computed::of_value(at::Tensor tensor, PyObject* value,
 
 void Computed::leave_list() {
   if (!listed_) return;
-  std::lock_guard<std::mutex> guard(list_lock);
+  ListLock guard;
   (before_ != nullptr ? before_->behind_ : newest) = behind_;
   if (behind_ != nullptr) behind_->before_ = before_;
   listed_ = false;
@@ -112,7 +125,7 @@ PyObject* Computed::value() {
 bool note_computed(PyObject* on) {
   std::vector<std::shared_ptr<Computed>> found;
   {
-    std::lock_guard<std::mutex> guard(list_lock);
+    ListLock guard;
     for (Computed* one = newest; one != nullptr; one = one->behind_) {
       if (one->look_->tape == on) found.push_back(one->weak_from_this().lock());  // null for one that is being freed
     }

@@ -47,6 +47,7 @@ class Computed : public std::enable_shared_from_this<Computed> {
 
   // Null for one that had a value from the beginning.
   const Look* look() const { return look_.get(); }
+  const std::shared_ptr<const Look>& shared_look() const { return look_; }
 
   // Whether anybody else has this, or what it is a view of.
   bool is_shared() const { return weak_from_this().use_count() > 1 || (base_ && base_.use_count() > 1); }

@@ -29,7 +29,7 @@ constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 // None before the first use: autograd starts a thread for each device with the first backward of a process, and then
 // refuses to work in a fork.
 std::atomic<int> device_count{0};
-thread_local c10::DeviceIndex current_device = 0;
+constinit thread_local c10::DeviceIndex current_device = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
 std::atomic<c10::StreamId> next_stream{1};
 
@@ -73,7 +73,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream exchangeStream(c10::Stream s) const override {
     c10::Stream old = getStream(s.device());
-    current_streams[s.device_index()] = s.id();
+    if (old.id() != s.id()) current_streams[s.device_index()] = s.id();  // autograd often sets what is set
     return old;
   }
   void* getStreamNativeHandle(const c10::Stream) const override { return nullptr; }

@@ -147,17 +147,19 @@ void tell(PyObject* function, const c10::OperatorHandle& op, c10::ArrayRef<c10::
   }
 }
 
+void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
 at::Tensor detach(const at::Tensor& tensor) {
   static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
   {
     InterpreterLock lock;
     at::Tensor made = detached(tensor);
     if (made.defined()) return made;
-    if (PyErr_Occurred()) {
-      python_error error;
-      error.persist();
-      throw error;
-    }
+    if (PyErr_Occurred()) throw_python_error();
   }
   torch::jit::Stack stack{tensor};
   call_python(op, &stack);

@@ -3,7 +3,6 @@
 #include "immediate.h"
 
 #include <c10/core/DefaultDtype.h>
-#include <torch/csrc/Exceptions.h>
 
 #include <vector>
 
@@ -64,11 +63,7 @@ void Factory::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, tor
   {
     InterpreterLock lock;
     is_made = made(op, *of, has_default_dtype, stack);
-    if (!is_made && PyErr_Occurred()) {
-      python_error error;
-      error.persist();
-      throw error;
-    }
+    if (!is_made && PyErr_Occurred()) throw_python_error();
   }
   if (!is_made) call_python(op, stack, python);
   if (op.operator_name().name == "aten::_efficientzerotensor") {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -19,11 +20,6 @@ PyTypeObject* handle_type;
 namespace {
 
 using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-c10::Storage storage_like(const c10::TensorImpl* pattern, bool alone) {
-  if (!alone) return pattern->storage();
-  return c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, pattern->device()));
-}
 
 template <typename Version>
 c10::intrusive_ptr<c10::TensorImpl> copied(const Handle* handle, Version&& version, bool allow_change) {
@@ -42,10 +38,13 @@ bool is_in_mode() {
 }  // namespace
 
 Handle::Handle(const c10::TensorImpl* pattern, bool alone)
-    : c10::TensorImpl(storage_like(pattern, alone), pattern->key_set(), pattern->dtype()) {
-  c10::Storage own = c10::TensorImpl::storage();
-  copy_tensor_metadata(pattern, this, c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
-  if (alone) set_storage_keep_dtype(std::move(own));
+    : c10::TensorImpl(pattern->key_set(), pattern->dtype(), pattern->device()) {
+  // In inference mode a tensor has no counter from the beginning.
+  c10::VariableVersion own = c10::InferenceMode::is_enabled() ? c10::VariableVersion(0) : version_counter();
+  copy_tensor_metadata(pattern, this, std::move(own), /*allow_tensor_metadata_change=*/true);
+  if (alone) {
+    set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, pattern->device())));
+  }
 }
 
 Handle::~Handle() { Handle::release_resources(); }

@@ -3,7 +3,7 @@
 #include "immediate.h"
 
 #include "concretely.h"
-#include "geometry.h"
+#include "immediate_results.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -14,7 +14,7 @@ extern "C" int marid_queue_busy();  // queue.cpp
 namespace marid {
 
 Allowance allowance;
-thread_local int recording = 0;
+constinit thread_local int recording = 0;
 int64_t performed = 0;
 
 namespace {
@@ -29,18 +29,15 @@ int64_t bytes_an_operation = 0;
 
 Below::Below(bool lets_go)
     : keys_(c10::impl::tls_local_dispatch_key_set()),
-      functions_(at::impl::PythonTorchFunctionTLS::get_disabled_state()),
       thread_(lets_go ? PyEval_SaveThread() : nullptr) {
   c10::impl::LocalDispatchKeySet inside = keys_;
   auto [included, excluded] = keys_inside();
   inside.included_ = included;
   inside.excluded_ = excluded;
   c10::impl::_force_tls_local_dispatch_key_set(inside);
-  at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
 }
 
 Below::~Below() {
-  at::impl::PythonTorchFunctionTLS::set_disabled_state(functions_);
   c10::impl::_force_tls_local_dispatch_key_set(keys_);
   if (thread_ != nullptr) PyEval_RestoreThread(thread_);
 }
@@ -61,8 +58,11 @@ at::Tensor concrete_tensor(PyObject* value) {
   return handle_of(tensor) != nullptr ? at::Tensor() : tensor;
 }
 
-void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
-             torch::jit::Stack& returned) {
+namespace {
+
+// Call an operator with the arguments of a call on ours, in whose place it gets concrete tensors.
+void call(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
+          torch::jit::Stack& returned) {
   size_t next = 0;
   returned.reserve(arguments.size());
   auto placed = [&](const at::Tensor& tensor) { return handle_of(tensor) != nullptr ? concrete[next++] : tensor; };
@@ -85,19 +85,13 @@ void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments
       returned.push_back(argument);
     }
   }
-  size_t nbytes = 0;
-  for (const at::Tensor& tensor : concrete) nbytes += tensor.nbytes();
-  Below below(nbytes > kQuick);
   op.callBoxed(&returned);
 }
 
-namespace {
-
-// Whether a tensor can be one of the device's.
-bool is_plain(const at::Tensor& tensor) {
-  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return tensor.layout() == at::kStrided && tensor.is_cpu() && !tensor.is_quantized() && !tensor.is_nested() &&
-      !impl.key_set().has(c10::DispatchKey::Python);
+size_t bytes_of(const Concrete& tensors) {
+  size_t nbytes = 0;
+  for (const at::Tensor& tensor : tensors) nbytes += tensor.nbytes();
+  return nbytes;
 }
 
 // Whether a tensor of the host is copied as quickly as anything else is done at once.
@@ -105,43 +99,38 @@ bool is_small(const at::Tensor& tensor) {
   return is_plain(tensor) && !tensor.is_conj() && !tensor.is_neg() && tensor.nbytes() <= kMostCopied;
 }
 
-// The tensors of ours among the arguments of a call.
-struct Given {
-  c10::SmallVector<Handle*, 8> handles;  // kept by the arguments
-  Concrete concrete;
-  c10::DeviceIndex device = -1;
-  bool takes_host = false;  // whether small tensors of the host are as good
-  bool is_usual = true;  // no others but numbers, and all on one device
+}  // namespace
 
-  void add(const at::Tensor& tensor) {
-    if (!tensor.defined()) return;
-    Handle* handle = handle_of(tensor);
-    if (handle == nullptr) {
-      is_usual = is_usual && (tensor.unsafeGetTensorImpl()->is_wrapped_number() || (takes_host && is_small(tensor)));
-      return;
-    }
-    c10::DeviceIndex on = tensor.device().index();
-    is_usual = is_usual && (device == -1 || device == on);
-    device = on;
-    handles.push_back(handle);
+void Given::add(const at::Tensor& tensor) {
+  if (!tensor.defined()) return;
+  Handle* handle = handle_of(tensor);
+  if (handle == nullptr) {
+    is_usual = is_usual && (tensor.unsafeGetTensorImpl()->is_wrapped_number() || (takes_host && is_small(tensor)));
+    return;
   }
+  c10::DeviceIndex on = tensor.device().index();
+  is_usual = is_usual && (device == -1 || device == on);
+  device = on;
+  handles.push_back(handle);
+}
 
-  bool is_contiguous() const {
-    return std::all_of(handles.begin(), handles.end(), [](Handle* handle) { return handle->is_contiguous(); });
-  }
+bool Given::is_contiguous() const {
+  return std::all_of(handles.begin(), handles.end(), [](Handle* handle) { return handle->is_contiguous(); });
+}
 
-  explicit Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host = false) : takes_host(takes_host) {
-    for (const c10::IValue& argument : arguments) {
-      if (argument.isTensor()) {
-        add(argument.toTensor());
-      } else if (argument.isTensorList() || argument.isOptionalTensorList()) {
-        for (const c10::IValue& item : argument.toListRef()) {
-          if (item.isTensor()) add(item.toTensor());
-        }
+Given::Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host) : takes_host(takes_host) {
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) {
+      add(argument.toTensor());
+    } else if (argument.isTensorList() || argument.isOptionalTensorList()) {
+      for (const c10::IValue& item : argument.toListRef()) {
+        if (item.isTensor()) add(item.toTensor());
       }
     }
   }
-};
+}
+
+namespace {
 
 // Whether a call can run at once: its arguments exist, and nothing is pending, or on the device's thread, that it must see
 // or could overtake.
@@ -158,61 +147,6 @@ bool is_ready(PyObject* on, Given& given, bool writes) {
   }
   return true;
 }
-
-// What an operator has returned, as tensors of the device.
-class Taken {
- public:
-  Taken(PyObject* by, const Given& given, bool writes, Results& results)
-      : by_(by), given_(given), writes_(writes), results_(results) {}
-
-  // kUnusual where this is no tensor that can be recorded; an operator that has written cannot be done again.
-  Outcome take(const at::Tensor& result) {
-    if (!result.defined()) {
-      results_.emplace_back();
-      return Outcome::kDone;
-    }
-    std::shared_ptr<Computed> base;
-    for (size_t i = 0; i < given_.concrete.size(); i++) {
-      if (result.is_same(given_.concrete[i])) {
-        results_.push_back(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-            given_.handles[i])));
-        return Outcome::kDone;
-      }
-      if (!base && result.has_storage() && given_.concrete[i].storage().is_alias_of(result.storage())) {
-        base = given_.handles[i]->computed();
-      }
-    }
-    if (!is_plain(result)) {
-      TORCH_CHECK(!writes_, "marid: an operator that writes has returned a tensor that is not strided, or not on the CPU");
-      return Outcome::kUnusual;
-    }
-    if (base || is_owned(result.storage())) return give(result, base);
-    if (!writes_) return Outcome::kUnusual;
-    Below below(false);
-    return give(result.clone(), base);
-  }
-
-  // How many bytes of memory are new.
-  int64_t nbytes() const { return nbytes_; }
-
- private:
-  Outcome give(const at::Tensor& tensor, const std::shared_ptr<Computed>& base) {
-    if (!base) nbytes_ += static_cast<int64_t>(tensor.nbytes());
-    if (origin_.op == nullptr && !find_origin(by_, &origin_)) return Outcome::kError;
-    std::shared_ptr<const Look> look = look_of(tensor, given_.device);
-    if (!look) return Outcome::kError;
-    const c10::TensorImpl* pattern = look->pattern;
-    results_.push_back(new_handle(pattern, Computed::make(tensor, std::move(look), origin_, base)));
-    return results_.back().defined() ? Outcome::kDone : Outcome::kError;
-  }
-
-  PyObject* by_;
-  const Given& given_;
-  bool writes_;
-  Results& results_;
-  Origin origin_{};
-  int64_t nbytes_ = 0;
-};
 
 // A stack for a call, whose memory the next call of this thread has again.
 struct Returned {
@@ -243,47 +177,75 @@ bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any
   return true;
 }
 
-Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
-                        c10::ArrayRef<c10::IValue> arguments, Given& given, Results& results) {
+// Whether operations on these run at once.
+bool is_at_once(const Given& given) {
+  return recording == 0 && given.is_usual && given.device >= 0 &&
+      tape.at(PyList_GetItem(tapes, given.device), kImmediate) == Py_True;
+}
+
+// kDone where a call can run at once, which it may have had to wait for.
+Outcome make_ready(PyObject* on, Given& given, bool writes) {
+  if (any_failed()) return Outcome::kUnusual;
+  if (is_ready(on, given, writes)) return Outcome::kDone;
+  if (PyErr_Occurred() || !Ref(PyObject_CallOneArg(run_pending, on))) return Outcome::kError;
+  if (!any_failed() && is_ready(on, given, writes)) return Outcome::kDone;
+  return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
+}
+
+Outcome perform_at_once(PyObject* by, Given& given, Invoke invoke, Results& results) {
   PyObject* on = PyList_GetItem(tapes, given.device);
   bool writes = operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True;
-  if (any_failed()) return Outcome::kUnusual;
-  if (!is_ready(on, given, writes)) {
-    if (PyErr_Occurred() || !Ref(PyObject_CallOneArg(run_pending, on))) return Outcome::kError;
-    if (any_failed() || !is_ready(on, given, writes)) {
-      return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
-    }
+  Outcome outcome = make_ready(on, given, writes);
+  if (outcome != Outcome::kDone) return outcome;
+  Results returned;
+  size_t read = bytes_of(given.concrete);
+  {
+    Below below(read > kQuick);
+    invoke(given.concrete, returned);
   }
-  Returned returned;
-  perform(handle, arguments, given.concrete, returned.stack);
-  if (is_to_host(op, arguments)) {
-    results.push_back(returned.stack[0].toTensor());
-    allowance.renew();
-    performed++;
-    return Outcome::kDone;
-  }
-  Taken taken(by, given, writes, results);
-  for (const c10::IValue& one : returned.stack) {
-    Outcome outcome = Outcome::kDone;
-    if (!one.isTensorList()) {
-      outcome = taken.take(one.toTensor());
-    } else {
-      for (const c10::IValue& item : one.toListRef()) {
-        if (outcome == Outcome::kDone) outcome = taken.take(item.toTensor());
-      }
-    }
-    if (outcome != Outcome::kDone) {
-      results.clear();
-      return outcome;
-    }
+  ImmediateResults taken(by, given, writes, results);
+  for (at::Tensor& one : returned) {
+    outcome = taken.take(std::move(one));
+    if (outcome == Outcome::kDone) continue;
+    results.clear();
+    return outcome;
   }
   int64_t nbytes = taken.nbytes();
-  if (nbytes > 0 || writes || returned.stack.empty()) {  // else nothing but views
-    for (const at::Tensor& tensor : given.concrete) nbytes += static_cast<int64_t>(tensor.nbytes());
-  }
+  if (nbytes > 0 || writes || returned.empty()) nbytes += static_cast<int64_t>(read);  // else nothing but views
   if (!allowance.take(nbytes)) tape.set(on, kImmediate, Ref::to(Py_False));
   performed++;
-  note_writes(by, op, arguments);
+  return Outcome::kDone;
+}
+
+Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
+                        c10::ArrayRef<c10::IValue> arguments, Given& given, Results& results) {
+  auto invoke = [&](Concrete& concrete, Results& returned) {
+    Returned stack;
+    call(handle, arguments, concrete, stack.stack);
+    for (const c10::IValue& one : stack.stack) {
+      if (!one.isTensorList()) {
+        returned.push_back(one.toTensor());
+      } else {
+        for (const c10::IValue& item : one.toListRef()) returned.push_back(item.toTensor());
+      }
+    }
+  };
+  Outcome outcome = perform_at_once(by, given, invoke, results);
+  if (outcome == Outcome::kDone) note_writes(by, op, arguments);
+  return outcome;
+}
+
+Outcome copy_to_host(const c10::OperatorHandle& handle, c10::ArrayRef<c10::IValue> arguments, Given& given, Results& results) {
+  Outcome outcome = make_ready(PyList_GetItem(tapes, given.device), given, false);
+  if (outcome != Outcome::kDone) return outcome;
+  Returned returned;
+  {
+    Below below(bytes_of(given.concrete) > kQuick);
+    call(handle, arguments, given.concrete, returned.stack);
+  }
+  results.push_back(returned.stack[0].toTensor());
+  allowance.renew();
+  performed++;
   return Outcome::kDone;
 }
 
@@ -295,15 +257,26 @@ Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const O
   return given.device < 0 ? Outcome::kUnusual : perform_at_once(by, handle, op, arguments, given, results);
 }
 
+PyObject* at_once_by(const Operator& op) {
+  if (op.identity == nullptr || recorders == nullptr || op.view_handle || (op.asks_autocast && is_autocasting())) return nullptr;
+  PyObject* by = recorder_of(op);
+  bool may = by != nullptr && recorder.at(by, kAtOnce) == Py_True && recorder.at(by, kSameValue) != Py_True;
+  return may ? by : nullptr;
+}
+
+Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results) {
+  if (!is_at_once(given) || (recorder.at(by, kInFormats) == Py_True && !given.is_contiguous())) return Outcome::kUnusual;
+  return perform_at_once(by, given, invoke, results);
+}
+
 Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
                     Results& results) {
-  if (recording > 0) return Outcome::kUnusual;
   Given given(arguments, op.copies);
-  if (!given.is_usual || given.device < 0) return Outcome::kUnusual;
-  if (tape.at(PyList_GetItem(tapes, given.device), kImmediate) != Py_True) return Outcome::kUnusual;
-  if (!is_usual(op, arguments, is_to_host(op, arguments))) return Outcome::kUnusual;
+  bool to_host = is_to_host(op, arguments);
+  if (!is_at_once(given) || !is_usual(op, arguments, to_host)) return Outcome::kUnusual;
   if (recorder.at(by, kInFormats) == Py_True && !given.is_contiguous()) return Outcome::kUnusual;
-  return perform_at_once(by, handle, op, arguments, given, results);
+  return to_host ? copy_to_host(handle, arguments, given, results)
+                 : perform_at_once(by, handle, op, arguments, given, results);
 }
 
 Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
@@ -325,9 +298,11 @@ bool read_number(torch::jit::Stack* stack) {
   const std::shared_ptr<Computed>& computed = handle->computed();
   if (!computed) return false;
   static const c10::OperatorHandle item = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_local_scalar_dense", "");
-  torch::jit::Stack returned;
-  const c10::IValue argument(tensor);
-  perform(item, c10::ArrayRef<c10::IValue>(argument), Concrete{computed->tensor}, returned);
+  torch::jit::Stack returned{computed->tensor};
+  {
+    Below below(false);
+    item.callBoxed(&returned);
+  }
   allowance.renew();
   torch::jit::drop(*stack, 1);
   stack->push_back(std::move(returned[0]));

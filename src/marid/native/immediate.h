@@ -2,19 +2,40 @@
 #pragma once
 #include "recorder.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/FunctionRef.h>
 
 namespace marid {
 
+// The tensors of ours among the arguments of a call.
+struct Given {
+  c10::SmallVector<Handle*, 8> handles;  // kept by the arguments
+  Concrete concrete;
+  c10::DeviceIndex device = -1;
+  bool takes_host = false;  // whether small tensors of the host are as good
+  bool is_usual = true;  // no others but numbers, and all on one device
+
+  Given() = default;
+  explicit Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host = false);
+  void add(const at::Tensor& tensor);
+  bool is_contiguous() const;
+};
+
+// Calls an operator on concrete tensors, and says what it has returned.
+using Invoke = c10::function_ref<void(Concrete& concrete, Results& returned)>;
+
 // Run a call now, if operations run at once; kUnusual where it has to be recorded, and nothing has happened. Throws what the
 // kernel throws.
+Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results);
 Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
                     Results& results);
 
-// The same for a call of which it has been said that it may run at once.
+// The recorder of an operator that may run at once as it is called; null for others. Borrowed.
+PyObject* at_once_by(const Operator& op);
+
+// The same as run_at_once for a call of which it has been said that it may run at once.
 Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
                         c10::ArrayRef<c10::IValue> arguments, Results& results);
 
@@ -39,14 +60,8 @@ class Below {
 
  private:
   c10::impl::LocalDispatchKeySet keys_;
-  at::impl::TorchFunctionDisabledState functions_;
   PyThreadState* thread_;  // null where the lock is kept
 };
-
-// Call an operator on concrete tensors with the arguments of a call on ours, with the interpreter's lock, which is let go
-// of meanwhile where that may take long. Below everything that dispatch does above kernels. Throws what the kernel throws.
-void perform(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
-             torch::jit::Stack& returned);
 
 // How much memory operations may still read and write before they are recorded again: work that is large, or of which
 // nothing is read, is done better as a whole.
@@ -62,7 +77,7 @@ class Allowance {
 extern Allowance allowance;
 
 // How many blocks this thread is in whose operations are recorded, whatever the other threads do.
-extern thread_local int recording;
+extern constinit thread_local int recording;
 extern int64_t performed;  // operations that ran at once since the process began
 
 }  // namespace marid

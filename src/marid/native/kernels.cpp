@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "cells.h"
+#include "direct.h"
 #include "factories.h"
 #include "known_calls.h"
 
@@ -134,14 +135,12 @@ void register_kernel(const c10::OperatorName& name) {
     own = std::make_shared<Operator>();  // which is never recorded in C++: such an operator may be defined anew
   }
   c10::KernelFunction kernel;
-  if (name == c10::OperatorName("aten::add", "Tensor")) {
-    kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Sum>(own));
-  } else if (name == c10::OperatorName("aten::_reshape_alias", "")) {
+  if (name == c10::OperatorName("aten::_reshape_alias", "")) {
     std::shared_ptr<Operator>& view = operators[c10::OperatorName("aten::view", "")];
     if (view == nullptr) view = std::make_shared<Operator>();
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Reshaped>(own, view));
-  } else if (name == c10::OperatorName("aten::linear", "")) {
-    kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Linear>(own));
+  } else if (auto direct = is_in(name, "aten::") ? direct_kernel(*op, own) : std::nullopt) {
+    kernel = std::move(*direct);
   } else {
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
   }

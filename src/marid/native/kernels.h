@@ -26,13 +26,14 @@ struct Kernel final : c10::OperatorKernel {
     if (of->identity != nullptr && !asks) {
       InterpreterLock lock;
       if (recorded(op, *of, stack)) return;
-      if (PyErr_Occurred()) {  // from the handler of a signal, say: it is raised at the user's line
-        python_error error;
-        error.persist();
-        throw error;
-      }
+      if (PyErr_Occurred()) throw_python_error();  // from the handler of a signal, say: it is raised at the user's line
     }
     call_python(op, stack);
+  }
+
+  template <typename... Arguments>
+  static bool is_usual(const Arguments&...) {
+    return true;
   }
 
   std::shared_ptr<Operator> of;
@@ -51,7 +52,9 @@ struct Sum final : c10::OperatorKernel {
   explicit Sum(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (const at::Tensor* other = beside_zero(*stack)) {
+    auto number = torch::jit::peek(*stack, 2, 3).toScalar();
+    const at::Tensor& left = torch::jit::peek(*stack, 0, 3).toTensor();
+    if (const at::Tensor* other = beside_zero(left, torch::jit::peek(*stack, 1, 3).toTensor(), number)) {
       at::Tensor copy = other->clone();
       torch::jit::drop(*stack, 3);
       stack->emplace_back(std::move(copy));
@@ -61,6 +64,10 @@ struct Sum final : c10::OperatorKernel {
     at::Tensor first = torch::jit::peek(*stack, 0, 3).toTensor(), second = torch::jit::peek(*stack, 1, 3).toTensor();
     usual(op, keys, stack);
     add_up(first, second, stack);
+  }
+
+  static bool is_usual(const at::Tensor& first, const at::Tensor& second, const at::Scalar& alpha) {
+    return beside_zero(first, second, alpha) == nullptr && !may_add_up(first);
   }
 
   Kernel usual;
@@ -95,6 +102,10 @@ struct Linear final : c10::OperatorKernel {
     if (is_simple(input, weight, bias)) return usual(op, keys, stack);
     torch::jit::drop(*stack, 3);
     stack->emplace_back(at::native::linear(input, weight, bias));
+  }
+
+  static bool is_usual(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+    return is_simple(input, weight, bias);
   }
 
   Kernel usual;

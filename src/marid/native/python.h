@@ -4,9 +4,9 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <array>
 #include <initializer_list>
 #include <utility>
-#include <vector>
 
 namespace marid {
 
@@ -75,7 +75,7 @@ class Slots {
   // An error when the class has no slot of a name.
   bool find(PyObject* of, std::initializer_list<const char*> names) {
     type = reinterpret_cast<PyTypeObject*>(Py_NewRef(of));
-    offsets_.clear();
+    size_t next = 0;
     for (const char* name : names) {
       Ref member(PyObject_GetAttrString(of, name));
       if (!member) return false;
@@ -83,7 +83,7 @@ class Slots {
         PyErr_Format(PyExc_TypeError, "%s is no slot of %R", name, of);
         return false;
       }
-      offsets_.push_back(reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset);
+      offsets_.at(next++) = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
     }
     return true;
   }
@@ -99,7 +99,7 @@ class Slots {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offsets_[index]);
   }
 
-  std::vector<Py_ssize_t> offsets_;
+  std::array<Py_ssize_t, 16> offsets_{};
 };
 
 }  // namespace marid

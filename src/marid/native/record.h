@@ -61,6 +61,9 @@ extern int64_t uses_of_tables;  // how often a table was taken into use
 void tell(PyObject* function, const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> given,
           c10::ArrayRef<c10::IValue> returned);
 
+// Throw the error that Python has set, with the interpreter's lock. (dispatch.cpp)
+[[noreturn]] void throw_python_error();
+
 // One of our tensors without its gradient's history, in one way or the other. (dispatch.cpp)
 at::Tensor detach(const at::Tensor& tensor);
 
@@ -73,6 +76,9 @@ void register_kernels(PyObject* not_recorded);
 // The user's line and the scope that are running now, either of which may be left out; false after an error. Borrowed:
 // sites and scopes live for good. (stack.cpp)
 bool where(PyObject** site, PyObject** scope);
+
+// The code of the innermost frame that runs Python; borrowed, null where there is none. (stack.cpp)
+PyObject* running_code();
 
 // The scope of what autograd runs for an operation of this scope; borrowed. (stack.cpp)
 PyObject* backward_of(PyObject* scope);

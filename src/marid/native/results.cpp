@@ -1,4 +1,5 @@
 // What a call returns to the user: a node or its outputs, and tensors that stand for them.
+#include "accumulate.h"
 #include "recorder.h"
 
 namespace torch::autograd {
@@ -73,10 +74,29 @@ bool several(PyObject* of, PyObject* on, PyObject* described, const Call& call, 
 
 }  // namespace
 
+namespace {
+
+// Where the backward that runs in this thread was called; sites and scopes live for good.
+struct Backward {
+  int task = -1;
+  PyObject *site = nullptr, *scope = nullptr;
+};
+constinit thread_local Backward known_backward;
+
+}  // namespace
+
 bool find_origin(PyObject* by, Origin* origin) {
-  if (!marid::where(&origin->site, &origin->scope)) return false;
-  if (torch::autograd::get_current_graph_task_id() >= 0) origin->scope = backward_of(origin->scope);
   origin->op = recorder.at(by, kRecorderOp);
+  int task = torch::autograd::get_current_graph_task_id();
+  bool from_engine = task >= 0 && is_called_by_engine();
+  if (from_engine && known_backward.task == task) {
+    origin->site = known_backward.site;
+    origin->scope = known_backward.scope;
+    return true;
+  }
+  if (!marid::where(&origin->site, &origin->scope)) return false;
+  if (task >= 0) origin->scope = backward_of(origin->scope);
+  if (from_engine) known_backward = {task, origin->site, origin->scope};
   return true;
 }
 

@@ -27,7 +27,7 @@ marid::Slots scope_slots;
 enum ScopeSlot { kBackward };
 
 // What `set_outside` has said in this thread. Scopes live for good.
-thread_local PyObject* outside = nullptr;
+constinit thread_local PyObject* outside = nullptr;
 
 #ifdef MARID_HAS_FRAMES
 
@@ -319,6 +319,18 @@ PyObject* forget_optimizers(PyObject*, PyObject*) {
 }  // namespace
 
 namespace marid {
+
+PyObject* running_code() {
+#ifdef MARID_HAS_FRAMES
+  for (Frame* frame = innermost(); frame != nullptr; frame = frame->previous) {
+    if (PyCodeObject* code = code_of(frame)) return reinterpret_cast<PyObject*>(code);
+  }
+  return nullptr;
+#else
+  PyFrameObject* frame = PyEval_GetFrame();
+  return frame == nullptr ? nullptr : Ref(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame))).get();
+#endif
+}
 
 PyObject* backward_of(PyObject* scope) { return scope_slots.at(scope, kBackward); }
 

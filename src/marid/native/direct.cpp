@@ -1,0 +1,194 @@
+// Which operators get kernels of their signature (direct.h).
+#include "direct.h"
+
+#include "kernels.h"
+
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+namespace marid {
+
+namespace {
+
+using at::Scalar, at::ScalarType, at::Tensor, c10::SymInt, c10::SymIntArrayRef, std::optional, std::tuple;
+using at::IntArrayRef, at::OptionalIntArrayRef, at::OptionalSymIntArrayRef;
+
+// Some 97 % of the calls of ordinary programs. None has an argument that says where a result lies, or that draws.
+template <typename... Each>
+struct List {};
+using Signatures = List<
+    Tensor(const Tensor&),
+    Tensor(const Tensor&, bool),
+    Tensor(const Tensor&, int64_t),
+    Tensor(const Tensor&, int64_t, bool),
+    Tensor(const Tensor&, int64_t, SymInt),
+    Tensor(const Tensor&, int64_t, int64_t),
+    Tensor(const Tensor&, int64_t, const Tensor&),
+    Tensor(const Tensor&, int64_t, const Tensor&, bool),
+    Tensor(const Tensor&, int64_t, const Tensor&, const Tensor&),
+    Tensor(const Tensor&, int64_t, optional<SymInt>, optional<SymInt>, SymInt),
+    Tensor(const Tensor&, optional<int64_t>, bool),
+    Tensor(const Tensor&, IntArrayRef),
+    Tensor(const Tensor&, IntArrayRef, bool),
+    Tensor(const Tensor&, SymIntArrayRef),
+    Tensor(const Tensor&, SymIntArrayRef, bool),
+    Tensor(const Tensor&, SymIntArrayRef, int64_t, SymInt),
+    Tensor(const Tensor&, SymIntArrayRef, int64_t, SymInt, SymInt, SymInt),
+    Tensor(const Tensor&, OptionalIntArrayRef, bool, optional<ScalarType>),
+    Tensor(const Tensor&, optional<ScalarType>),
+    Tensor(const Tensor&, optional<at::MemoryFormat>),
+    Tensor(const Tensor&, std::string_view),
+    Tensor(const Tensor&, const Scalar&),
+    Tensor(const Tensor&, const Scalar&, const Scalar&),
+    Tensor(const Tensor&, const Scalar&, OptionalIntArrayRef, bool, optional<ScalarType>),
+    Tensor(const Tensor&, const optional<Scalar>&, const optional<Scalar>&),
+    Tensor(const Tensor&, const Tensor&),
+    Tensor(const Tensor&, const Tensor&, int64_t),
+    Tensor(const Tensor&, const Tensor&, int64_t, ScalarType),
+    Tensor(const Tensor&, const Tensor&, std::string_view),
+    Tensor(const Tensor&, const Tensor&, const Scalar&),
+    Tensor(const Tensor&, const Tensor&, SymInt, bool, bool),
+    Tensor(const Tensor&, const Tensor&, SymInt, SymInt, bool),
+    Tensor(const Tensor&, const Tensor&, const Tensor&),
+    Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t),
+    Tensor(const Tensor&, const Tensor&, const Tensor&, const Scalar&),
+    Tensor(const Tensor&, const Tensor&, const Tensor&, const Scalar&, const Scalar&),
+    Tensor&(Tensor&),
+    Tensor&(Tensor&, const Scalar&),
+    Tensor&(Tensor&, const Tensor&),
+    Tensor&(Tensor&, const Tensor&, const Scalar&),
+    Tensor&(Tensor&, const Tensor&, const Tensor&, const Scalar&),
+    Tensor&(Tensor&, int64_t, const Tensor&, const Tensor&),
+    std::vector<Tensor>(const Tensor&, int64_t),
+    std::vector<Tensor>(const Tensor&, SymInt, int64_t),
+    std::vector<Tensor>(const Tensor&, SymIntArrayRef, int64_t),
+    tuple<Tensor, Tensor>(const Tensor&, int64_t, bool),
+    tuple<Tensor, Tensor>(const Tensor&, SymInt, int64_t, bool, bool),
+    tuple<Tensor, Tensor, Tensor>(
+        const Tensor&, SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double)>;
+
+// A character for each type of arguments and results.
+template <typename Type>
+constexpr char kCode = 0;
+template <> constexpr char kCode<const Tensor&> = 't';
+template <> constexpr char kCode<Tensor> = 't';
+template <> constexpr char kCode<Tensor&> = 'T';
+template <> constexpr char kCode<const optional<Tensor>&> = 'u';
+template <> constexpr char kCode<std::vector<Tensor>> = 'v';
+template <> constexpr char kCode<bool> = 'b';
+template <> constexpr char kCode<double> = 'f';
+template <> constexpr char kCode<int64_t> = 'i';
+template <> constexpr char kCode<optional<int64_t>> = 'j';
+template <> constexpr char kCode<SymInt> = 's';
+template <> constexpr char kCode<optional<SymInt>> = 'r';
+template <> constexpr char kCode<const Scalar&> = 'n';
+template <> constexpr char kCode<const optional<Scalar>&> = 'o';
+template <> constexpr char kCode<IntArrayRef> = 'l';
+template <> constexpr char kCode<OptionalIntArrayRef> = 'm';
+template <> constexpr char kCode<SymIntArrayRef> = 'k';
+template <> constexpr char kCode<ScalarType> = 'd';
+template <> constexpr char kCode<optional<ScalarType>> = 'e';
+template <> constexpr char kCode<optional<at::MemoryFormat>> = 'y';
+template <> constexpr char kCode<std::string_view> = 'x';
+
+char code_of(const c10::Type& type) {
+  switch (type.kind()) {
+    case c10::TypeKind::TensorType: return 't';
+    case c10::TypeKind::BoolType: return 'b';
+    case c10::TypeKind::FloatType: return 'f';
+    case c10::TypeKind::IntType: return 'i';
+    case c10::TypeKind::SymIntType: return 's';
+    case c10::TypeKind::NumberType: return 'n';
+    case c10::TypeKind::ScalarTypeType: return 'd';
+    case c10::TypeKind::StringType: return 'x';
+    case c10::TypeKind::ListType:
+      switch (type.containedType(0)->kind()) {
+        case c10::TypeKind::IntType: return 'l';
+        case c10::TypeKind::SymIntType: return 'k';
+        default: return 0;
+      }
+    case c10::TypeKind::OptionalType: {
+      const c10::Type& inner = *type.containedType(0);
+      if (inner.kind() == c10::TypeKind::MemoryFormatType) return 'y';
+      switch (code_of(inner)) {
+        case 't': return 'u';
+        case 'i': return 'j';
+        case 's': return 'r';
+        case 'n': return 'o';
+        case 'l': return 'm';
+        case 'd': return 'e';
+        default: return 0;
+      }
+    }
+    default: return 0;
+  }
+}
+
+// The types of what an operator returns, and of its arguments; empty where one is not among those above.
+std::string code_of(const c10::FunctionSchema& schema) {
+  std::string code;
+  for (const c10::Argument& one : schema.returns()) {
+    bool is_list = one.type()->kind() == c10::TypeKind::ListType;
+    bool written = one.alias_info() != nullptr && one.alias_info()->isWrite();
+    code += is_list ? 'v' : written ? 'T' : code_of(*one.real_type());
+  }
+  code += '(';
+  for (const c10::Argument& one : schema.arguments()) {
+    bool written = one.alias_info() != nullptr && one.alias_info()->isWrite();
+    char type = code_of(*one.real_type());
+    if (type == 0 || (written && (type != 't' || &one != &schema.arguments()[0]))) return {};
+    code += written ? 'T' : type;
+  }
+  return code;
+}
+
+template <typename Signature>
+struct Coded;
+template <typename Returned, typename... Arguments>
+struct Coded<Returned(Arguments...)> {
+  static std::string code() { return {kCode<Returned>, '(', kCode<Arguments>...}; }
+};
+template <typename... Each, typename... Arguments>
+struct Coded<tuple<Each...>(Arguments...)> {
+  static std::string code() { return {kCode<Each>..., '(', kCode<Arguments>...}; }
+};
+
+// Whether PyTorch declares an operator that writes with constant tensors (`use_const_ref_for_mutable_tensors` in
+// native_functions.yaml): of those with the types above, the ones that resize.
+bool has_constant_tensors(const c10::OperatorName& name) { return name.name.find("resize") != std::string::npos; }
+
+template <typename Boxed, typename Signature>
+c10::KernelFunction kernel_of(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of) {
+  using Own = Direct<Boxed, Signature>;
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Own>(std::make_unique<Own>(op, of));
+}
+
+using Make = c10::KernelFunction (*)(const c10::OperatorHandle&, const std::shared_ptr<Operator>&);
+
+template <typename... Each>
+std::unordered_map<std::string, Make> by_code(List<Each...>) {
+  return {{Coded<Each>::code(), kernel_of<Kernel, Each>}...};
+}
+
+}  // namespace
+
+std::optional<c10::KernelFunction> direct_kernel(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of) {
+  if (op.operator_name() == c10::OperatorName("aten::add", "Tensor")) {
+    return kernel_of<Sum, Tensor(const Tensor&, const Tensor&, const Scalar&)>(op, of);
+  }
+  if (op.operator_name() == c10::OperatorName("aten::linear", "")) {
+    return kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>(op, of);
+  }
+  if (has_constant_tensors(op.operator_name())) return std::nullopt;
+  static const auto known = by_code(Signatures());
+  auto found = known.find(code_of(op.schema()));
+  if (found == known.end()) return std::nullopt;
+  try {
+    return found->second(op, of);
+  } catch (const c10::Error&) {  // another version of PyTorch may declare one otherwise
+    return std::nullopt;
+  }
+}
+
+}  // namespace marid

@@ -1,0 +1,128 @@
+// Kernels that have their operator's signature in C++, for the usual signatures: an operation that runs at once is called, and
+// calls the CPU's kernel, without its arguments being boxed.
+//
+// Boxing costs more than memory. Each copy of a tensor that Python knows takes the interpreter's lock where nobody else in C++
+// has the tensor, and so does giving the copy back (c10/util/intrusive_ptr.h, "PyObject preservation").
+#pragma once
+#include "immediate.h"
+#include "record.h"
+
+#include <ATen/core/List.h>
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace marid {
+
+// Where an operator's own tensors are replaced by those that they stand for, in order.
+struct Cursor {
+  Concrete& concrete;
+  size_t next = 0;
+
+  at::Tensor& place(at::Tensor& tensor) { return handle_of(tensor) != nullptr ? concrete[next++] : tensor; }
+  const at::Tensor& place(const at::Tensor& tensor) { return handle_of(tensor) != nullptr ? concrete[next++] : tensor; }
+  std::optional<at::Tensor> place(const std::optional<at::Tensor>& tensor) {
+    return tensor ? std::optional<at::Tensor>(place(*tensor)) : std::nullopt;
+  }
+  template <typename Other>
+  Other&& place(Other&& other) {
+    return std::forward<Other>(other);
+  }
+};
+
+inline void add_tensors(Given& given, const at::Tensor& tensor) { given.add(tensor); }
+inline void add_tensors(Given& given, const std::optional<at::Tensor>& tensor) {
+  if (tensor) given.add(*tensor);
+}
+template <typename Other>
+void add_tensors(Given&, const Other&) {}
+
+inline void add_results(Results& results, at::Tensor& written) { results.push_back(written); }
+inline void add_results(Results& results, at::Tensor&& one) { results.push_back(std::move(one)); }
+inline void add_results(Results& results, std::vector<at::Tensor>&& all) {
+  for (at::Tensor& one : all) results.push_back(std::move(one));
+}
+template <typename... Each>
+void add_results(Results& results, std::tuple<Each...>&& all) {
+  std::apply([&](auto&... each) { (results.push_back(std::move(each)), ...); }, all);
+}
+
+// What results are in C++.
+template <typename Returned>
+struct From {
+  static Returned results(Results& results) { return std::move(results[0]); }
+};
+template <>
+struct From<std::vector<at::Tensor>> {
+  static std::vector<at::Tensor> results(Results& results) {
+    return {std::make_move_iterator(results.begin()), std::make_move_iterator(results.end())};
+  }
+};
+template <typename... Each>
+struct From<std::tuple<Each...>> {
+  static std::tuple<Each...> results(Results& results) { return unpack(results, std::index_sequence_for<Each...>()); }
+  template <size_t... index>
+  static std::tuple<Each...> unpack(Results& results, std::index_sequence<index...>) {
+    return {std::move(results[index])...};
+  }
+};
+
+// The kernel with a signature. `Boxed` is the kernel that does what does not run at once; its `is_usual` says of arguments
+// whether the operator is to be called with them as it is.
+template <typename Boxed, typename Signature>
+struct Direct;
+
+template <typename Boxed, typename Returned, typename... Arguments>
+struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
+  using Signature = Returned(Arguments...);
+
+  Direct(const c10::OperatorHandle& op, std::shared_ptr<Operator> of)
+      : op(op), typed(op.typed<Signature>()), of(of), boxed(c10::BoxedKernel::makeFromFunctor(std::make_unique<Boxed>(of))) {}
+
+  Returned operator()(c10::DispatchKeySet keys, Arguments... arguments) {
+    InterpreterLock lock;
+    if (PyObject* by = at_once_by(*of); by != nullptr && Boxed::is_usual(arguments...)) {
+      Given given;
+      (add_tensors(given, arguments), ...);
+      Results results;
+      auto invoke = [&](Concrete& concrete, Results& returned) {
+        Cursor cursor{concrete};
+        // In braces, so that one is placed after the other.
+        std::tuple<decltype(cursor.place(std::forward<Arguments>(arguments)))...> placed{
+            cursor.place(std::forward<Arguments>(arguments))...};
+        add_results(returned, std::apply([&](auto&&... each) -> decltype(auto) { return typed.call(each...); }, placed));
+      };
+      Outcome outcome = run_at_once(by, given, invoke, results);
+      if (outcome == Outcome::kDone) return returned(results, arguments...);
+      if (outcome == Outcome::kError) throw_python_error();
+    }
+    return c10::impl::BoxedKernelWrapper<Signature>::call(boxed, op, keys, std::forward<Arguments>(arguments)...);
+  }
+
+  c10::OperatorHandle op;
+  c10::TypedOperatorHandle<Signature> typed;
+  std::shared_ptr<Operator> of;
+  c10::BoxedKernel boxed;
+
+ private:
+  template <typename First, typename... Others>
+  static Returned returned(Results& results, First& first, Others&...) {
+    if constexpr (std::is_same_v<Returned, at::Tensor&>) {
+      return first;  // what an operator that writes in place returns
+    } else {
+      return From<Returned>::results(results);
+    }
+  }
+};
+
+// A kernel for an operator whose signature is among the usual ones; none for others. (direct.cpp)
+std::optional<c10::KernelFunction> direct_kernel(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of);
+
+}  // namespace marid
