@@ -307,7 +307,8 @@ def check(net: Network, tier: Tier, device: str = DEVICE) -> list[Difference]:
         found = differences(cpu, train(net, device, tier, tier.compiled), tier.tolerance)
         if marid.stats().compile_mismatches > mismatches:
             found.append(Difference("values", "a compiled part", "its first results are not those of the flat tier"))
-        if found and differences(cpu, train(net, "cpu", tier), tier.tolerance):
+        # Several times: memory that PyTorch forgets to write may by chance hold the same twice.
+        if found and any(differences(cpu, train(net, "cpu", tier), tier.tolerance) for _ in range(4)):
             return []
         if tier.tolerance and {one.kind for one in found} == {"values"}:
             nudged = differences(cpu, train(net, "cpu", tier, _nudged), tier.tolerance)
