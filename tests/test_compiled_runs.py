@@ -19,8 +19,10 @@ import torch
 
 import marid
 from marid.execute.compiled import workers
+from marid.execute.compiled.execution import Checked
 from marid.execute.compiled.tier import Tier
 from marid.execute.compiled.workers import Job
+from marid.execute.interrupted import Interrupted
 from marid.frontend import handles
 from marid.frontend.engines import local_engine as engine
 
@@ -236,6 +238,40 @@ def test_no_run_takes_long_because_of_compiling(
     assert marid.stats().compiled_runs > 5
     assert len(variants[0][0].parts) == (3 if wrong is None else 2)
     assert variants[0][0].is_checked
+
+
+@pytest.mark.parametrize("in_a_trial", [False, True])
+def test_ctrl_c_while_results_are_compared_loses_and_repeats_nothing(
+    answer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, in_a_trial: bool
+) -> None:
+    """What was written by then is not written again."""
+    answer("WRONG=1")
+
+    def step(a: torch.Tensor) -> torch.Tensor:
+        a.copy_(a.cumsum(0).roll(1) % 7)
+        return _chain(a.cumsum(0))
+
+    pressed = []
+
+    def press(*_: Any) -> list[torch.Tensor]:
+        pressed.append(True)
+        error = KeyboardInterrupt()
+        raise Interrupted(0, False, {}, error) if in_a_trial else error
+
+    monkeypatch.setattr(Checked, "_again", press)
+    a = torch.randn(64)
+    lazy = a.to(DEVICE)
+    for _ in range(20):
+        a[0] += 1
+        lazy[0] += 1
+        y, expected = step(lazy), step(a)
+        try:
+            found = y.cpu()
+        except KeyboardInterrupt:
+            found = y.cpu()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(lazy.cpu(), a, rtol=0, atol=0)
+    assert pressed
 
 
 @pytest.mark.parametrize("call", [1, 4])

@@ -193,12 +193,11 @@ class Checked(_Here):
                 pairs += [(real[i], part.inputs[i]) for i in written]
                 seen = made + [given[i] for i in written]
                 results = list(zip(seen, [right for right, _ in pairs], strict=True))
-                differ = not all(is_close(got, right) for got, right in results)
-                far = beyond_rounding(results, before, part.bases, partial(self._again, frame, part)) if differ else []
-                if far or _share(made, given):
+                wrong = self._wrong(frame, part, results, before)
+                if wrong or _share(made, given):
                     bad.add(number)
                     counters.compile_mismatches += 1
-                    self._report(task, part.start, part.stop, [pairs[index][1] for index in far])
+                    self._report(task, part.start, part.stop, [pairs[index][1] for index in wrong])
                 del seen, results
             del real, given, before, made, pairs
             for index in range(part.start, part.stop):
@@ -209,6 +208,27 @@ class Checked(_Here):
         flat.steps(frame, position, len(flat.program.instructions))
         self._done(bad, number)
         return [tensors[slot] for slot in flat.program.output_slots]
+
+    def _wrong(
+        self,
+        frame: Frame,
+        part: Partition,
+        results: list[tuple[torch.Tensor, torch.Tensor]],
+        inputs: list[torch.Tensor],
+    ) -> list[int]:
+        """Which results of a part, pairs of what was computed and what is right, are wrong."""
+        far: list[int] = []
+        try:
+            far = [index for index, (got, right) in enumerate(results) if not is_close(got, right)]
+            if far:
+                far = beyond_rounding(results, inputs, part.bases, partial(self._again, frame, part))
+        except BaseException as error:
+            if isinstance(error, Interrupted):  # whose tensors are those of a trial
+                error = error.error
+            if not isinstance(error, Exception):  # Ctrl-C, when the part has run
+                raise Interrupted(part.stop, False, frame.tensors, error) from error
+            logger.info("what rounding does to a compiled part cannot be found out: %s", error)
+        return far
 
     def _again(self, frame: Frame, part: Partition, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the flat tier makes of a part of other inputs: its outputs, and what it has written."""
