@@ -240,6 +240,28 @@ def test_no_run_takes_long_because_of_compiling(
     assert variants[0][0].is_checked
 
 
+def test_a_program_that_comes_in_another_dtype_is_asked_for_again(
+    build: Callable[[str], Path], answer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the same program: sizes and dtypes are no part of one."""
+    answer("right")
+    asked: list[str] = []
+
+    def submit(request: dict[str, Any]) -> Job:
+        asked.append(request["structure"]["part"]["inputs"][0]["dtype"])
+        return Job(request, answer={"path": str(build("right")), "conditions": []})
+
+    monkeypatch.setattr(workers.compiler, "submit", submit)
+    a = torch.randn(64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the part that is built here is right for float32 alone
+        for dtype in (torch.float32, torch.float64):
+            lazy = a.to(DEVICE, dtype)
+            for _ in range(10):
+                _chain(lazy).cpu()
+    assert asked == ["float32", "float64"]
+
+
 @pytest.mark.parametrize("in_a_trial", [False, True])
 def test_ctrl_c_while_results_are_compared_loses_and_repeats_nothing(
     answer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, in_a_trial: bool

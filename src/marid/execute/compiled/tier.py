@@ -170,8 +170,9 @@ class Tier:
 
     def _ask(self, shared: dict[int, int], only_cached: bool) -> Iterator[None]:
         """Look for the parts on disk, or ask for them, one after the other."""
-        examples = list(self._seen.items())
-        specs, params = examples[-1]
+        specs, params = next(reversed(self._seen.items()))
+        # One code serves many sizes, but one dtype and number of dimensions.
+        examples = [example for example in self._seen.items() if _types(example[0]) == _types(specs)]
         assert self._first is not None
         others = [self._first, *(given for _, given in examples)]
         changing = {
@@ -255,6 +256,10 @@ class Tier:
         rest = variant.without_bad()
         if rest is not None:
             self._add(rest)
+
+
+def _types(specs: Specs) -> list[tuple[torch.dtype, int] | None]:
+    return [None if spec is None else (spec.dtype, len(spec.shape)) for spec in specs]
 
 
 def _shared(task: Task | Replay) -> dict[int, int]:
