@@ -88,7 +88,8 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
 
   Returned operator()(c10::DispatchKeySet keys, Arguments... arguments) {
     InterpreterLock lock;
-    if (PyObject* by = at_once_by(*of); by != nullptr && Boxed::is_usual(arguments...)) {
+    PyObject* by = may_run_at_once() ? at_once_by(*of) : nullptr;
+    if (by != nullptr && Boxed::is_usual(arguments...)) {
       Given given;
       (add_tensors(given, arguments), ...);
       Results results;

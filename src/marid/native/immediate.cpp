@@ -177,10 +177,12 @@ bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any
   return true;
 }
 
-// Whether operations on these run at once.
-bool is_at_once(const Given& given) {
-  return recording == 0 && given.is_usual && given.device >= 0 &&
-      tape.at(PyList_GetItem(tapes, given.device), kImmediate) == Py_True;
+bool is_immediate(c10::DeviceIndex device) { return tape.at(PyList_GET_ITEM(tapes, device), kImmediate) == Py_True; }
+
+// Whether an operation on these runs at once.
+bool is_at_once(PyObject* by, const Given& given) {
+  return given.is_usual && given.device >= 0 && is_immediate(given.device) &&
+      (recorder.at(by, kInFormats) != Py_True || given.is_contiguous());
 }
 
 // kDone where a call can run at once, which it may have had to wait for.
@@ -264,24 +266,32 @@ PyObject* at_once_by(const Operator& op) {
   return may ? by : nullptr;
 }
 
+bool may_run_at_once() {
+  if (recording > 0 || tapes == nullptr) return false;
+  Py_ssize_t count = PyList_GET_SIZE(tapes);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (is_immediate(static_cast<c10::DeviceIndex>(i))) return true;
+  }
+  return false;
+}
+
 Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results) {
-  if (!is_at_once(given) || (recorder.at(by, kInFormats) == Py_True && !given.is_contiguous())) return Outcome::kUnusual;
-  return perform_at_once(by, given, invoke, results);
+  return is_at_once(by, given) ? perform_at_once(by, given, invoke, results) : Outcome::kUnusual;
 }
 
 Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
                     Results& results) {
+  if (!may_run_at_once()) return Outcome::kUnusual;
   Given given(arguments, op.copies);
   bool to_host = is_to_host(op, arguments);
-  if (!is_at_once(given) || !is_usual(op, arguments, to_host)) return Outcome::kUnusual;
-  if (recorder.at(by, kInFormats) == Py_True && !given.is_contiguous()) return Outcome::kUnusual;
+  if (!is_at_once(by, given) || !is_usual(op, arguments, to_host)) return Outcome::kUnusual;
   return to_host ? copy_to_host(handle, arguments, given, results)
                  : perform_at_once(by, handle, op, arguments, given, results);
 }
 
 Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
                      c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results) {
-  if (recording > 0 || tape.at(PyList_GetItem(tapes, device), kImmediate) != Py_True) return Outcome::kUnusual;
+  if (recording > 0 || !is_immediate(device)) return Outcome::kUnusual;
   if (!is_usual(op, arguments, true)) return Outcome::kUnusual;
   Given given(arguments);  // `linspace` may be given its limits as tensors
   if (!given.is_usual || (given.device >= 0 && given.device != device)) return Outcome::kUnusual;
@@ -293,7 +303,7 @@ bool read_number(torch::jit::Stack* stack) {
   const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
   Handle* handle = handle_of(tensor);
   if (handle == nullptr || recording > 0 || any_failed() || marid_queue_busy() != 0) return false;
-  if (tape.at(PyList_GetItem(tapes, tensor.device().index()), kImmediate) != Py_True) return false;
+  if (!is_immediate(tensor.device().index())) return false;
   if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
   const std::shared_ptr<Computed>& computed = handle->computed();
   if (!computed) return false;

@@ -32,6 +32,9 @@ Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results)
 Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
                     Results& results);
 
+// Whether anything runs at once now; what is looked at first, since most calls are recorded.
+bool may_run_at_once();
+
 // The recorder of an operator that may run at once as it is called; null for others. Borrowed.
 PyObject* at_once_by(const Operator& op);
 
