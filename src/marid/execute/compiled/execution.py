@@ -32,6 +32,9 @@ __all__ = ["Bound", "Checked", "CompiledProgram"]
 
 logger = logging.getLogger("marid")
 
+# What a kernel raises on other inputs than the user's, and where there is no memory for copies of these.
+_TRIAL_FAILURES = (RuntimeError, ValueError, IndexError, MemoryError)
+
 _FAILED_WRITING = 2  # what marid_compiled_failed says of a part that may have done half of its work
 
 
@@ -194,7 +197,9 @@ class Checked(_Here):
                 seen = made + [given[i] for i in written]
                 results = list(zip(seen, [right for right, _ in pairs], strict=True))
                 wrong = self._wrong(frame, part, results, before)
-                if wrong or _share(made, given):
+                if wrong is None:
+                    bad.add(number)
+                elif wrong or _share(made, given):
                     bad.add(number)
                     counters.compile_mismatches += 1
                     self._report(task, part.start, part.stop, [pairs[index][1] for index in wrong])
@@ -215,20 +220,20 @@ class Checked(_Here):
         part: Partition,
         results: list[tuple[torch.Tensor, torch.Tensor]],
         inputs: list[torch.Tensor],
-    ) -> list[int]:
-        """Which results of a part, pairs of what was computed and what is right, are wrong."""
-        far: list[int] = []
+    ) -> list[int] | None:
+        """Which of a part's results, pairs of what was computed and what is right, are wrong; None if a trial fails."""
         try:
-            far = [index for index, (got, right) in enumerate(results) if not is_close(got, right)]
-            if far:
-                far = beyond_rounding(results, inputs, part.bases, partial(self._again, frame, part))
-        except BaseException as error:
-            if isinstance(error, Interrupted):  # whose tensors are those of a trial
-                error = error.error
-            if not isinstance(error, Exception):  # Ctrl-C, when the part has run
+            if all(is_close(got, right) for got, right in results):
+                return []
+            return beyond_rounding(results, inputs, part.bases, partial(self._again, frame, part))
+        except BaseException as raised:
+            error = (
+                raised.error if isinstance(raised, Interrupted) else raised
+            )  # the tensors there are those of a trial
+            if not isinstance(error, _TRIAL_FAILURES):  # Ctrl-C, or what a signal's handler raises: the part has run
                 raise Interrupted(part.stop, False, frame.tensors, error) from error
-            logger.info("what rounding does to a compiled part cannot be found out: %s", error)
-        return far
+            logger.info("a compiled part is not used: what rounding does to it cannot be found out: %s", error)
+            return None
 
     def _again(self, frame: Frame, part: Partition, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the flat tier makes of a part of other inputs: its outputs, and what it has written."""
