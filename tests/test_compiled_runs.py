@@ -296,6 +296,33 @@ def test_ctrl_c_while_results_are_compared_loses_and_repeats_nothing(
     assert pressed
 
 
+@pytest.mark.parametrize("in_a_trial", [False, True])
+def test_one_that_cannot_be_judged_is_not_used(
+    answer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, in_a_trial: bool
+) -> None:
+    """Nor is it said to be wrong."""
+    answer("WRONG=1" if in_a_trial else "right")
+
+    failed = []
+
+    def fail(*_: Any) -> Any:
+        failed.append(True)
+        raise Interrupted(0, False, {}, RuntimeError("singular")) if in_a_trial else MemoryError
+
+    if in_a_trial:
+        monkeypatch.setattr(Checked, "_again", fail)
+    else:
+        monkeypatch.setattr("marid.execute.compiled.execution.is_close", fail)
+    a = torch.randn(64)
+    lazy = a.to(DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(10):
+            torch.testing.assert_close(_chain(lazy).cpu(), _chain(a), rtol=0, atol=0)
+    assert failed == [True]
+    assert (marid.stats().compile_mismatches, marid.stats().compiled_runs) == (0, 0)
+
+
 @pytest.mark.parametrize("call", [1, 4])
 def test_one_that_fails_is_left_and_the_flat_tier_goes_on(answer: Callable[[str], None], call: int) -> None:
     answer(f"FAILS={call}")
