@@ -1,6 +1,6 @@
 """Check the networks of a range of seeds, and print what differs.
 
-    python -m tests.fuzz --seeds 0:1000 [--tier flat|tight|immediate|compiled|replayed] [--shrink]
+    python -m tests.fuzz --seeds 0:1000 [--tier flat|tight|immediate|compiled|replayed] [--worker] [--shrink]
 
 They run in a process beside this one, so that a crash, of PyTorch's own kernels too, costs one seed.
 """
@@ -36,8 +36,10 @@ class Checked:
     fallbacks: Counter[str] = field(default_factory=Counter)
 
 
-def _prepare(threads: int) -> None:
+def _prepare(threads: int, worker: bool) -> None:
     torch.set_num_threads(threads)
+    if worker:
+        marid.connect(workers=1)
     logging.getLogger("marid").setLevel(logging.ERROR)  # fallbacks are counted
 
 
@@ -65,18 +67,18 @@ def _train_on_the_cpu(seed: int, tier_name: str) -> None:
         train(tier.changes(network(seed)), "cpu", tier)
 
 
-def _pool(threads: int) -> ProcessPoolExecutor:
+def _pool(options: argparse.Namespace) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(
         1,
         multiprocessing.get_context("spawn"),
         initializer=_prepare,
-        initargs=(threads,),
+        initargs=(options.threads, options.worker),
         max_tasks_per_child=SEEDS_OF_A_PROCESS,
     )
 
 
 def _crashes_without_the_device(seed: int, options: argparse.Namespace) -> bool:
-    with _pool(options.threads) as pool:
+    with _pool(options) as pool:
         pool.submit(network, seed).result()
         try:
             pool.submit(_train_on_the_cpu, seed, options.tier).result()
@@ -86,13 +88,13 @@ def _crashes_without_the_device(seed: int, options: argparse.Namespace) -> bool:
 
 
 def _checked(seeds: range, options: argparse.Namespace) -> Iterator[Checked]:
-    pool = _pool(options.threads)
+    pool = _pool(options)
     for seed in seeds:
         try:
             yield pool.submit(_check, seed, options.tier, options.shrink, options.source).result()
         except BrokenProcessPool:
             pool.shutdown()
-            pool = _pool(options.threads)
+            pool = _pool(options)
             if _crashes_without_the_device(seed, options):
                 print(f"seed {seed}: ends the process without the device, too", flush=True)
                 continue
@@ -105,12 +107,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Check the networks of a range of seeds.")
     parser.add_argument("--seeds", default="0:100", help="one seed, or a range such as 0:1000")
     parser.add_argument("--tier", choices=TIERS, default="flat")
+    parser.add_argument("--worker", action="store_true", help="the device is a worker process: tiers flat and replayed")
     parser.add_argument("--shrink", action="store_true", help="print the smallest script that shows each difference")
     parser.add_argument("--source", action="store_true", help="print the source of each network that fails")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of a kernel: one is quickest for small networks"
     )
     options = parser.parse_args()
+    if options.worker and options.tier not in ("flat", "replayed"):
+        parser.error(f"--worker: the tier {options.tier} is one of this process; take flat or replayed")
     first, _, stop = options.seeds.partition(":")
     seeds = range(int(first), int(stop or int(first) + 1))
     fallbacks: Counter[str] = Counter()
@@ -125,6 +130,7 @@ def main() -> int:
         if seen.lines:
             print("\n".join(seen.lines), flush=True)
     seconds = time.perf_counter() - start
-    print(f"{checked} networks ({options.tier}) in {seconds:.0f} s, {failed} differ: {dict(kinds)}")
+    tier = options.tier + (" on a worker" if options.worker else "")
+    print(f"{checked} networks ({tier}) in {seconds:.0f} s, {failed} differ: {dict(kinds)}")
     print(f"fallbacks: {dict(fallbacks.most_common())}")
     return min(failed, 1)
