@@ -15,6 +15,7 @@ from marid.remote.client.link import Link
 from marid.remote.client.window import LinkLost
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import requests as ask
+from marid.remote.wire.fields import Handle
 from tests.helpers import DEVICE
 from tests.relay import Relay
 from tests.remote_helpers import Recorded, linked, serving, upload, worker_process
@@ -57,7 +58,7 @@ class Client(threading.Thread):
     def _work(self, link: Link) -> None:
         total = torch.zeros(8)
         link.send([*self._recorded.definitions(), upload(1, total)])
-        add = ask.Call("aten.add_.Tensor", (ask.Handle(1), 1.0), (), None, 2)
+        add = ask.Call("aten.add_.Tensor", (Handle(1), 1.0), (), None, 2)
         for turn in range(self._rng.randint(1, 30)):
             x, base = torch.randn(SIZE, SIZE, generator=self._data), 1000 * (turn + 1)
             run = self._recorded.run((base,), base + 1)

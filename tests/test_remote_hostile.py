@@ -20,6 +20,7 @@ from marid.remote.client.link import Link
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
+from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.program_records import changes_between, digest_of, geometry_of
 from marid.remote.worker import collectives as groups_of
@@ -116,7 +117,7 @@ def _valid() -> list[tuple[list[Any], list[Any]]]:
     sent: list[list[ask.Request]] = [
         [*recorded.definitions(), *recorded.uploads(1), recorded.run((1,), 100), ask.Fetch(100 + recorded.outputs[0])],
         [*recorded.definitions(), *recorded.uploads(4), *_repeated(recorded, 4, 300)],
-        [ask.Call("aten.topk.default", (ask.Handle(1), 2), (), None, 200), ask.Free((1, 2, 3, 4))],
+        [ask.Call("aten.topk.default", (Handle(1), 2), (), None, 200), ask.Free((1, 2, 3, 4))],
         [
             ask.Chunk(b"\0" * 32, b"abc"),
             ask.Have((b"\0" * 32,)),
@@ -267,7 +268,7 @@ def _fuzz_session(count: int, seed: int) -> None:
         *recorded.uploads(1),
         recorded.run((1,), 100),
         ask.Fetch(1, (0, (2,), (3,))),
-        ask.Call("aten.add.Tensor", (ask.Handle(1), 2.0), (("alpha", 1),), None, 300),
+        ask.Call("aten.add.Tensor", (Handle(1), 2.0), (("alpha", 1),), None, 300),
         *_repeated(recorded, 1, 400),
         ask.Pack(600, 1),
         *_together(610),
@@ -431,15 +432,15 @@ def test_a_message_that_comes_again_is_not_done_again(attacker: Attacker) -> Non
     x = torch.zeros(2)
     attacker.send(attacker.work(*ask.write_requests([upload(1, x)])))
     attacker.answer()
-    add = ask.Call("aten.add_.Tensor", (ask.Handle(1), 1.0), (), None, 10)
+    add = ask.Call("aten.add_.Tensor", (Handle(1), 1.0), (), None, 10)
     message = attacker.work(*ask.write_requests([add, ask.Fetch(1)]), seq=2)
     for _ in range(5):
         attacker.send(message)
         answer = attacker.answer()
         assert answer["applied"] == 3
         assert [seq for seq, _ in answer["results"]] == [2, 3]
-    total = ask.Call("aten.sum.default", (ask.Handle(1),), (), None, 20)
-    number = ask.Call("aten._local_scalar_dense.default", (ask.Handle(20),), (), None, 30)
+    total = ask.Call("aten.sum.default", (Handle(1),), (), None, 20)
+    number = ask.Call("aten._local_scalar_dense.default", (Handle(20),), (), None, 30)
     attacker.send(attacker.work(*ask.write_requests([total]), seq=4))
     attacker.answer()
     attacker.send(attacker.work(*ask.write_requests([number]), seq=5))
@@ -486,7 +487,7 @@ def test_too_much_in_flight_is_refused() -> None:
         x = torch.zeros(2000, 2000)
         attacker.send(attacker.work(*ask.write_requests([upload(1, x[:1000])])))
         attacker.answer()
-        product = ask.Call("aten.mm.default", (ask.Handle(1), ask.Handle(1)), (), None, 10)
+        product = ask.Call("aten.mm.default", (Handle(1), Handle(1)), (), None, 10)
         attacker.send(attacker.work(*ask.write_requests([upload(2, x), product]), seq=2))
         for number in range(3000):
             attacker.send(attacker.work(*ask.write_requests([ask.Stats()]), seq=4 + number))

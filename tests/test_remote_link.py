@@ -20,6 +20,7 @@ from marid.remote.client.link import Link
 from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import requests as ask
+from marid.remote.wire.fields import Handle
 from tests.helpers import interrupted
 from tests.remote_helpers import serving, upload, worker_process
 
@@ -126,7 +127,7 @@ def _through(proxy: Proxy) -> Iterator[Link]:
 
 
 def _add(handle: int, result: int) -> ask.Call:
-    return ask.Call("aten.add_.Tensor", (ask.Handle(handle), 1.0), (), None, result)
+    return ask.Call("aten.add_.Tensor", (Handle(handle), 1.0), (), None, result)
 
 
 def _count(link: Link, turns: int, harm: object) -> float:
@@ -192,7 +193,7 @@ def test_a_failure_is_told_after_a_connection_broke(proxy: Proxy) -> None:
     with _through(proxy) as link:
         link.wait(link.send([upload(1, torch.zeros(2))]))
         proxy.limit = 900  # the request arrives, the answer does not
-        seq = link.send([ask.Call("aten.mm.default", (ask.Handle(1), ask.Handle(1)), (), None, 50)])
+        seq = link.send([ask.Call("aten.mm.default", (Handle(1), Handle(1)), (), None, 50)])
         time.sleep(0.2)
         proxy.break_now()
         with pytest.raises(RequestFailed, match="RuntimeError"):

@@ -15,6 +15,8 @@ import msgpack
 import pytest
 import torch
 
+from marid.engine import plain
+from marid.engine.plain import spec_from, spec_to
 from marid.errors import WireError
 from marid.execute.accelerator import Host
 from marid.frontend import handles
@@ -22,20 +24,11 @@ from marid.graph.node import Draw
 from marid.graph.program import bind
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
+from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.program_records import BODY_BYTES, body_of, digest_of, geometry_of, packed, unpacked
 from marid.remote.wire.requests import read_requests
-from marid.remote.wire.tensors import (
-    CHUNK_BYTES,
-    chunks_of,
-    matches,
-    memory_of,
-    packing_of,
-    spec_from,
-    spec_of,
-    spec_to,
-    tensor_of,
-)
+from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, matches, memory_of, packing_of, spec_of, tensor_of
 from marid.remote.worker.operators import operator_named
 from marid.remote.worker.program_reader import RemoteProgram, geometry_from
 from marid.remote.worker.residency import ChunkStore
@@ -149,7 +142,7 @@ def test_a_header_that_cannot_be_sent_is_said() -> None:
     + [complex(-0.0, math.inf), (1, 2, 3), (), (0.5, 1), (True, False)],
 )
 def test_numbers_keep_type_and_bits(number: Any) -> None:
-    arrived = wire.number_from(wire.unpack_plain(wire.pack_plain(wire.number_to(number)), 100))
+    arrived = plain.number_from(wire.unpack_plain(wire.pack_plain(plain.number_to(number)), 100))
     assert type(arrived) is type(number)
     assert repr(arrived) == repr(number)
     if type(number) is float:
@@ -158,7 +151,7 @@ def test_numbers_keep_type_and_bits(number: Any) -> None:
 
 def test_a_random_position_arrives() -> None:
     draw = Draw((1 << 64) - 1, 12, 8, 16, -1)
-    arrived = wire.number_from(wire.number_to(draw))
+    arrived = plain.number_from(plain.number_to(draw))
     assert [getattr(arrived, name) for name in Draw.__slots__] == [getattr(draw, name) for name in Draw.__slots__]
 
 
@@ -170,7 +163,7 @@ def test_a_random_position_arrives() -> None:
 )
 def test_what_is_no_number_is_refused(data: Any) -> None:
     with pytest.raises(WireError):
-        wire.number_from(data)
+        plain.number_from(data)
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -189,7 +182,7 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
     packing = packing_of(tensor.shape, tensor.stride(), tensor.dtype)
     data = bytes(memory_of(packing.pack(tensor)))
     assert len(data) == packing.nbytes
-    dtype = wire.dtype_named(wire.dtype_name(tensor.dtype))
+    dtype = plain.dtype_named(plain.dtype_name(tensor.dtype))
     return tensor_of([data[:5], data[5:]], packing_of(tensor.shape, tensor.stride(), dtype), dtype, Host())
 
 
@@ -240,7 +233,7 @@ def test_any_strides_arrive() -> None:
 @pytest.mark.parametrize("name", [None, "", "int4", "qint8", "float32 ", 5, ["float32"]])
 def test_dtypes_that_are_none_are_refused(name: Any) -> None:
     with pytest.raises(WireError):
-        wire.dtype_named(name)
+        plain.dtype_named(name)
 
 
 def test_bytes_that_do_not_fit_are_refused() -> None:
@@ -476,8 +469,8 @@ def test_requests_come_back_as_they_were() -> None:
         ask.Run(digest, digest, (1, 2), (), 100, 3, (1, 2)),
         ask.Again(digest, digest, ((0, 7), (3, 8)), ((1, 2.5),), 100),
         ask.Sizes(digest, digest, digest, ((3, spec_of(torch.ones(2, 3))),)),
-        ask.Call("aten.sum.default", (ask.Handle(1), [1, 2.5, None], "x"), (("dtype", torch.int8),), None, 9),
-        ask.Call("aten.to.other", (ask.Handle(1), torch.channels_last, torch.strided), (), None, 9),
+        ask.Call("aten.sum.default", (Handle(1), [1, 2.5, None], "x"), (("dtype", torch.int8),), None, 9),
+        ask.Call("aten.to.other", (Handle(1), torch.channels_last, torch.strided), (), None, 9),
         ask.Fetch(5),
         ask.Fetch(5, (3, (2, 2), (2, 1))),
         ask.Free((1, 2, 3)),

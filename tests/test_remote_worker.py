@@ -18,6 +18,7 @@ from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.wire import requests as ask
 from marid.remote.wire.endpoints import ClientKey, endpoint, make_client, make_worker, served_endpoint
+from marid.remote.wire.fields import Handle
 from marid.remote.wire.program_records import packed
 from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, memory_of
 from tests.helpers import DEVICE, assert_same
@@ -139,11 +140,11 @@ def test_operators_whose_result_depends_on_data(link: Link) -> None:
     link.send([upload(1, x)])
     seq = link.send(
         [
-            ask.Call("aten.nonzero.default", (ask.Handle(1),), (), None, 10),
-            ask.Call("aten.view.default", (ask.Handle(1), [4]), (), None, 20),
-            ask.Call("aten.add_.Tensor", (ask.Handle(1), 1.0), (("alpha", 2),), None, 30),
-            ask.Call("aten._local_scalar_dense.default", (ask.Handle(10),), (), None, 40),
-            ask.Call("aten.topk.default", (ask.Handle(1), 1), (), None, 50),
+            ask.Call("aten.nonzero.default", (Handle(1),), (), None, 10),
+            ask.Call("aten.view.default", (Handle(1), [4]), (), None, 20),
+            ask.Call("aten.add_.Tensor", (Handle(1), 1.0), (("alpha", 2),), None, 30),
+            ask.Call("aten._local_scalar_dense.default", (Handle(10),), (), None, 40),
+            ask.Call("aten.topk.default", (Handle(1), 1), (), None, 50),
         ][:3]
     )
     assert link.wait(seq)["returned"] == {"t": [10, ["int64", [2, 2], [1, 2], 0], None, None, None]}
@@ -195,9 +196,9 @@ def test_what_ran_before_a_failure_is_kept(link: Link) -> None:
 
 def test_what_was_sent_behind_a_failure_is_not_done(link: Link) -> None:
     link.send([upload(1, torch.zeros(2))])
-    bad = link.send([ask.Call("aten.mm.default", (ask.Handle(1), ask.Handle(1)), (), None, 50)])
+    bad = link.send([ask.Call("aten.mm.default", (Handle(1), Handle(1)), (), None, 50)])
     with contextlib.suppress(RequestFailed):  # the answer may have come by now
-        link.send([ask.Call("aten.add_.Tensor", (ask.Handle(1), 1.0), (), None, 60)])
+        link.send([ask.Call("aten.add_.Tensor", (Handle(1), 1.0), (), None, 60)])
     with pytest.raises(RequestFailed, match="RuntimeError"):
         link.wait(bad)
     link.resume()
@@ -277,7 +278,7 @@ def test_large_tensors_are_sent_once(worker: LocalWorker) -> None:
         assert another.counts.bytes_up - before < 1000
         assert torch.equal(_fetch(one, 1), tensor)
         assert torch.equal(_fetch(another, 1), tensor)
-        one.wait(one.send([ask.Call("aten.add_.Tensor", (ask.Handle(1), 1.0), (), None, 9)]))
+        one.wait(one.send([ask.Call("aten.add_.Tensor", (Handle(1), 1.0), (), None, 9)]))
         assert torch.equal(_fetch(another, 1), tensor)  # not the same memory
 
 
@@ -345,7 +346,7 @@ def test_a_lease_ends() -> None:
 def test_many_requests_without_an_answer_in_between(link: Link) -> None:
     link.send([upload(1, torch.zeros(1))])
     for turn in range(2000):
-        link.send([ask.Call("aten.add_.Tensor", (ask.Handle(1), 1.0), (), None, 10 + turn)])
+        link.send([ask.Call("aten.add_.Tensor", (Handle(1), 1.0), (), None, 10 + turn)])
     assert _fetch(link, 1).item() == 2000.0
 
 
@@ -373,8 +374,8 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
         for request in (
             ask.Upload(2, torch.float32, (2,), (1 << 30,), (b"\0" * 8,)),  # two elements, far apart
             ask.Call("aten.zeros.default", ([300_000],), (), None, 300),
-            ask.Call("aten.add.Tensor", (ask.Handle(3), 1.0), (), None, 300),
-            ask.Call("aten.nonzero.default", (ask.Handle(3),), (), None, 300),
+            ask.Call("aten.add.Tensor", (Handle(3), 1.0), (), None, 300),
+            ask.Call("aten.nonzero.default", (Handle(3),), (), None, 300),
         ):
             link.send([ask.Upload(3, torch.float32, (1 << 20,), (0,), (b"\0" * 4,))])  # one element, many times
             with pytest.raises(RequestFailed, match="TooLarge"):

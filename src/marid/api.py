@@ -29,22 +29,6 @@ from marid.semantics.analyzer import Analysis
 from marid.semantics.marks import marks
 from marid.semantics.tracebacks import folded
 
-__all__ = [
-    "clear_caches",
-    "epoch",
-    "explain",
-    "graph",
-    "mark",
-    "materialize",
-    "on_build",
-    "on_materialize",
-    "on_record",
-    "on_run",
-    "programs",
-    "reset_stats",
-    "stats",
-]
-
 
 @folded
 def materialize(*tensors: torch.Tensor) -> None:

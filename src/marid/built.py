@@ -19,8 +19,6 @@ import torch
 
 from marid.settings import settings
 
-__all__ = ["build", "has_headers", "library_path", "the_compiler"]
-
 _FOLDER = Path(__file__).parent / "native"
 _ABI = EXTENSION_SUFFIXES[0]  # Python's version, the processor and the system
 _FILES = sorted(Path(folder, name) for folder, _, names in os.walk(_FOLDER) for name in names)

@@ -18,8 +18,6 @@ from marid.settings import settings
 if TYPE_CHECKING:
     from marid import runner  # needs the C++ half, and `marid env` works without
 
-__all__ = ["main"]
-
 
 @click.group()
 @click.version_option(marid.__version__, prog_name="marid")

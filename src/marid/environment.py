@@ -22,8 +22,6 @@ from marid.execute.compiled.disk import DiskCache, folder
 from marid.report.units import bytes_text
 from marid.settings import Settings, settings
 
-__all__ = ["describe", "is_asked_for", "text_of"]
-
 # Of the vector and matrix units that PyTorch's kernels, oneDNN's and ours have versions for.
 _FLAGS = """avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx512_fp16 avx_vnni
     amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimddp bf16 i8mm sve sve2"""

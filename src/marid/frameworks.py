@@ -22,8 +22,6 @@ import torch
 
 from marid.frontend import handles, late
 
-__all__ = ["NAME", "choose_the_device", "register_with_lightning"]
-
 NAME = "marid"
 _TRAINER = "trainer.connectors.accelerator_connector", "_AcceleratorConnector", "AcceleratorRegistry"
 _FABRIC = "connector", "_Connector", "ACCELERATOR_REGISTRY"

@@ -50,8 +50,6 @@ from marid.frontend.limits import optimizer_stepped
 from marid.frontend.tensor import LazyTensor
 from marid.semantics import scopes
 
-__all__ = ["CHANGES", "Change", "first_use", "uninstall"]
-
 Undo = Callable[[], None]
 _HANDLERS = (
     convolutions,

@@ -21,8 +21,6 @@ from torch.utils import backend_registration
 from marid import built
 from marid.uninterrupted import Uninterrupted
 
-__all__ = ["DEVICE_TYPE", "device_module", "first_use", "is_used", "register", "when_used"]
-
 DEVICE_TYPE = "remote_accelerator"
 
 _LATE = set(

@@ -21,8 +21,6 @@ from marid.registration import first_use
 from marid.report.document import report
 from marid.settings import settings
 
-__all__ = ["Job"]
-
 _CANNOT_OPEN = 2  # the exit code of python for a script that cannot be read
 
 

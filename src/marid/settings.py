@@ -10,8 +10,6 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["Settings", "settings"]
-
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
 

@@ -7,8 +7,6 @@ from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any
 
-__all__ = ["Uninterrupted"]
-
 
 class Uninterrupted:
     """A context in which Ctrl-C waits until its end. Only for work that does not wait itself; may be nested."""

@@ -22,6 +22,7 @@ from marid.remote.launch.local import LocalWorker
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
 from marid.remote.wire.endpoints import ClientKey, make_client
+from marid.remote.wire.fields import Handle
 from marid.remote.worker.connections import _PENDING
 from tests.remote_helpers import upload, worker_process
 
@@ -97,7 +98,7 @@ def test_what_ends_one_owners_process_is_nobody_elses_affair(shared: tuple[Local
     with let_in(worker, key_of(keys, "ann")) as ann, let_in(worker, key_of(keys, "eve")) as eve:
         ann.wait(ann.send([upload(1, torch.arange(3.0))]))
         eve.send([upload(1, torch.tensor([-(1 << 63)])), upload(2, torch.tensor([-1]))])
-        fatal = ask.Call("aten.div.Tensor_mode", (ask.Handle(1), ask.Handle(2)), (("rounding_mode", "trunc"),), None, 9)
+        fatal = ask.Call("aten.div.Tensor_mode", (Handle(1), Handle(2)), (("rounding_mode", "trunc"),), None, 9)
         started = time.monotonic()
         with pytest.raises(LinkLost):
             eve.wait(eve.send([fatal]), 20)
@@ -111,13 +112,13 @@ def test_a_forged_view_is_refused(shared: tuple[LocalWorker, Path]) -> None:
     worker, keys = shared
     with let_in(worker, key_of(keys, "eve")) as eve:
         eve.wait(eve.send([upload(1, torch.zeros(4))]))
-        forged = ask.Call("aten._reshape_alias.default", (ask.Handle(1), [1 << 20], [1]), (), None, 50)
+        forged = ask.Call("aten._reshape_alias.default", (Handle(1), [1 << 20], [1]), (), None, 50)
         with pytest.raises(RequestFailed, match="do not belong together"):
             eve.wait(eve.send([forged]))
 
 
 @pytest.mark.parametrize(
-    "args", [(ask.Handle(1), 7000), (ask.Handle(1), -1)], ids=["a number that is no dtype", "a negative one"]
+    "args", [(Handle(1), 7000), (Handle(1), -1)], ids=["a number that is no dtype", "a negative one"]
 )
 def test_a_number_is_no_dtype(shared: tuple[LocalWorker, Path], args: Any) -> None:
     worker, keys = shared

@@ -14,8 +14,6 @@ from marid.as_cuda.entries import replace_entries
 from marid.as_cuda.functions import enter_in_every_thread
 from marid.as_cuda.module import replace_torch_cuda
 
-__all__ = ["install"]
-
 
 def install() -> None:
     """Let ``"cuda"`` mean the device from now on, in this process. There is no way back."""

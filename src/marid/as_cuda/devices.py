@@ -8,8 +8,6 @@ import torch
 
 from marid.frontend import handles
 
-__all__ = ["COUNT", "CUDA", "OURS", "from_cuda", "index_of", "ours", "to_cuda"]
-
 CUDA, OURS = "cuda", handles.DEVICE_TYPE
 COUNT = 1
 """How many devices there are: with more, scripts would share their work between devices that are all this machine."""

@@ -15,8 +15,6 @@ from marid.as_cuda.devices import COUNT, CUDA, OURS, from_cuda, index_of, to_cud
 from marid.as_cuda.functions import legacy_type
 from marid.frontend import autocast, serialize
 
-__all__ = ["replace_entries"]
-
 
 def _translate_first(function: Callable[..., Any], default: str | None = None) -> Callable[..., Any]:
     """``function`` with its first argument, a device or its type, translated; ``default`` stands for none given."""

@@ -14,8 +14,6 @@ from marid.as_cuda.devices import CUDA, OURS, from_cuda, index_of, to_cuda
 from marid.frontend import handles
 from marid.semantics.tracebacks import fold
 
-__all__ = ["enter_in_every_thread", "legacy_type", "legacy_types"]
-
 
 class _Cuda(TorchFunctionMode):
     """Translates devices in the arguments of PyTorch's functions."""

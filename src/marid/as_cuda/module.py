@@ -21,8 +21,6 @@ from marid.as_cuda.streams import Event, Stream
 from marid.errors import UnsupportedOperationError
 from marid.frontend import handles, random
 
-__all__ = ["Entry", "replace_torch_cuda", "table"]
-
 Kind = Literal["works", "stand-in", "refused"]
 _AS_IT_IS: Any = object()
 _CAPABILITY = (8, 0)

@@ -10,8 +10,6 @@ import torch
 from marid.as_cuda.devices import OURS, index_of, ours
 from marid.frontend import handles
 
-__all__ = ["Event", "Stream"]
-
 
 class Stream(torch.Stream):
     """A stream of the device, which runs everything in program order."""

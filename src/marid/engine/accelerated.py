@@ -29,8 +29,6 @@ from marid.graph.node import Node, Operation, Spec, Value
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task
 
-__all__ = ["AcceleratedEngine"]
-
 _SIZES = 256  # of the tensors of one program, those that came last
 
 

@@ -11,8 +11,6 @@ from marid.graph.program import Task
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
 
-__all__ = ["explain", "salvage"]
-
 
 def salvage(task: Task, stop: Interrupted) -> None:
     """Keep what ran before a failure, so that nothing runs twice and nothing is lost."""

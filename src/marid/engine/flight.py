@@ -20,8 +20,6 @@ from marid.graph.program import Task
 from marid.native import int64s, library, module
 from marid.report.hooks import Ran, ran, run_of
 
-__all__ = ["Flight", "Positioned"]
-
 Positioned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 _PLAIN, _WATCHED, _PLANNED = range(3)

@@ -16,8 +16,6 @@ import torch
 
 from marid.engine.safetensors import Entry
 
-__all__ = ["PackedEntry", "read_file"]
-
 _MOST_VALUES = 1 << 22  # of metadata: a vocabulary has three for each of its words
 _DIMENSIONS = 8
 _ELEMENTS = {

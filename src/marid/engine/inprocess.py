@@ -46,8 +46,6 @@ from marid.native import library, module, omp_pause
 from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
 
-__all__ = ["InProcessEngine", "concretely"]
-
 logger = logging.getLogger("marid")
 
 

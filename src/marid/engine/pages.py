@@ -12,8 +12,6 @@ import sys
 
 import torch
 
-__all__ = ["in_large_pages"]
-
 _LEAST = 4 << 20  # bytes, of which one page at least is all inside
 
 

@@ -15,25 +15,6 @@ import torch
 from marid.errors import WireError
 from marid.graph.node import Draw, Spec
 
-__all__ = [
-    "LONGEST",
-    "MEMORY_FORMATS",
-    "RANK",
-    "as_bytes",
-    "as_int",
-    "as_list",
-    "as_text",
-    "check_sizes",
-    "dtype_name",
-    "dtype_named",
-    "interned",
-    "number_from",
-    "number_to",
-    "sizes_from",
-    "spec_from",
-    "spec_to",
-]
-
 
 def as_int(value: Any, low: int, high: int, what: str) -> int:
     """A whole number from ``low`` to ``high``. Raises ``WireError`` naming ``what``."""

@@ -12,8 +12,6 @@ import torch
 from marid.graph.node import Node, Operation, Value
 from marid.graph.prepared import Prepared
 
-__all__ = ["Buffer", "Called", "Engine", "Geometry", "GiveBack", "Need", "Returned", "other_layout"]
-
 Buffer = Any
 """What an engine keeps of a tensor (``Value.concrete``). Only the engine looks inside."""
 

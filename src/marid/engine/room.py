@@ -12,8 +12,6 @@ from marid.graph.program import Program, Task
 from marid.report.units import bytes_text
 from marid.semantics.scopes import current_site
 
-__all__ = ["refuse_beyond", "within"]
-
 _LARGEST = 5  # results named when memory does not suffice
 
 

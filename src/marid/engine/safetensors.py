@@ -15,8 +15,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-__all__ = ["Entry", "read_file", "read_metadata", "write_file"]
-
 _HEADER_BYTES = 100_000_000  # what the format allows
 _DTYPES = {
     "BOOL": torch.bool,

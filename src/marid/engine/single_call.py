@@ -9,8 +9,6 @@ import torch
 from marid.engine.protocol import Called, Geometry, Returned, other_layout
 from marid.graph.node import Operation
 
-__all__ = ["geometry_of", "perform"]
-
 
 def perform(
     op: Operation, args: list[Any], kwargs: dict[str, Any], tensors: list[torch.Tensor], state: torch.Tensor | None

@@ -8,9 +8,6 @@ import torch
 
 from marid.engine.pages import in_large_pages
 
-__all__ = ["snapshot"]
-
-
 _LARGE = 1 << 20  # bytes
 
 

@@ -9,8 +9,6 @@ import torch
 
 from marid.execute.cuda import Cuda
 
-__all__ = ["Accelerator", "Host", "accelerator_of"]
-
 
 class Accelerator(Protocol):
     """One device. To be used on one thread, below all dispatch."""

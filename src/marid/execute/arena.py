@@ -18,8 +18,6 @@ from marid.native import int64s, library
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["Arena", "Placement", "install"]
-
 
 class Placement:
     """Where one program, with one set of shapes, puts its blocks.

@@ -32,8 +32,6 @@ from marid.graph.program import Instruction, Param, Program, Task, differ
 from marid.ops.facts import facts_of
 from marid.settings import settings
 
-__all__ = ["CapturedProgram", "CapturedPrograms"]
-
 logger = logging.getLogger("marid")
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Cuda"]
-
 
 class Cuda:
     """One CUDA device; it is the current one of this thread from now on.

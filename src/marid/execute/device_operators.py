@@ -20,8 +20,6 @@ from marid.graph.node import Operation
 from marid.graph.program import Constant, Instruction, Param, Program
 from marid.ops.facts import facts_of
 
-__all__ = ["HostOperator", "WrittenOut", "for_device", "operator_on", "takes_device"]
-
 _aten: Any = torch.ops.aten
 _HOST = torch.device("cpu")
 _ROWS = 32  # of logsumexp, at a time: kAlignLSE in aten/src/ATen/native/transformers/cuda/mem_eff_attention

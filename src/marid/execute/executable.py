@@ -31,8 +31,6 @@ from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
 from marid.settings import settings
 
-__all__ = ["Executable", "Fallback", "may_be_stopped"]
-
 _Range: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
 _ONCE: list[tuple[()]] = [()]
 

@@ -26,8 +26,6 @@ from marid.graph.rematerialise import Blocks, Rewritten, rematerialised
 from marid.report.operator_times import bytes_of
 from marid.report.stats import counters
 
-__all__ = ["fitted", "shared_inputs"]
-
 
 def fitted(flat: Executable, task: Task | Replay, room: int, expected: int, in_order: bool = False) -> Runnable | None:
     """How to run ``task`` so that its results take no more than ``room`` bytes at once, where as recorded they take

@@ -22,8 +22,6 @@ from marid.graph.program import Instruction, Program, Result
 from marid.native import module
 from marid.report.stats import counters
 
-__all__ = ["Misprediction", "Noted", "agrees", "report", "settle", "when_mispredicted"]
-
 
 @dataclass(frozen=True, slots=True)
 class Misprediction:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Interrupted"]
-
 
 @dataclass
 class Interrupted(Exception):

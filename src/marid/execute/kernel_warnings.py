@@ -11,8 +11,6 @@ from typing import Any
 from marid.native import module
 from marid.semantics.scopes import current_site
 
-__all__ = ["KernelWarnings", "report", "warn_of"]
-
 _shown: dict[str, dict[Any, Any]] = {}  # for each file, what filters that show a warning once have shown
 _reports: list[str] = []
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from marid import policy
 from marid.native import int64s, library
 
-__all__ = ["MemoryPlan", "Trace", "plan"]
-
 _ALIGNMENT = 64  # what PyTorch's allocator aligns to
 
 

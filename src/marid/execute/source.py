@@ -7,8 +7,6 @@ from typing import Any
 
 from marid.graph.program import ListOf, Param, Program, Slot
 
-__all__ = ["source_of"]
-
 
 def source_of(program: Program, dying: list[list[int]]) -> str:
     """The text of a program, one operation a line, with what is dropped behind each."""

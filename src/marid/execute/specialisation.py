@@ -21,8 +21,6 @@ from marid.report.operator_times import Timing, labels_of, operator_times
 if TYPE_CHECKING:
     from marid.execute.executable import Executable
 
-__all__ = ["Frame", "Launchable", "Positioned", "Runnable", "Specialisation", "give_way"]
-
 Positioned = Callable[[Draw], torch.Generator]
 
 

@@ -15,8 +15,6 @@ from marid.report.stats import counters
 from marid.semantics.scopes import current_site
 from marid.settings import settings
 
-__all__ = ["ProgramStore"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from marid.graph.program import Constant, Instruction, ListOf, Param, Program, S
 from marid.native import int64s, library, module
 from marid.ops.facts import facts_of
 
-__all__ = ["AGAIN", "DONE", "DRAWS", "RAISED", "Table", "TableRun", "Untranslatable", "donors", "translate"]
-
 _SLOT, _PARAM, _DRAW, _CONSTANT, _LIST, _DEFAULT = range(6)
 DONE, AGAIN, DRAWS, RAISED = range(4)
 

@@ -29,8 +29,6 @@ from marid.graph.tape import Tape
 from marid.semantics.scopes import OPTIMIZER
 from marid.settings import settings
 
-__all__ = ["Rhythm", "has_stepped", "may_go_ahead", "share", "takes_steps_unread"]
-
 
 def may_go_ahead() -> bool:
     """Whether work may run while more is recorded: where a processor is left for it beside the threads of the kernels.

@@ -16,8 +16,6 @@ from marid.native import module
 from marid.ops import autocast_lists as lists
 from marid.ops.facts import facts_of
 
-__all__ = ["calls_listed", "is_on", "may_call_listed", "supported_dtypes", "taken_apart", "use_cuda_lists", "without"]
-
 _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _libraries: list[torch.library.Library] = []
 _registering = threading.RLock()

@@ -15,8 +15,6 @@ import torch
 
 from marid.semantics.tracebacks import fold
 
-__all__ = ["WHY", "on_this_thread"]
-
 WHY = "backward runs on the thread that called it"
 _is_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 _set_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled

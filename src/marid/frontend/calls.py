@@ -21,20 +21,6 @@ from marid.semantics.scopes import current_site
 if TYPE_CHECKING:
     from marid.frontend.record import Recorder
 
-__all__ = [
-    "BOUNDS",
-    "NOT_RECORDED",
-    "OTHER_TYPES",
-    "Call",
-    "Pairs",
-    "bucket",
-    "read",
-    "take",
-    "taken_from",
-    "unsupported",
-    "writes_of",
-]
-
 # Objects of these types are their own keys.
 OTHER_TYPES = frozenset({torch.dtype, torch.memory_format, torch.layout})
 # Keywords that are no part of the call that is recorded.

@@ -20,8 +20,6 @@ from marid.frontend.meaning import understand
 from marid.frontend.observe import observer
 from marid.graph.computation import ComputationGraph
 
-__all__ = ["capture", "lift", "lifts_everything"]
-
 
 class _Depth(threading.local):
     captures = 0

@@ -10,21 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "Cell",
-    "Hidden",
-    "Params",
-    "backwards",
-    "check",
-    "dropout",
-    "forwards",
-    "gru_cell",
-    "lstm_cell",
-    "packed_backwards",
-    "packed_forwards",
-    "simple_cell",
-]
-
 aten = torch.ops.aten
 
 Tensor = torch.Tensor

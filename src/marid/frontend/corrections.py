@@ -16,8 +16,6 @@ from marid.frontend.record import recorder_of
 from marid.graph.node import Node, Spec
 from marid.graph.program import ListOf, Param, Slot
 
-__all__ = ["correct"]
-
 
 def correct(misprediction: Misprediction) -> None:
     """Let calls like the one of ``misprediction`` be recorded as it was computed."""

@@ -19,8 +19,6 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext, _device_constructors
 
-__all__ = ["default_device", "default_dtype"]
-
 T = TypeVar("T")
 
 

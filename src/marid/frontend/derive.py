@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from marid.frontend.known import Known
     from marid.frontend.record import Recorder
 
-__all__ = ["deriver_of"]
-
 
 def deriver_of(recorder: Recorder) -> Derivation | None:
     """What derives the calls of an operator: given the recorder, key, arguments as recorded, and the values among them,

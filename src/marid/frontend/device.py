@@ -29,21 +29,6 @@ from marid.report.stats import counters
 from marid.semantics import scopes
 from marid.semantics.tracebacks import folded
 
-__all__ = [
-    "SWITCHES",
-    "give_devices",
-    "give_figures",
-    "keeping",
-    "memory_allocated",
-    "names",
-    "peak_memory",
-    "require_first_use",
-    "running_everything_before",
-    "stacked",
-    "swapping",
-]
-
-
 when_mispredicted(corrections.correct)
 
 

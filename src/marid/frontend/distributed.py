@@ -20,8 +20,6 @@ from marid.frontend.materialize import download
 from marid.frontend.record import Recorder, special
 from marid.ops.facts import facts_of, named, overload_named
 
-__all__ = ["telling_gradients_apart"]
-
 
 def _collectives(kind: str) -> list[Any]:
     found = [overload_named(name) for name in named("collective")]

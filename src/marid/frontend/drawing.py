@@ -14,8 +14,6 @@ from marid.frontend.observe import observer
 if TYPE_CHECKING:
     from marid.frontend.record import Recorder
 
-__all__ = ["draw_failed", "draw_for", "take_numbers"]
-
 
 def take_numbers(recorder: Recorder, call: Call, rule: infer.Rule) -> bool:
     """Take the numbers that the call will need from its generator; whether that is known beforehand."""

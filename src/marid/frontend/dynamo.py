@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_leaves
 from marid.frontend import handles, late
 from marid.frontend.tensor import LazyTensor
 
-__all__ = ["beside_fake_tensors", "leave_alone", "refusing", "refusing_devices", "skipping", "when_imported"]
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TRIES = 8  # times that a function is traced in vain before it is left to Python for good
 

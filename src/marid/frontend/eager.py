@@ -22,8 +22,6 @@ from marid.semantics.scopes import current_site
 if TYPE_CHECKING:
     from marid.frontend.record import Recorder
 
-__all__ = ["run_eagerly", "run_now"]
-
 logger = logging.getLogger("marid")
 
 

@@ -15,8 +15,6 @@ from marid.frontend import handles
 from marid.graph.node import Value
 from marid.settings import settings
 
-__all__ = ["all_engines", "assign", "engine_of", "local_engine"]
-
 
 def _local_engine() -> InProcessEngine:
     if settings.engine == "cpu":

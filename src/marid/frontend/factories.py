@@ -16,8 +16,6 @@ from marid.native import module
 from marid.ops.facts import facts_of, named, overload_named
 from marid.semantics.tracebacks import fold
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Give every factory its device kernel."""

@@ -7,8 +7,6 @@ from typing import Any
 from marid.frontend.rules import Rule
 from marid.native import module
 
-__all__ = ["for_each"]
-
 # For overloads of ``_foreach_x`` with more than a list of tensors: the overload of ``x`` that the CPU takes for each.
 _FOR_EACH = {
     **{(x, of): "Tensor" for x in ("add", "sub", "mul", "div") for of in ("List", "Scalar", "ScalarList", "Tensor")},

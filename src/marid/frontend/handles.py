@@ -25,28 +25,6 @@ from marid.settings import settings
 if TYPE_CHECKING:
     from marid.frontend.tensor import LazyTensor
 
-__all__ = [
-    "DEVICE_TYPE",
-    "below_autograd",
-    "bind_handle_class",
-    "check_index",
-    "current_device",
-    "device_count",
-    "is_lazy",
-    "new_handle",
-    "ops_immediate",
-    "record_again",
-    "recording",
-    "source",
-    "spec",
-    "spec_of",
-    "storage_of",
-    "tape",
-    "tapes",
-    "user_attributes",
-    "wrap",
-]
-
 device_count = settings.devices
 tapes = [Tape(index) for index in range(device_count)]
 """Of each device, by its index."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from marid.frontend import handles
 
-__all__ = ["hinting"]
-
 _UNKNOWN = "device type at start of device string: "
 _NO_CUDA = ("Torch not compiled with CUDA enabled", "Cannot get CUDA generator", "Found no NVIDIA driver")
 

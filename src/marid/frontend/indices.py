@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["first_occurrences", "fits_any_count", "indexes_by_number"]
-
 
 def indexes_by_number(indices: Any) -> bool:
     """Whether there is no mask among the indices of a tensor, by whose values the shape of a result is decided."""

@@ -28,8 +28,6 @@ from marid.frontend.smaller import Smaller, sizes_of
 from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.ops.facts import facts_of
 
-__all__ = ["OutSpec", "Request", "Rule", "infer", "probe", "smaller", "try_large_calls"]
-
 # Operators whose small calls were laid out otherwise than large ones.
 _TRIED_AS_THEY_ARE: set[Any] = set()
 

@@ -11,8 +11,6 @@ from marid.graph.tape import Tape
 from marid.report.hooks import recorded
 from marid.settings import settings
 
-__all__ = ["Known"]
-
 _NOTHING = infer.OutSpec((), None)
 
 

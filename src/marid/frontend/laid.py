@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Laid", "Sizes", "dense"]
-
 Sizes = tuple[int, ...]
 
 _PLAIN = torch.contiguous_format

@@ -19,8 +19,6 @@ import torch._compile
 
 from marid.uninterrupted import Uninterrupted
 
-__all__ = ["DYNAMO", "find_whole", "other_spec", "require_dynamo", "spare_dynamo"]
-
 DYNAMO = "torch._dynamo"
 _WHOLE = {
     *(DYNAMO, "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "sympy"),

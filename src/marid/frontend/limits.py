@@ -14,8 +14,6 @@ from marid.report.stats import counters
 from marid.semantics.scopes import Site, current_site
 from marid.settings import settings
 
-__all__ = ["cost_of", "optimizer_stepped", "overflow"]
-
 
 def cost_of(nbytes: int) -> int:
     """What one node that allocates ``nbytes`` is charged: its bytes, and its share of the limit on nodes."""

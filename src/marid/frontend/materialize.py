@@ -25,27 +25,6 @@ from marid.report.stats import counters
 from marid.semantics.scopes import Site, current_site
 from marid.settings import settings
 
-__all__ = [
-    "bytes_of",
-    "download",
-    "fail_dependents",
-    "hold_back",
-    "holders",
-    "is_held_back",
-    "is_sync_forbidden",
-    "materialize",
-    "no_sync",
-    "pending_nodes",
-    "read",
-    "read_value",
-    "run_anyway",
-    "run_everything",
-    "run_pending",
-    "taken",
-    "wait_anyway",
-    "wait_for",
-]
-
 _rhythms = [Rhythm() for _ in range(handles.device_count)]
 
 

@@ -11,8 +11,6 @@ from marid.graph.node import Value, root_of
 from marid.semantics.analyzer import Analysis
 from marid.semantics.scopes import met_optimizers, outermost
 
-__all__ = ["known_roles", "understand"]
-
 
 def understand(recorded: Recorded) -> Meaning:
     """The analysis of what was recorded."""

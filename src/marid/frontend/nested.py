@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from marid.frontend import handles
 from marid.frontend.record import special
 
-__all__ = ["padding"]
-
 
 @special(torch.ops.aten._nested_tensor_from_mask_left_aligned.default)
 def _left_aligned(*_: Any) -> bool:

@@ -18,9 +18,6 @@ from marid.frontend import handles
 from marid.graph.node import Draw, Node, Output, Spec, Value
 from marid.semantics.scopes import current_site
 
-__all__ = ["Drawn", "Observer", "Upload", "observer", "observing"]
-
-
 _CONTENT = 4096  # elements of a tensor of the host that a recording can take for a constant
 
 

@@ -16,8 +16,6 @@ import torch
 
 from marid.frontend.record import Recorder, recorder_of, special
 
-__all__ = ["LSTM", "takes_onednn"]
-
 aten = torch.ops.aten
 LSTM = 2  # oneDNN's number for it
 _KNOWN = 4096  # layers of which it is remembered how long their workspace is

@@ -16,8 +16,6 @@ import torch
 from marid import registration
 from marid.frontend.record import record_in_cpp
 
-__all__ = ["ACTIVATIONS", "define"]
-
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,

@@ -24,8 +24,6 @@ from marid.frontend.subclasses import user_class
 from marid.graph.html import pre_html, table_html
 from marid.settings import settings
 
-__all__ = ["html_of", "show_as_python_does", "text_of"]
-
 _PREFIX = "tensor("
 _names_current_device = True
 

@@ -14,8 +14,6 @@ from marid.frontend.quantized import QuantizedTensor
 from marid.frontend.quantized_operators import PACKED_HERE, PACKINGS, pack
 from marid.semantics.tracebacks import folded
 
-__all__ = ["quantize"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

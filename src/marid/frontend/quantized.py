@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from marid.frontend.quantized_operators import PACKINGS
 
-__all__ = ["QuantizedTensor"]
-
 ops = torch.ops.marid
 
 

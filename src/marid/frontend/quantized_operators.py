@@ -14,8 +14,6 @@ from torch import Tensor
 
 from marid.frontend.own_operators import ACTIVATIONS, define
 
-__all__ = ["NAMES", "PACKED_HERE", "PACKINGS", "pack", "register"]
-
 PACKINGS = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
 
 

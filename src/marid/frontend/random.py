@@ -22,18 +22,6 @@ from marid.frontend import handles
 from marid.graph.node import Draw, Spec
 from marid.graph.twister import PAIR_WORDS, Twisters
 
-__all__ = [
-    "Generator",
-    "default_generator",
-    "draw",
-    "draw_failed",
-    "draw_unused",
-    "generator_at",
-    "generator_of",
-    "measure",
-    "seed_all",
-]
-
 _STATE = struct.Struct("=QQq")
 
 

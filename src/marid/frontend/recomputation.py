@@ -10,8 +10,6 @@ import torch
 
 from marid.frontend import handles, random
 
-__all__ = ["keeping_generators", "on_the_device"]
-
 States = tuple[list[int], list[torch.Tensor]]
 
 

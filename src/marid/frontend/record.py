@@ -43,8 +43,6 @@ from marid.semantics.scopes import capture_site, current_scope, current_site
 from marid.semantics.tracebacks import fold
 from marid.settings import settings
 
-__all__ = ["Recorder", "dispatch", "follow_switches", "forget_calls", "recorder_of", "special"]
-
 logger = logging.getLogger("marid")
 
 

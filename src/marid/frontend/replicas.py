@@ -10,8 +10,6 @@ import torch
 
 from marid.frontend import handles
 
-__all__ = ["broadcasting", "gathering", "reducing", "scattering"]
-
 Move = Callable[..., Any]
 
 

@@ -15,8 +15,6 @@ from marid.frontend import handles
 from marid.frontend.handles import new_handle, storage_of
 from marid.graph.node import Node, Output, Spec, Storage, Value, last_write, root_of
 
-__all__ = ["order", "results_of", "retarget", "set_geometry"]
-
 
 def order(node: Node, tensors: list[Any], writes: Sequence[int]) -> None:
     """Note what the node must see and, for what it writes, who may still have to read."""

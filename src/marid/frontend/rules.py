@@ -15,8 +15,6 @@ import torch
 from marid.graph.node import Spec, Value
 from marid.native import module
 
-__all__ = ["Rule", "has_plain_rows", "rule", "rules", "same_as"]
-
 aten = torch.ops.aten
 
 Rule = Callable[..., Any]

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from marid.frontend.own_operators import ACTIVATIONS, define
 
-__all__ = ["ACTIVATIONS", "NAMES", "register"]
-
 CHUNK = 16
 """Tokens whose part of the recurrence is computed as products of matrices. A state loses at most ``exp(-0.61)`` of
 itself at a token, so 16 of them stay far inside of float32."""

@@ -17,8 +17,6 @@ from marid.frontend.engines import engine_of
 from marid.frontend.materialize import read
 from marid.frontend.subclasses import user_class
 
-__all__ = ["reduce", "restore"]
-
 _LOCATION = "_marid_location"  # see registration.py
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from marid.frontend import handles
 from marid.graph.node import Node, Output, Spec, Value, root_of
 
-__all__ = ["Smaller", "sizes_of"]
-
 _SMALL = 5
 
 

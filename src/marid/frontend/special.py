@@ -11,7 +11,7 @@ from marid.engine.protocol import other_layout
 from marid.engine.snapshot import snapshot
 from marid.frontend import handles
 from marid.frontend.calls import unsupported
-from marid.frontend.eager import run_eagerly, run_now
+from marid.frontend.eager import run_now
 from marid.frontend.engines import engine_of
 from marid.frontend.handles import check_index
 from marid.frontend.materialize import download, read, taken
@@ -376,6 +376,3 @@ def _histc(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @special(aten._to_sparse_bsc.default, aten.to_mkldnn.default, aten.quantize_per_tensor.default)
 def _other_layout(recorder: Recorder, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     raise unsupported(recorder.op.name, "its result has a layout other than torch.strided")
-
-
-__all__ = ["run_eagerly"]

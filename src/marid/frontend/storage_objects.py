@@ -17,8 +17,6 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.graph.node import Storage, root_of
 
-__all__ = ["storage_behind", "untyped_storage"]
-
 # Far above what a process can map, so that a made-up address is never a real one.
 _addresses = itertools.count(1 << 56, 1 << 40)
 _by_identity: dict[int, tuple[weakref.ref[Storage], Any]] = {}

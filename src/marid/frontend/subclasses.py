@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_class", "user_class"]
-
 
 class _KeepsItsClass:
     """What subclasses of ``torch.Tensor`` do to results of operations, unless they say otherwise."""

@@ -24,8 +24,6 @@ from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.semantics.tracebacks import folded
 from marid.settings import settings
 
-__all__ = ["LazyTensor"]
-
 _SOURCE_NAME = "aten::alias"
 
 

@@ -14,8 +14,6 @@ from marid.frontend.materialize import materialize
 from marid.frontend.tensor import LazyTensor
 from marid.semantics.tracebacks import fold, folded
 
-__all__ = ["LazyTuple", "register"]
-
 
 class LazyTuple(tuple):
     """A tuple of lazy tensors. Reading one element runs the operation that makes them, which is one for all, and what

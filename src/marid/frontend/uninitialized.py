@@ -19,8 +19,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from marid.frontend import handles
 
-__all__ = ["converted", "copying", "device_of", "made_during", "making", "materializing", "moved"]
-
 _DEVICE = "_device"  # the attribute that holds the device, unless that is the tensor's own
 
 

@@ -18,8 +18,6 @@ from marid.report.units import bytes_text
 from marid.semantics.scopes import current_site, working_for
 from marid.semantics.tracebacks import fold
 
-__all__ = ["Wait", "awaited", "would_sync"]
-
 
 def awaited(tensor: Any) -> Generator[Any, None, Any]:
     """For ``__await__``: wait for the value of ``tensor`` as a read does, on a thread of the running asyncio loop, and

@@ -14,8 +14,6 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.semantics.tracebacks import folded
 
-__all__ = ["Weights", "load_file"]
-
 
 class Weights(dict[str, torch.Tensor]):
     """Tensors by name, and what else a file says."""

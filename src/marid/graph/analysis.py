@@ -15,8 +15,6 @@ from marid.graph.node import Spec
 from marid.graph.program import Instruction, ListOf, Program, Slot
 from marid.ops.facts import facts_of
 
-__all__ = ["Analysis", "Forecast", "analysis_of", "forecast"]
-
 _NOTHING: dict[int, int] = {}
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import networkx
     import torch
 
-__all__ = ["ComputationGraph", "GraphNode", "Meaning", "Recorded"]
-
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 

@@ -14,8 +14,6 @@ import torch
 from marid.graph.node import Draw, Node, Output, Spec, Value, values_in
 from marid.graph.twister import Twisters
 
-__all__ = ["to_fx"]
-
 Read = Callable[[Value], torch.Tensor]
 """Brings the value of what has run."""
 Recorded = tuple[Node, tuple[Any, ...], tuple[tuple[str, Any], ...]]

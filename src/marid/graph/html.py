@@ -6,8 +6,6 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["folded_html", "pre_html", "table_html"]
-
 
 def table_html(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table; None is an empty cell."""

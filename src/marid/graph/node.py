@@ -18,29 +18,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "Draw",
-    "Node",
-    "Operation",
-    "Output",
-    "Spec",
-    "Storage",
-    "Value",
-    "fail",
-    "fail_like",
-    "failure_of",
-    "failures",
-    "finish",
-    "input_values",
-    "last_write",
-    "placed",
-    "raise_failure",
-    "root_of",
-    "tell",
-    "values_in",
-    "without_frames",
-]
-
 
 class Spec:
     """Geometry and type of a tensor; interned by the recorder, so equal specs are one object.

@@ -9,8 +9,6 @@ from marid.graph.analysis import forecast
 from marid.graph.node import Node, Spec
 from marid.graph.program import Program, Task
 
-__all__ = ["Prepared", "Replay"]
-
 
 class Prepared:
     """A program with what its runs share.

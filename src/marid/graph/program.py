@@ -32,21 +32,6 @@ from marid.ops.facts import facts_of
 if TYPE_CHECKING:
     from marid.graph.analysis import Analysis
 
-__all__ = [
-    "Constant",
-    "Instruction",
-    "ListOf",
-    "Param",
-    "Program",
-    "Result",
-    "Slot",
-    "Task",
-    "bind",
-    "deliver",
-    "differ",
-    "operation_of",
-]
-
 _LIFTED = (int, float, complex, Draw)
 
 

@@ -28,8 +28,6 @@ from marid.graph.node import Spec
 from marid.graph.program import Constant, Instruction, ListOf, Program, Result, Slot
 from marid.ops.facts import facts_of
 
-__all__ = ["Blocks", "Rewritten", "rematerialised"]
-
 
 @dataclass(frozen=True)
 class Rewritten:

@@ -8,8 +8,6 @@ from typing import Any
 from marid.graph.node import Node, Output, Spec, Value, root_of, values_in
 from marid.graph.program import Constant, ListOf, Param, Program, Slot
 
-__all__ = ["Held", "shown"]
-
 
 def shown(
     program: Program, specs: Sequence[Spec | None], params: Sequence[Any], sites: Sequence[Any], scopes: Sequence[Any]

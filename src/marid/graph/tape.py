@@ -17,8 +17,6 @@ import weakref
 from marid.graph.node import Node, Operation, Spec, Value, fail_like, failures, input_values
 from marid.native import module
 
-__all__ = ["Tape", "traffic"]
-
 
 class Tape:
     """Pending nodes of one device.

@@ -17,8 +17,6 @@ import torch
 
 from marid.graph.node import Draw
 
-__all__ = ["PAIR_WORDS", "Twisters"]
-
 PAIR_WORDS = 4  # a normal pair is made of two doubles in [0, 1), two words each
 _SKIP_CHUNK = 1 << 20
 _CHECKPOINT_EVERY = 1 << 22

@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RWKV7", "Config", "State"]
-
 ops = torch.ops.marid
 
 CHUNK = 256

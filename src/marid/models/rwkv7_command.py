@@ -13,8 +13,6 @@ import marid
 from marid.models.rwkv7_files import load
 from marid.models.rwkv7_text import Talk
 
-__all__ = ["talk"]
-
 
 def talk(
     path: Path,

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import marid
 from marid.models.rwkv7 import RWKV7, Config
 
-__all__ = ["from_blinkdl", "from_gguf", "gguf_names", "load", "to_blinkdl"]
-
 _MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
 _LOW_RANK = (("w", "decay"), ("a", "rate"), ("v", "values"), ("g", "gate"))
 _MODEL = {

@@ -13,8 +13,6 @@ import torch
 import marid
 from marid.models.rwkv7 import RWKV7, State
 
-__all__ = ["Talk", "tokenizer"]
-
 _MOST_LIKELY = 256
 """Tokens that are drawn from at most: beyond them ``top_p`` finds nothing in what a trained model says."""
 

@@ -30,8 +30,6 @@ import torch
 
 from marid.built import build, library_path
 
-__all__ = ["int64s", "library", "module"]
-
 _MODULE = "marid_native"
 
 

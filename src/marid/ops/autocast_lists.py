@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CPU", "CUDA"]
-
 CPU: dict[str, Sequence[str]] = {
     "lower": """
     conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm addmm addbmm linear

@@ -10,8 +10,6 @@ import torch
 
 from marid.ops.irregular import ROWS
 
-__all__ = ["Facts", "base_name", "facts_of", "named", "overload_named"]
-
 _FOREACH = "aten::_foreach_"
 
 

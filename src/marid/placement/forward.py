@@ -14,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from marid.errors import UnsupportedOperationError
 
-__all__ = ["Forward", "Step", "forward_of", "owner", "tensors_in"]
-
 
 def tensors_in(values: Any) -> list[Tensor]:
     """The tensors among arguments or results, those in lists, tuples and dicts too."""

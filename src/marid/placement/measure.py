@@ -11,8 +11,6 @@ import torch
 
 from marid.frontend import handles
 
-__all__ = ["data_bytes", "link_speed", "speeds"]
-
 _PRODUCTS = 4
 _LEAST, _MOST = 64 << 10, 2 << 20
 

@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from marid.frontend import handles
 from marid.placement.forward import tensors_in
 
-__all__ = ["Together", "writes"]
-
 _LEFT_ALONE = {torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.type_as}
 """They take tensors of several devices."""
 

@@ -18,8 +18,6 @@ from marid.placement.plan import Cost, Device, Needs, chosen, cost_of
 from marid.report.units import bytes_text
 from marid.semantics.tracebacks import folded
 
-__all__ = ["Placement", "place"]
-
 
 @dataclass
 class Placement:

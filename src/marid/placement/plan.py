@@ -11,8 +11,6 @@ from marid.placement.forward import Forward
 from marid.placement.moving import writes
 from marid.report.units import bytes_text
 
-__all__ = ["Cost", "Device", "Needs", "chosen", "cost_of"]
-
 _LATENCY = 1e-3
 """Seconds that a copy takes beyond its bytes: the client waits for what is copied."""
 _BOTH_WAYS = 2

@@ -17,8 +17,6 @@ from marid.graph.node import Spec
 from marid.replay.dynamic import dynamic_dims_of
 from marid.replay.reachable import is_plain
 
-__all__ = ["Call", "Unreadable", "surroundings"]
-
 
 class Unreadable(Exception):
     """A call that is not one to replay: inside of a transform, say, or with tensors of another kind."""

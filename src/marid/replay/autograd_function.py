@@ -26,8 +26,6 @@ from marid.replay.places import Places, Refused, numbers_of
 from marid.replay.recording import GIVEN, OUTPUT, TENSOR, Derivative, Ref
 from marid.semantics.scopes import current_scope, current_site
 
-__all__ = ["connect", "record_backwards"]
-
 _LIVE = 3  # outputs; each choice among them is a backward of its own
 
 

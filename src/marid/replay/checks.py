@@ -10,8 +10,6 @@ from __future__ import annotations
 from marid import policy
 from marid.settings import settings
 
-__all__ = ["Checks"]
-
 
 class Checks:
     """The checks of calls of one kind."""

@@ -19,8 +19,6 @@ from torch.optim import Adagrad, Adam, Adamax, Optimizer
 
 from marid.replay.state_check import same_number
 
-__all__ = ["FOLLOWED", "FORMULAS", "CounterLog", "Expression", "Formula", "is_in_a_formula", "may_count"]
-
 Formula = Callable[[float, dict[str, Any]], float]
 Expression = tuple[
     Formula, int, int

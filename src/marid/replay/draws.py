@@ -17,8 +17,6 @@ from marid.frontend import handles, random
 from marid.frontend.observe import Drawn
 from marid.graph.node import Draw
 
-__all__ = ["Streams", "take_again"]
-
 _Position = tuple[int, int, int]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-__all__ = ["dynamic_dims_of", "mark_arguments", "mark_dynamic"]
-
 _MARK = "_marid_dynamic_dims"
 
 

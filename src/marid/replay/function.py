@@ -26,8 +26,6 @@ from marid.report.stats import FunctionStats, functions
 from marid.semantics.tracebacks import folded
 from marid.settings import settings
 
-__all__ = ["Compiled", "compile", "forget_recordings"]
-
 logger = logging.getLogger("marid")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LEAF", "LIVE", "SPENT", "graph_of", "kept_by_autograd", "with_spent_graph"]
-
 # A tensor that requires gradients of itself; one that gradients can be taken of; one whose graph was freed by that.
 LEAF, LIVE, SPENT = "leaf", "live", "spent"
 

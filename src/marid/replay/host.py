@@ -19,8 +19,6 @@ from marid.ops.facts import facts_of
 from marid.replay.counters import CounterLog, is_in_a_formula
 from marid.semantics.scopes import current_site
 
-__all__ = ["HostWatch"]
-
 
 class HostWatch:
     """Inside (it is a context manager), what this thread does with tensors of the host is noted. ``refusal`` says why

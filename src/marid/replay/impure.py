@@ -23,8 +23,6 @@ import torch
 from marid.frontend import handles
 from marid.semantics.scopes import INTERNAL, Site, capture_site, is_of_the_standard_library, site_table
 
-__all__ = ["ImpureWatch", "has_profiler"]
-
 _SYSTEM, _CLOCK, _FILE, _NETWORK = "the operating system", "the clock", "a file", "the network"
 _TENSOR = "a tensor of the CPU"
 # By module: what its C functions read. Of some, only these functions; of others, all but these.

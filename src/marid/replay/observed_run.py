@@ -29,8 +29,6 @@ from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, TENSOR, Origin, Recording, Ref
 from marid.replay.state_check import Snapshot
 
-__all__ = ["Run", "grad_of"]
-
 
 def grad_of(tensor: Any) -> Any:
     """The gradient of a tensor that can have one."""

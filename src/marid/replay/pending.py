@@ -13,8 +13,6 @@ from marid.frontend.results import order
 from marid.graph.node import Node, finish
 from marid.graph.tape import Tape
 
-__all__ = ["run_needed"]
-
 
 def run_needed(device: int, tensors: list[Any], writes: Sequence[int]) -> bool:
     """Run what a program needs that works on ``tensors`` and writes those at the positions ``writes``; whether nothing

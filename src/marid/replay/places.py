@@ -12,8 +12,6 @@ from marid.graph.program import Task
 from marid.replay.gradients import graph_of
 from marid.replay.recording import GRAD, MADE, OUTPUT, TENSOR, UPLOAD, Made, Ref
 
-__all__ = ["ChangesState", "Places", "Refused", "numbers_of"]
-
 
 class Refused(Exception):
     """A run cannot be replayed. ``for_good`` says that no later one can."""

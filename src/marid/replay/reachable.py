@@ -29,8 +29,6 @@ import torch
 
 from marid.frontend import handles
 
-__all__ = ["LONG", "MISSING", "Reached", "Wrapper", "is_plain", "reach"]
-
 MISSING = object()
 _LIMIT = 200_000  # things looked at; beyond it a function is not one to replay
 LONG = 4096  # containers with more entries are followed no further: only how many they have counts

@@ -16,24 +16,6 @@ from marid.replay.counters import CounterLog, Expression
 from marid.replay.reachable import Reached, is_plain
 from marid.replay.state_check import Snapshot, same_number
 
-__all__ = [
-    "CONSTANT",
-    "GIVEN",
-    "GRAD",
-    "HOST",
-    "MADE",
-    "OUTPUT",
-    "TENSOR",
-    "UPLOAD",
-    "Derivative",
-    "Each",
-    "Made",
-    "Origin",
-    "Recording",
-    "Ref",
-    "expressions",
-]
-
 # Where a value comes from: a tensor (of the arguments, then of the state), the gradient that it had before, an upload,
 # or an output of the program.
 TENSOR, GRAD, UPLOAD, OUTPUT = "tensor", "grad", "upload", "output"

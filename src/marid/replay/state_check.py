@@ -12,8 +12,6 @@ from typing import Any
 
 from marid.replay.reachable import LONG, MISSING, Reached, is_plain
 
-__all__ = ["Snapshot", "same_number"]
-
 
 def same_number(one: Any, other: Any) -> bool:
     """Equality of plain things that tells 1 from 1.0 and True, 0.0 from -0.0, and takes NaN for itself."""

@@ -36,8 +36,6 @@ from marid.replay.recording import (
 from marid.semantics.scopes import current_scope, current_site
 from marid.settings import settings
 
-__all__ = ["Fit", "Template"]
-
 # The tensors of a call, gradients by tensor, values by where they are known from.
 Fit = tuple[list[Any], dict[int, Any], dict[Ref, Value]]
 

@@ -16,8 +16,6 @@ from marid.graph.program import Program, Task
 from marid.graph.shown import shown
 from marid.semantics.scopes import Scope, Site
 
-__all__ = ["Build", "Builds", "builds"]
-
 _PROGRAMS = 256
 _INSTRUCTIONS = 20_000
 

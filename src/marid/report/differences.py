@@ -17,8 +17,6 @@ from marid.graph.program import Constant, Instruction, ListOf, Param, Program, S
 from marid.report.builds import Build, Builds
 from marid.semantics.scopes import Site
 
-__all__ = ["Difference", "Recompile", "recompiles"]
-
 _ALIGNED = 1_000  # operations between the first and the last difference that are aligned with care
 _SMALL = 8  # programs that are compared whatever they have in common, where one line read both
 _ALIKE_HERE, _ALIKE_ELSEWHERE = 0.3, 0.7  # the share of operations in common from which on work is the same work

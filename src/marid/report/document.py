@@ -29,8 +29,6 @@ from marid.semantics.roofline import machine
 from marid.semantics.scopes import BESIDE
 from marid.semantics.tracebacks import folded
 
-__all__ = ["data_of", "report"]
-
 _GRAPHS = 8  # programs that are shown as graphs, those that took most
 _NODES = 4000  # operations of one that is
 _ALIVE = 60

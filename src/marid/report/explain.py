@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # rich takes as long to import as much of Marid, so only who 
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["Cut", "Explanation", "Fallback", "Resident", "cuts_of", "fallbacks_of", "short"]
-
 _LINES = 20  # of each kind that are printed
 _DIFFERENCES = 6
 _WIDTH = 160

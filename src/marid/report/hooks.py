@@ -19,23 +19,6 @@ from marid.graph.program import Program
 from marid.native import module
 from marid.semantics.scopes import Site
 
-__all__ = [
-    "Built",
-    "Compiled",
-    "Handle",
-    "Hook",
-    "Materialized",
-    "Ran",
-    "Recorded",
-    "built",
-    "compiled",
-    "materialized",
-    "ran",
-    "recorded",
-    "run_of",
-    "tell_built",
-]
-
 _Event = TypeVar("_Event")
 
 

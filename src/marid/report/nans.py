@@ -17,8 +17,6 @@ from marid.errors import LazyTensorError
 from marid.frontend.materialize import pending_nodes, read_value
 from marid.semantics.tracebacks import folded
 
-__all__ = ["FirstNan", "first_nan"]
-
 _UNINITIALIZED = {
     "aten::empty",
     "aten::empty_like",

@@ -20,18 +20,6 @@ from marid.native import module
 from marid.semantics.scopes import Scope, Site
 from marid.settings import settings
 
-__all__ = [
-    "OperatorStats",
-    "OperatorTimes",
-    "Owner",
-    "Profile",
-    "Timing",
-    "bytes_of",
-    "labels_of",
-    "operator_times",
-    "where_of",
-]
-
 _PROFILES = 512  # sums that are kept apart; older ones are merged by line
 
 

@@ -12,8 +12,6 @@ from marid.graph.shown import shown as nodes_of
 from marid.ops.facts import facts_of
 from marid.report.operator_times import Profile
 
-__all__ = ["Alive", "Held", "ShownProgram", "held_by", "shown"]
-
 
 @dataclass(eq=False)
 class ShownProgram:

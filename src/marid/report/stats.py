@@ -11,8 +11,6 @@ from marid.report.operator_times import OperatorStats
 from marid.report.traffic import RemoteStats
 from marid.semantics.scopes import Site
 
-__all__ = ["Counters", "FunctionStats", "Misprediction", "Stats", "Sync", "counters", "functions"]
-
 
 @dataclass(frozen=True)
 class Sync:

@@ -18,8 +18,6 @@ from marid.report.stats import Stats, Sync
 from marid.report.traffic import RemoteStats
 from marid.report.units import bytes_text, seconds_text
 
-__all__ = ["render", "show"]
-
 _LINES = 10
 _WIDTH_OF_FILES = 160
 """Columns when the summary goes to a file or a pipe, so that paths stay whole."""

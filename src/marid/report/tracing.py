@@ -17,8 +17,6 @@ from marid.report.hooks import Compiled, Materialized, Ran
 from marid.report.operator_times import operator_times
 from marid.semantics.tracebacks import folded
 
-__all__ = ["Trace", "trace"]
-
 _PROGRAMS = 50_000  # that are kept; older ones are dropped
 _RECORDING, _QUEUE, _RUNNING, _COMPILING, _FIRST_WORKER = 1, 2, 3, 4, 10
 _LANES = {_RECORDING: "recording", _QUEUE: "queue", _RUNNING: "running", _COMPILING: "compiling"}

@@ -12,8 +12,6 @@ from marid.errors import BudgetError
 from marid.report.units import bytes_text
 from marid.semantics.scopes import current_site
 
-__all__ = ["Moved", "RemoteStats", "SocketCounts", "Traffic", "budget", "traffic"]
-
 PROGRAMS = "programs and requests"
 """The role of what is neither uploaded nor read."""
 

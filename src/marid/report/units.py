@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "seconds_text"]
-
 
 def bytes_text(count: float) -> str:
     """A number of bytes in binary units: ``1.5 MiB``."""

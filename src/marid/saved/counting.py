@@ -14,8 +14,6 @@ from marid.replay.counters import FOLLOWED, FORMULAS, CounterLog
 from marid.replay.recording import Each
 from marid.saved.form import number_from, part_of
 
-__all__ = ["Counting"]
-
 _WRITES = {str(func): func for func in FOLLOWED}
 _MOST = 1 << 16
 

@@ -40,23 +40,6 @@ from marid.engine.plain import MEMORY_FORMATS, as_int, as_list, as_text, dtype_n
 from marid.errors import WireError
 from marid.graph.program import Constant, ListOf, Param, Slot
 
-__all__ = [
-    "DIGEST",
-    "ENTRY",
-    "FORMAT",
-    "VERSION",
-    "Numbers",
-    "argument_to",
-    "name_of",
-    "number_from",
-    "number_to",
-    "part_of",
-    "parts_of",
-    "slot_of",
-    "text_from",
-    "text_to",
-]
-
 FORMAT, VERSION = "marid.program", 1
 ENTRY, DIGEST = "marid.program", "marid.program.sha256"
 _TEXTS = 4096  # the longest text in a file

@@ -13,8 +13,6 @@ from marid.graph.program import Constant, ListOf, Param, Slot
 from marid.saved.reading import Plan, Result
 from marid.saved.structure import mapped
 
-__all__ = ["graph_of"]
-
 
 def graph_of(plan: Plan) -> torch.fx.GraphModule:
     """The program as a graph module.

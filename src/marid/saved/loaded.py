@@ -28,8 +28,6 @@ from marid.semantics.tracebacks import folded
 if TYPE_CHECKING:
     from marid.saved.reading import Argument, Plan
 
-__all__ = ["SavedProgram", "load_program"]
-
 
 @folded
 def load_program(

@@ -10,8 +10,6 @@ import torch
 from marid.frontend import handles
 from marid.replay.reachable import Reached
 
-__all__ = ["Names"]
-
 
 class Names:
     """Names of tensors, each given once. Where one module has all parameters, its names are those of its

@@ -26,8 +26,6 @@ from marid.saved.sizes import check_sizes, is_dense
 from marid.saved.structure import leaves_of, rebuilt, value_from
 from marid.semantics.scopes import Site, current_scope
 
-__all__ = ["Argument", "Entry", "Plan", "Result"]
-
 _NODES = 1 << 19
 _MOST = 1 << 20  # entries of a list
 _NAME = 512  # the longest name of a tensor of the state

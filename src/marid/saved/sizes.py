@@ -16,8 +16,6 @@ from marid.graph.node import Node, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
 from marid.ops.facts import facts_of
 
-__all__ = ["check_sizes", "is_dense"]
-
 _GAPS = 16
 """The memory that a result may take, in that of its elements."""
 

@@ -9,8 +9,6 @@ from marid.engine.plain import as_list
 from marid.errors import WireError
 from marid.saved.form import number_from, number_to, parts_of
 
-__all__ = ["Leaf", "described", "fitted", "leaves_of", "mapped", "rebuilt", "value_from", "value_to"]
-
 _DEPTH = 32
 _ENTRIES = 1 << 16
 _KINDS = ("tuple", "list", "dict")

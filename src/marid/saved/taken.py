@@ -25,8 +25,6 @@ from marid.saved.structure import mapped
 from marid.semantics.scopes import meet
 from marid.settings import settings
 
-__all__ = ["Taken", "name_of_function", "take"]
-
 logger = logging.getLogger("marid")
 
 _FIRST_CALLS = 2

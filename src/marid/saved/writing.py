@@ -25,8 +25,6 @@ from marid.saved.structure import described, value_to
 from marid.saved.taken import Taken, name_of_function, take
 from marid.semantics.tracebacks import folded
 
-__all__ = ["save_program"]
-
 
 @folded
 def save_program(

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from marid.semantics.patterns import Match
     from marid.semantics.regions import Region
 
-__all__ = ["Analysis", "Enricher", "register_enricher", "unregister_enricher"]
-
 Enricher = Callable[[GraphNode, SemanticMetadata], Mapping[str, Any] | None]
 _FIELDS = ("role", "pattern", "execution_phase")
 _enrichers: dict[str, Enricher] = {}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from marid.graph.node import Node, Output
 from marid.semantics.scopes import BACKWARD, OPTIMIZER
 
-__all__ = ["grows"]
-
 _MADE_BY = {"aten::cat"}
 
 

@@ -21,8 +21,6 @@ from marid.graph.computation import Recorded
 from marid.graph.node import Node, Output, Value, root_of
 from marid.semantics.expressions import base_name, gate_of, product_behind, rank
 
-__all__ = ["CASTS", "Canonical"]
-
 CASTS = {"clone", "_to_copy", "contiguous", "to", "_unsafe_view"}
 """Copies that change a type or a layout only."""
 

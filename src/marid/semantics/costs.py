@@ -20,8 +20,6 @@ from marid.graph.node import Node, Operation, Output, Spec, Value
 from marid.graph.program import Instruction, ListOf, Param, Slot
 from marid.semantics.roofline import Machine
 
-__all__ = ["Cost", "bytes_of", "costs_by", "flops_of", "flops_of_instruction"]
-
 _COPIES = {
     "aten::clone", "aten::_to_copy", "aten::copy_", "aten::contiguous", "aten::cat", "aten::stack", "aten::embedding",
     "aten::index", "aten::index_select", "aten::gather", "aten::fill_", "aten::zero_", "aten::constant_pad_nd",

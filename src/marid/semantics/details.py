@@ -12,8 +12,6 @@ from marid.semantics.canonical import Canonical
 from marid.semantics.expressions import base_name
 from marid.semantics.patterns import Match
 
-__all__ = ["describe"]
-
 _MASK_DEPTH = 40
 _SUMS = {"sum", "linalg_vector_norm", "norm"}
 """What makes of a root mean square the length of a vector."""

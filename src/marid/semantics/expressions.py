@@ -8,8 +8,6 @@ from torch import fx
 
 from marid.graph.node import Node
 
-__all__ = ["base_name", "gate_of", "product_behind", "rank"]
-
 
 def base_name(node: Node) -> str:
     """The operator's name without its namespace, and without the underscore of one that writes."""

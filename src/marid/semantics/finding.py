@@ -17,8 +17,6 @@ from marid.semantics.patterns import Match, matches_in, nodes_of
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
 from marid.semantics.user_patterns import registered
 
-__all__ = ["matches_of"]
-
 _BRANCH = 400
 """A residual branch with more canonical nodes than this is none."""
 

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from marid.semantics.patterns import Pattern
 
-__all__ = ["OPERATORS", "patterns"]
-
 OPERATORS: dict[str, tuple[str, str]] = {
     **{
         f"aten::{name}": ("attention", "fused")

@@ -6,8 +6,6 @@ import weakref
 
 from marid.graph.node import Node, Value, root_of
 
-__all__ = ["marked", "marks"]
-
 marks: weakref.WeakKeyDictionary[Value, str] = weakref.WeakKeyDictionary()
 """The roles that were given to tensors, by the value whose operation made their memory."""
 

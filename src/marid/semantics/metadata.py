@@ -12,8 +12,6 @@ from marid.semantics.marks import marked
 from marid.semantics.scopes import Scope
 from marid.semantics.written import written_as
 
-__all__ = ["SemanticMetadata", "metadata_of"]
-
 
 @dataclass(frozen=True)
 class SemanticMetadata:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["name_of"]
-
 
 def name_of(file: str) -> str:
     """``In[3]`` for the code of a cell that has run, in a process that has IPython; any other file as it is."""

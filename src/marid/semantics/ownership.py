@@ -19,8 +19,6 @@ from marid.semantics.canonical import CASTS
 from marid.semantics.expressions import base_name
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER, Scope
 
-__all__ = ["scopes_of"]
-
 _BACKWARD_OF: dict[str, tuple[str, ...]] = {
     "threshold_backward": ("relu",), "nll_loss_backward": ("nll_loss_forward",),
     "mm": ("addmm", "linear", "addmv", "mm"),

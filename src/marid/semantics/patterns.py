@@ -25,8 +25,6 @@ from marid.graph.shown import Held
 from marid.semantics.canonical import CASTS, Canonical
 from marid.semantics.expressions import base_name, rank
 
-__all__ = ["Match", "Pattern", "matches_in", "nodes_of"]
-
 
 @dataclass(eq=False)
 class Match:

@@ -13,8 +13,6 @@ from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER, Scope
 if TYPE_CHECKING:
     from marid.semantics.patterns import Match
 
-__all__ = ["mode_of", "phases_of"]
-
 PREFILL, DECODE = "prefill", "decode"
 
 

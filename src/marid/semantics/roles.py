@@ -17,8 +17,6 @@ from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
 if TYPE_CHECKING:
     from marid.semantics.patterns import Match
 
-__all__ = ["roles_of"]
-
 PARAMETER, BUFFER, GRADIENT, STATE = "parameter", "buffer", "gradient", "optimizer state"
 _MADE_IN = {BACKWARD: GRADIENT, OPTIMIZER: STATE}
 _WEIGHTS = {

@@ -20,8 +20,6 @@ import torch
 
 from marid.settings import settings
 
-__all__ = ["Machine", "machine"]
-
 _SIDE = 512
 _MOVED = 32 << 20
 _TRIES = 5

@@ -26,12 +26,6 @@ import typing_extensions  # which PyTorch requires
 
 from marid.semantics import notebook_cells
 
-__all__ = [
-    "BACKWARD", "BESIDE", "FORWARD", "INTERNAL", "OPTIMIZER", "Scope", "Site", "capture_site", "child_scope",
-    "current_scope", "current_site", "is_of_the_standard_library", "meet", "meet_optimizers", "met_optimizers",
-    "outermost", "phase", "site_table", "use", "working_for",
-]  # fmt: skip
-
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from marid.settings import settings
 
-__all__ = ["fold", "folded"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 

@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from marid.semantics.patterns import Pattern
 
-__all__ = ["register_pattern", "registered", "unregister_pattern"]
-
 _registered: dict[str, Pattern] = {}
 
 

@@ -12,8 +12,6 @@ from marid.execute.kernel_warnings import report
 from marid.graph.program import Program
 from marid.report.stats import counters
 
-__all__ = ["Asked", "asked"]
-
 Example = tuple[Specs, list[Any]]
 
 _complaints: set[str] = set()  # passes that failed, each told once

@@ -19,8 +19,6 @@ from marid.graph.node import Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
 from marid.ops.facts import facts_of
 
-__all__ = ["Description", "describe", "generalize", "geometry_of", "plain", "plain_constant", "solve"]
-
 Description = dict[str, Any]
 
 

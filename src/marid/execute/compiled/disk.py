@@ -27,8 +27,6 @@ import torch
 
 from marid.settings import settings
 
-__all__ = ["DiskCache", "Entry", "folder", "identity", "key_of"]
-
 _STALE = 3600  # seconds after which a temporary file has lost its writer
 _TEMPORARY = ".writing-"
 _FORMAT = 3

@@ -8,8 +8,6 @@ import torch
 from marid.graph.node import Operation, Spec
 from marid.ops.facts import base_name, facts_of
 
-__all__ = ["DTYPES", "admissible", "is_row_product", "lifted_arguments"]
-
 DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 0,
     torch.int8: 1,

@@ -28,8 +28,6 @@ from marid.native import library
 from marid.report.operator_times import operator_times
 from marid.report.stats import counters
 
-__all__ = ["Bound", "Checked", "CompiledProgram"]
-
 logger = logging.getLogger("marid")
 
 # What a kernel raises on other inputs than the user's, and where there is no memory for copies of these.

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Refused", "compile_part"]
-
 
 class Refused(Exception):
     """The part must run flat; the text says why."""

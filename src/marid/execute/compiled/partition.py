@@ -22,8 +22,6 @@ from marid.graph.program import Constant, Instruction, ListOf, Param, Program, S
 from marid.ops.facts import facts_of
 from marid.settings import settings
 
-__all__ = ["Number", "Partition", "arguments_of", "choose"]
-
 _CONSTANTS = (bool, str, torch.dtype, torch.memory_format)
 _INT64 = 1 << 63
 _FLOAT32 = torch.finfo(torch.float32).max

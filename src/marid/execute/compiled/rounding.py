@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["beyond_rounding", "copies", "is_close"]
-
 # Relative and absolute, as torch.testing.assert_close has them.
 _TOLERANCES = {
     torch.float16: (1e-3, 1e-5),

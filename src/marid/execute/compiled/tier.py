@@ -29,8 +29,6 @@ from marid.graph.program import Task
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["Tier", "best"]
-
 logger = logging.getLogger("marid")
 
 

@@ -25,8 +25,6 @@ from marid.native import int64s, library
 if TYPE_CHECKING:
     from marid.execute.compiled.disk import Entry
 
-__all__ = ["CompiledPartition", "Variant", "assemble"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:

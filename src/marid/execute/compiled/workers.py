@@ -26,8 +26,6 @@ from marid.report.hooks import Compiled, compiled
 from marid.report.stats import counters
 from marid.settings import settings
 
-__all__ = ["Compiler", "Job", "compiler"]
-
 _WORKER = Path(__file__).with_name("worker.py")
 _LEAST = 19  # the highest niceness
 _KEPT_OUT = ("MARID_", "TORCH", "AOT_INDUCTOR", "AOTI_", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS", "OMP_")

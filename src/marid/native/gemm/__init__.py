@@ -13,8 +13,6 @@ from __future__ import annotations
 from marid.native import library
 from marid.settings import settings
 
-__all__ = ["configure", "count"]
-
 
 def configure(
     *, also_slower: bool = False, uses: int = 2, work: float = 4e7, share: float = 0.1, block: int = -1

@@ -20,19 +20,6 @@ from marid.semantics.caches import grows
 from marid.semantics.marks import marks
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
 
-__all__ = [
-    "ROLES",
-    "Block",
-    "Memory",
-    "RemoteBuffer",
-    "extent_of",
-    "geometry_of_spec",
-    "note_roles",
-    "raise_spoiled",
-    "refuse_spoiled",
-    "role_of",
-]
-
 _identities = itertools.count(1 << 62)  # above all addresses, with which they are compared
 
 

@@ -24,8 +24,6 @@ import torch
 from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, file_pieces, memory_of, packing_of, segments_of
 from marid.settings import settings
 
-__all__ = ["LARGE", "ChunkFile", "Content", "FileContent", "Spool", "chunk_file", "content_of"]
-
 LARGE = 1 << 20
 """Bytes from which a tensor is sent by content, in chunks, and may be kept in files."""
 

@@ -24,8 +24,6 @@ from marid.report.stats import counters
 from marid.report.traffic import SocketCounts, traffic
 from marid.uninterrupted import Uninterrupted
 
-__all__ = ["Connection", "Delivery"]
-
 logger = logging.getLogger("marid")
 
 _PATIENCE = 0.25  # seconds after which it is looked at whether a worker process is still there

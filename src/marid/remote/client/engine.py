@@ -42,8 +42,6 @@ from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 from marid.uninterrupted import Uninterrupted
 
-__all__ = ["RemoteEngine"]
-
 _EAGER_BYTES = 4 << 20  # uploads are sent without being asked for once there are so many bytes of them
 _USUAL = "activation"  # what a worker takes the memory of results for until it is sent their role
 _AHEAD = 8  # runs that were sent before anybody needs them, each of some thousand operations

@@ -23,14 +23,13 @@ from marid.remote.client.contents import Content, content_of
 from marid.remote.client.runs import RunStep
 from marid.remote.client.steps import FetchStep, Sent, Step
 from marid.remote.client.uploads import upload_requests
-from marid.remote.wire.requests import Call, Free, Handle, Request
+from marid.remote.wire.fields import Handle
+from marid.remote.wire.requests import Call, Free, Request
 from marid.report.traffic import traffic
 from marid.settings import settings
 
 if TYPE_CHECKING:
     from marid.remote.client.delivery import Delivery
-
-__all__ = ["CheckpointStep", "Journal", "compact", "take_checkpoint"]
 
 _FEWEST = 256  # steps that are kept before it is looked at which of them are still needed
 _MOST = 4096  # steps after which there is a checkpoint, whatever it costs

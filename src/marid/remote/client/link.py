@@ -20,20 +20,14 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from marid.engine.plain import as_int
 from marid.errors import AuthenticationError, WireError, WorkerLostError
 from marid.remote.client.window import LinkLost, Window
-from marid.remote.wire.codec import (
-    VERSION,
-    as_int,
-    decode,
-    encode,
-)
+from marid.remote.wire.codec import VERSION, decode, encode
 from marid.remote.wire.endpoints import ClientKey, ClientSocket, Wake, greets
 from marid.remote.wire.replies import check_welcome
 from marid.remote.wire.requests import Request, write_requests
 from marid.report.traffic import SocketCounts
-
-__all__ = ["Link"]
 
 _HEARTBEATS = 10  # in a lease, when there is nothing else to say
 _RETRY = 0.2  # seconds between attempts to connect

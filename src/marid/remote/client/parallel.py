@@ -28,8 +28,6 @@ from marid.remote.wire.requests import OPERATIONS, Join, Leave, Meet
 from marid.semantics.scopes import current_site
 from marid.semantics.tracebacks import folded
 
-__all__ = ["ProcessGroup", "all_reduce", "process_group"]
-
 _ATTEMPTS = 3
 
 

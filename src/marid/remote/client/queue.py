@@ -22,8 +22,6 @@ from marid.remote.client.uploads import UploadProgress, UploadStep
 from marid.remote.wire.requests import record_of, write_requests
 from marid.semantics.scopes import current_site
 
-__all__ = ["Batch", "StepQueue", "batches_of", "error_named", "lost_at", "lost_error", "stopped"]
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 

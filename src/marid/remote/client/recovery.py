@@ -16,8 +16,6 @@ from marid.remote.client.steps import CallStep, Sent, Step
 from marid.remote.client.uploads import Offers, UploadStep
 from marid.remote.client.window import RequestFailed
 
-__all__ = ["LOSSES", "PoisonDetector", "Recovery"]
-
 LOSSES = 3
 
 

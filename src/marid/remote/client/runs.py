@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from marid.engine.plain import as_int, as_list, spec_from
 from marid.engine.protocol import Geometry, GiveBack
 from marid.execute.geometry import Misprediction, report
 from marid.execute.store import ProgramStore
@@ -17,13 +18,9 @@ from marid.graph.program import Program, Task, differ
 from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
 from marid.remote.client.steps import Sent, Step, configure
 from marid.remote.wire import requests as ask
-from marid.remote.wire.codec import as_int, as_list
 from marid.remote.wire.kernel_settings import current
 from marid.remote.wire.program_records import body_of, changes_between, digest_of, geometry_of, packed
-from marid.remote.wire.tensors import spec_from
 from marid.report.hooks import ran
-
-__all__ = ["EncodedProgram", "EncodedPrograms", "ReplayStep", "RunStep", "Specialization", "report_mispredictions"]
 
 _SIZES = 64  # geometries of a program that are remembered
 

@@ -10,42 +10,19 @@ from typing import Any, Protocol
 
 import torch
 
+from marid.engine.plain import as_int, as_list, as_text, spec_from
 from marid.engine.protocol import Called, Returned
 from marid.errors import WireError
 from marid.graph.node import Operation, Spec, Value, placed
 from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec, role_of
 from marid.remote.client.contents import Content, FileContent
 from marid.remote.client.link import Link
-from marid.remote.wire.codec import as_int, as_list, as_text
+from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings, current
 from marid.remote.wire.replies import as_tensor
-from marid.remote.wire.requests import (
-    ROLES,
-    Call,
-    Configure,
-    Fetch,
-    Free,
-    Handle,
-    Request,
-    Roles,
-)
-from marid.remote.wire.tensors import spec_from
+from marid.remote.wire.requests import ROLES, Call, Configure, Fetch, Free, Request, Roles
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
-
-__all__ = [
-    "RESULTS",
-    "AskStep",
-    "CallStep",
-    "FetchStep",
-    "FreeStep",
-    "Peer",
-    "ReadStep",
-    "RolesStep",
-    "Sent",
-    "Step",
-    "configure",
-]
 
 _ROLES = 4000  # handles in one request
 _TRIES = 8  # times that a worker may say that it lacks what it was just sent

@@ -29,8 +29,6 @@ from marid.remote.wire.tensors import packing_of
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 
-__all__ = ["Device", "PackStep", "ReduceStep", "TakeStep", "pack", "reduce", "take"]
-
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 

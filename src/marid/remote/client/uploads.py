@@ -15,11 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from marid.engine.plain import as_int, as_list
 from marid.engine.protocol import Geometry as Layout
 from marid.remote.client.blocks import RemoteBuffer, role_of
 from marid.remote.client.contents import LARGE, Content, FileContent
 from marid.remote.client.steps import Sent, Step
-from marid.remote.wire.codec import as_int, as_list
 from marid.remote.wire.requests import (
     Chunk,
     Have,
@@ -29,8 +29,6 @@ from marid.remote.wire.requests import (
 )
 from marid.report.traffic import traffic
 from marid.settings import settings
-
-__all__ = ["BATCH", "HaveStep", "Offers", "UploadProgress", "UploadStep", "upload_requests"]
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from marid.engine.plain import as_int, as_list, as_text
 from marid.errors import WireError
-from marid.remote.wire.codec import MISPREDICTIONS, as_int, as_list, as_text
+from marid.remote.wire.codec import MISPREDICTIONS
 from marid.remote.wire.replies import check_failure, check_results, tensor_from
 from marid.uninterrupted import Uninterrupted
-
-__all__ = ["LinkLost", "Outgoing", "RequestFailed", "Window"]
 
 _IDLE_ANSWERS = 4096  # answers in a row that say nothing, after which a worker is not listened to any more
 

@@ -28,8 +28,6 @@ from marid.remote.worker.operators import admit_namespace
 from marid.remote.worker.server import Limits, Worker
 from marid.remote.worker.supervisor import Supervisor
 
-__all__ = ["KEYS", "keygen", "parse_bytes", "serve"]
-
 KEYS = Path(platformdirs.user_config_dir("marid")) / "keys"
 """Where ``marid worker keygen`` puts keys if it is not told."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h

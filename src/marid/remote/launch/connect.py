@@ -21,8 +21,6 @@ from marid.remote.wire.endpoints import ClientKey
 from marid.semantics.tracebacks import folded
 from marid.settings import settings
 
-__all__ = ["connect", "connection_of", "disconnect"]
-
 _RETRY = 0.5
 
 

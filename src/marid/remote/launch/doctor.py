@@ -19,8 +19,6 @@ from marid.remote.wire.endpoints import ClientKey, endpoint
 from marid.remote.wire.tensors import CHUNK_BYTES
 from marid.report.units import bytes_text
 
-__all__ = ["examine"]
-
 _ROUNDS = 30
 _PIECES = 8
 _SECONDS = 5.0

@@ -18,8 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["Keeper", "hide_from_others"]
-
 Front = Callable[[str, socket.socket], None]
 """Serves on an address until it is told to stop (SIGTERM); tells the keeper the address that it has got, and with keys
 which processes it wants, through the socket."""

@@ -17,8 +17,6 @@ import torch
 
 from marid.errors import WorkerLostError
 
-__all__ = ["LocalWorker", "start_workers"]
-
 _KEPT_OUT = ("PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS")
 
 

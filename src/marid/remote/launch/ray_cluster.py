@@ -26,8 +26,6 @@ from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.wire.endpoints import ClientKey, make_worker, public_key_of
 from marid.settings import settings
 
-__all__ = ["OnRay", "WorkerActor", "workers_on_ray"]
-
 _START = 120.0  # seconds for actors to be placed, and for a worker to start
 _REACH = 2.0  # seconds for the head of a cluster on this machine to accept a connection
 _RETRY = 0.5

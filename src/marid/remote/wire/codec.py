@@ -13,40 +13,7 @@ from typing import Any
 
 import msgpack
 
-from marid.engine.plain import (
-    MEMORY_FORMATS,
-    as_bytes,
-    as_int,
-    as_list,
-    as_text,
-    dtype_name,
-    dtype_named,
-    number_from,
-    number_to,
-)
 from marid.errors import WireError
-
-__all__ = [
-    "HEADER_BYTES",
-    "MEMORY_FORMATS",
-    "MISPREDICTIONS",
-    "SEGMENTS",
-    "SEGMENT_BYTES",
-    "VERSION",
-    "Buffer",
-    "as_bytes",
-    "as_int",
-    "as_list",
-    "as_text",
-    "decode",
-    "dtype_name",
-    "dtype_named",
-    "encode",
-    "number_from",
-    "number_to",
-    "pack_plain",
-    "unpack_plain",
-]
 
 VERSION = 2
 """Of the protocol; both sides must speak the same one."""

@@ -29,26 +29,6 @@ from zmq.utils import z85
 from marid.errors import AuthenticationError
 from marid.remote.wire.codec import HEADER_BYTES, SEGMENT_BYTES, SEGMENTS
 
-__all__ = [
-    "BURST",
-    "REFUSED",
-    "ClientKey",
-    "ClientSocket",
-    "Wake",
-    "WorkerKeys",
-    "endpoint",
-    "events",
-    "greets",
-    "host_of",
-    "is_loopback",
-    "make_client",
-    "make_worker",
-    "public_key_of",
-    "received",
-    "served_endpoint",
-    "set_options",
-]
-
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 

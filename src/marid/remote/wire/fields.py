@@ -15,48 +15,24 @@ from typing import Any, get_type_hints
 
 import torch
 
-from marid.errors import WireError
-from marid.remote.wire.codec import (
+from marid.engine.plain import (
+    LONGEST,
     MEMORY_FORMATS,
-    Buffer,
+    RANK,
     as_bytes,
     as_int,
     as_list,
     as_text,
+    check_sizes,
     dtype_name,
     dtype_named,
     number_from,
     number_to,
+    spec_from,
+    spec_to,
 )
-from marid.remote.wire.tensors import LONGEST, RANK, check_sizes, spec_from, spec_to
-
-__all__ = [
-    "ARGUMENT",
-    "DTYPE",
-    "FLAG",
-    "HANDLE",
-    "HANDLES",
-    "NUMBER",
-    "SIZES",
-    "SPEC",
-    "VIEW",
-    "Handle",
-    "Kind",
-    "Record",
-    "SegmentKind",
-    "choice",
-    "exact",
-    "listed",
-    "matching",
-    "nested",
-    "optional",
-    "pairs",
-    "segment",
-    "segments",
-    "text",
-    "whole",
-    "wholes",
-]
+from marid.errors import WireError
+from marid.remote.wire.codec import Buffer
 
 HANDLES = 1 << 53
 """Handles are below this."""

@@ -9,8 +9,6 @@ import torch
 from marid.native import module
 from marid.remote.wire.fields import FLAG, choice, whole
 
-__all__ = ["KernelSettings", "apply", "current"]
-
 _DEFAULT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # PyTorch takes no others
 _PRECISIONS = ("highest", "high", "medium")
 

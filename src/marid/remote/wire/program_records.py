@@ -15,23 +15,11 @@ from typing import Any
 import blake3
 import torch
 
+from marid.engine.plain import MEMORY_FORMATS, dtype_name, spec_to
 from marid.errors import WireError
 from marid.graph.node import Spec
 from marid.graph.program import ListOf, Param, Program, Slot
-from marid.remote.wire.codec import MEMORY_FORMATS, dtype_name, pack_plain
-from marid.remote.wire.tensors import spec_to
-
-__all__ = [
-    "BODY_BYTES",
-    "DIGEST_BYTES",
-    "body_of",
-    "changed",
-    "changes_between",
-    "digest_of",
-    "geometry_of",
-    "packed",
-    "unpacked",
-]
+from marid.remote.wire.codec import pack_plain
 
 DIGEST_BYTES = 32
 BODY_BYTES = 8 << 20

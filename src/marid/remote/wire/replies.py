@@ -6,21 +6,11 @@ from typing import Any
 
 import torch
 
+from marid.engine.plain import as_bytes, as_int, as_list, as_text, dtype_named, sizes_from, spec_to
 from marid.errors import WireError
 from marid.execute.accelerator import Host
 from marid.execute.geometry import Misprediction
-from marid.remote.wire.codec import as_bytes, as_int, as_list, as_text, dtype_named
-from marid.remote.wire.tensors import number_of, packing_of, sizes_from, spec_to, tensor_of
-
-__all__ = [
-    "as_stats",
-    "as_tensor",
-    "check_failure",
-    "check_results",
-    "check_welcome",
-    "misprediction_to",
-    "tensor_from",
-]
+from marid.remote.wire.tensors import number_of, packing_of, tensor_of
 
 _HOST = Host()
 _MOST = 1 << 53

@@ -13,13 +13,10 @@ from typing import Annotated, Any, dataclass_transform
 
 import torch
 
+from marid.engine.plain import as_list, check_sizes
 from marid.errors import WireError
 from marid.graph.node import Spec
-from marid.remote.wire.codec import (
-    SEGMENT_BYTES,
-    Buffer,
-    as_list,
-)
+from marid.remote.wire.codec import SEGMENT_BYTES, Buffer
 from marid.remote.wire.fields import (
     ARGUMENT,
     DTYPE,
@@ -29,7 +26,6 @@ from marid.remote.wire.fields import (
     SIZES,
     SPEC,
     VIEW,
-    Handle,
     Record,
     choice,
     exact,
@@ -46,13 +42,7 @@ from marid.remote.wire.fields import (
 )
 from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.program_records import BODY_BYTES, DIGEST_BYTES
-from marid.remote.wire.tensors import CHUNK_BYTES, check_sizes, packing_of
-
-__all__ = [
-    "HANDLES", "OPERATIONS", "ROLES", "TICKET_BYTES", "Again", "Call", "Chunk", "Configure", "Fetch", "Free",
-    "Geometry", "Handle", "Have", "Join", "Leave", "Load", "Meet", "Pack", "Program", "Reduce", "Request", "Roles",
-    "Run", "Sizes", "Stats", "Take", "Upload", "read_requests", "record_of", "write_requests",
-]  # fmt: skip
+from marid.remote.wire.tensors import CHUNK_BYTES, packing_of
 
 TICKET_BYTES = 32
 ROLES = (
@@ -258,7 +248,7 @@ class Again(Request):
     "`returned`, with `{t: [handle, spec, layout, same as, base]}` for tensors; `arguments`: their specs; `state`"
 )
 class Call(Request):
-    """Runs one operator now. Arguments are ``Handle``, numbers, texts, dtypes and lists of them; ``state`` is that of
+    """Runs one operator now. Arguments are handles, numbers, texts, dtypes and lists of them; ``state`` is that of
     the CPU generator it draws from, or None. The n-th tensor it returns becomes handle ``base`` + n."""
 
     operator: Annotated[str, text(256, "operator")]

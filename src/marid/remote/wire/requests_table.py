@@ -6,8 +6,6 @@ import re
 
 from marid.remote.wire import requests
 
-__all__ = ["documented"]
-
 
 def documented() -> str:
     """A table of all requests for the documentation."""

@@ -23,40 +23,12 @@ import torch
 
 from marid.engine.pages import in_large_pages
 from marid.engine.plain import (
-    LONGEST,
-    RANK,
-    check_sizes,
     interned,
-    sizes_from,
-    spec_from,
-    spec_to,
 )
 from marid.errors import WireError
 from marid.execute.accelerator import Accelerator
 from marid.graph.node import Spec
 from marid.remote.wire.codec import SEGMENT_BYTES
-
-__all__ = [
-    "CHUNK_BYTES",
-    "LONGEST",
-    "RANK",
-    "Packing",
-    "bytes_of_number",
-    "check_sizes",
-    "chunks_of",
-    "elements_of",
-    "file_pieces",
-    "matches",
-    "memory_of",
-    "number_of",
-    "packing_of",
-    "segments_of",
-    "sizes_from",
-    "spec_from",
-    "spec_of",
-    "spec_to",
-    "tensor_of",
-]
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:

@@ -14,8 +14,6 @@ import torch
 
 from marid.remote.worker.checks import CHECKS
 
-__all__ = ["is_admitted"]
-
 VIEWS = set(
     "_conj _neg_view _unsafe_view alias as_strided detach diagonal expand lift_fresh permute select slice "
     "slice_inverse split split_with_sizes squeeze t transpose unbind unfold unsafe_split unsafe_split_with_sizes "

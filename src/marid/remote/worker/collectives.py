@@ -20,8 +20,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from marid.errors import WireError
 from marid.remote.wire import requests as ask
 
-__all__ = ["CollectiveFailed", "Group", "Groups", "Job", "Store", "WouldBlock"]
-
 
 class WouldBlock(Exception):
     """A request is to be asked again when something ``is_over``; until then its session is set aside."""

@@ -28,8 +28,6 @@ import zmq
 from marid.remote.wire.codec import pack_plain
 from marid.remote.wire.endpoints import BURST, REFUSED, Wake, WorkerKeys, events, received, set_options
 
-__all__ = ["PEER", "ConnectionLimits", "OwnedSocket", "ServerSocket", "passed_on"]
-
 PEER = b"peer:"
 """Owners with names that begin so are other workers, which may only collect what they are offered."""
 

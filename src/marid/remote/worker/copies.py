@@ -21,12 +21,11 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from marid.engine.plain import as_bytes, as_int, as_text
 from marid.errors import WireError
-from marid.remote.wire.codec import VERSION, as_bytes, as_int, as_text, decode, encode
+from marid.remote.wire.codec import VERSION, decode, encode
 from marid.remote.wire.endpoints import ClientKey, ClientSocket, Wake
 from marid.remote.wire.requests import TICKET_BYTES
-
-__all__ = ["Arrival", "Collectors", "Copies", "PeerAddress", "Tickets", "Unreachable"]
 
 _KEY_BYTES = 32
 _PIECE = 4 << 20

@@ -37,8 +37,6 @@ from marid.remote.worker.program_reader import RemoteProgram, geometry_from
 from marid.remote.worker.residency import Residency
 from marid.report.units import bytes_text
 
-__all__ = ["Executor", "TooLarge", "bytes_of"]
-
 _PROGRAMS = 4096
 _PROGRAM_BYTES = 1 << 30  # of programs and geometries, as they are kept
 _INSTRUCTION_BYTES, _SLOT_BYTES = 1024, 32  # what an instruction takes, and a slot in a geometry, about

@@ -17,8 +17,6 @@ from marid.graph.node import Draw, Operation
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Result, Slot
 from marid.remote.worker.operators import kind_of, operator_named
 
-__all__ = ["SLOTS", "Kinds", "check_numbers", "read_program"]
-
 SLOTS = 1 << 20
 """The most tensors of a program."""
 _INSTRUCTIONS = 1 << 18

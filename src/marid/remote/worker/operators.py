@@ -25,8 +25,6 @@ from marid.graph.program import operation_of
 from marid.remote.worker.admitted import is_admitted
 from marid.remote.worker.checks import CHECKS
 
-__all__ = ["admit_namespace", "also_admitted", "check_call", "kind_of", "operator_named"]
-
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}\.[A-Za-z_]\w{0,127}\.[A-Za-z_]\w{0,127}", re.ASCII)
 
 _ARGUMENTS = {

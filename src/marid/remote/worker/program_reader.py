@@ -15,8 +15,6 @@ from marid.graph.program import Program
 from marid.remote.wire.codec import unpack_plain
 from marid.remote.worker.instructions import SLOTS, Kinds, check_numbers, read_program
 
-__all__ = ["RemoteProgram", "geometry_from"]
-
 
 @dataclass(frozen=True, slots=True)
 class RemoteProgram:

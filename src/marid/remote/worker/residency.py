@@ -29,8 +29,6 @@ from marid.errors import WireError
 from marid.remote.wire.requests import ROLES
 from marid.remote.wire.tensors import file_pieces
 
-__all__ = ["ChunkStore", "Residency"]
-
 # --- what stays on the device ----------------------------------------------------------------------------------------
 
 

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from marid import policy
+from marid.engine.plain import as_bytes, as_int
 from marid.errors import WireError
 from marid.execute.executable import may_be_stopped
 from marid.native import library
-from marid.remote.wire.codec import SEGMENTS, VERSION, as_bytes, as_int, decode, encode
+from marid.remote.wire.codec import SEGMENTS, VERSION, decode, encode
 from marid.remote.wire.kernel_settings import apply
 from marid.remote.worker.collectives import Groups
 from marid.remote.worker.connections import PEER, OwnedSocket, ServerSocket
@@ -35,8 +36,6 @@ from marid.remote.worker.executor import Executor
 from marid.remote.worker.residency import ChunkStore
 from marid.remote.worker.session import Cancelled, Message, Session
 from marid.remote.worker.workspace import Workspace
-
-__all__ = ["Limits", "Worker"]
 
 _IDLE = 500  # milliseconds between looks at leases
 _WATCH = 0.03  # seconds between looks of the second thread

@@ -30,8 +30,6 @@ from marid.remote.worker.collectives import WouldBlock
 from marid.remote.worker.executor import TooLarge, Warned
 from marid.remote.worker.workspace import Missing, Workspace
 
-__all__ = ["Answer", "Cancelled", "Message", "Session"]
-
 _TEXT = 8192  # characters of an error that are sent
 _WARNINGS = 16
 

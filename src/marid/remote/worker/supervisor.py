@@ -20,12 +20,11 @@ from typing import Any
 
 import zmq
 
+from marid.engine.plain import as_bytes, as_text
 from marid.errors import WireError
-from marid.remote.wire.codec import SEGMENTS, VERSION, as_bytes, as_text, decode, encode, unpack_plain
+from marid.remote.wire.codec import SEGMENTS, VERSION, decode, encode, unpack_plain
 from marid.remote.wire.endpoints import WorkerKeys, received
 from marid.remote.worker.connections import PEER, ServerSocket, passed_on
-
-__all__ = ["Supervisor"]
 
 _IDLE = 500  # milliseconds between looks at keys
 _DRAINING = 10  # the same while a client does not take what it asked for

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 from marid.engine.inprocess import concretely
+from marid.engine.plain import dtype_name, spec_to
 from marid.errors import WireError
 from marid.execute.interrupted import Interrupted
 from marid.remote.wire import requests as ask
-from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES, dtype_name
+from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES
+from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings, apply
 from marid.remote.wire.program_records import digest_of, unpacked
-from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, spec_of, spec_to, tensor_of
+from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, spec_of, tensor_of
 from marid.remote.worker.collectives import Groups, WouldBlock
 from marid.remote.worker.copies import Copies
 from marid.remote.worker.executor import Executor, bytes_of
 from marid.remote.worker.operators import check_call, operator_named
 from marid.remote.worker.residency import ChunkStore
-
-__all__ = ["Missing", "Workspace"]
 
 _LAST = 64  # programs of which the last run is remembered
 
@@ -234,7 +234,7 @@ class Workspace:
         return {"returned": returned, "arguments": geometries, "state": state}
 
     def _argument(self, arg: Any, tensors: list[torch.Tensor]) -> Any:
-        if isinstance(arg, ask.Handle):
+        if isinstance(arg, Handle):
             tensors.append(self._tensor(arg.number))
             return tensors[-1]
         if isinstance(arg, list):

@@ -14,8 +14,6 @@ from marid.execute.compiled.passes.rewriter import Rewriter, look, overloads, va
 from marid.execute.compiled.passes.storages import Storages, is_view
 from marid.ops.facts import facts_of
 
-__all__ = ["add_bias_in_product", "read_transposed"]
-
 aten = torch.ops.aten
 
 _ADD = overloads("add.Tensor")

@@ -16,8 +16,6 @@ from torch import fx
 from marid.execute.compiled.passes.rewriter import Rewriter, overloads, val_of
 from marid.execute.compiled.passes.storages import Storages, is_view
 
-__all__ = ["fuse"]
-
 aten = torch.ops.aten
 
 _TIMES = overloads("mul.Tensor", "mul.Scalar")

@@ -9,8 +9,6 @@ from marid.execute.compiled.passes.rewriter import Rewriter, look, op_of, result
 from marid.execute.compiled.passes.storages import Storages
 from marid.ops.facts import facts_of
 
-__all__ = ["ALWAYS", "Condition", "violation"]
-
 Condition = Callable[[Rewriter], str | None]
 
 

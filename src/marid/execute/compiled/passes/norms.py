@@ -14,8 +14,6 @@ from torch import fx
 from marid.execute.compiled.passes.rewriter import Rewriter, overloads, val_of
 from marid.execute.compiled.passes.storages import Storages
 
-__all__ = ["fuse"]
-
 aten = torch.ops.aten
 
 _MEAN = overloads("mean.dim").pop()

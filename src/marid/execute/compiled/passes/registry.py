@@ -13,8 +13,6 @@ from marid.execute.compiled.passes.conditions import ALWAYS, Condition, violatio
 from marid.execute.compiled.passes.rewriter import Rewriter
 from marid.settings import settings
 
-__all__ = ["Improved", "Pass", "PassFailed", "generation", "improve", "register_pass", "unregister_pass", "wanted"]
-
 Change = Callable[[Rewriter], int | None]
 
 

@@ -24,8 +24,6 @@ from marid.graph.node import Operation, Spec
 from marid.graph.program import operation_of
 from marid.ops.facts import facts_of
 
-__all__ = ["Rewriter", "look", "op_of", "overloads", "results_of", "shared_with", "val_of", "written_by"]
-
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 

@@ -9,8 +9,6 @@ from torch import fx
 
 from marid.execute.compiled.passes.rewriter import Rewriter, op_of, shared_with, val_of, written_by
 
-__all__ = ["Storages", "is_view"]
-
 
 class Storages:
     """A snapshot of a graph. A storage is named by the node of the tensor that was first in it."""

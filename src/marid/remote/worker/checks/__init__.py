@@ -13,7 +13,5 @@ from collections.abc import Callable
 from marid.remote.worker.checks import losses, normalisation, other, shapes
 from marid.remote.worker.checks.requirements import Given
 
-__all__ = ["CHECKS"]
-
 CHECKS: dict[str, Callable[[Given], None]] = {**shapes.CHECKS, **normalisation.CHECKS, **losses.CHECKS, **other.CHECKS}
 """By the name of an operator of ATen."""

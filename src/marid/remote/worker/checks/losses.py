@@ -9,8 +9,6 @@ import torch
 
 from marid.remote.worker.checks.requirements import Given, alike, need, shaped, within
 
-__all__ = ["CHECKS"]
-
 
 def _nll_backward(of: Given) -> None:
     tensor, target = of["self"], of["target"]

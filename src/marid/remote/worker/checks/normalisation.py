@@ -9,8 +9,6 @@ import torch
 
 from marid.remote.worker.checks.requirements import Given, alike, dimension, is_long_enough, need, shaped
 
-__all__ = ["CHECKS"]
-
 
 def _batch_norm(of: Given) -> None:
     tensor = of["input"]

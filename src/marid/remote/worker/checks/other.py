@@ -8,8 +8,6 @@ import torch
 
 from marid.remote.worker.checks.requirements import Given, alike, dimension, is_long_enough, need, shaped, within
 
-__all__ = ["CHECKS"]
-
 
 def _fft(of: Given) -> None:
     tensor, dims = of["self"], list(of["dim"])

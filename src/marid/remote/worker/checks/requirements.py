@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Given", "alike", "dimension", "is_long_enough", "need", "shaped", "within"]
-
 Given = dict[str, Any]
 
 

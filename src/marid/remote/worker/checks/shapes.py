@@ -9,8 +9,6 @@ import torch
 
 from marid.remote.worker.checks.requirements import Given, alike, dimension, need, shaped, within
 
-__all__ = ["CHECKS"]
-
 
 def _reshape_alias(of: Given) -> None:
     tensor, size, stride, offset = of["self"], of["size"], of["stride"], of.get("storage_offset")
