@@ -27,6 +27,7 @@ from marid.report.stats import Stats, counters, functions
 from marid.report.traffic import RemoteStats, traffic
 from marid.semantics.analyzer import Analysis
 from marid.semantics.marks import marks
+from marid.semantics.scopes import text_of_site
 from marid.semantics.tracebacks import folded
 
 
@@ -157,7 +158,7 @@ def _resident() -> list[Resident]:
     lines: dict[str, list[int]] = {}
     for nbytes, value in holders(range(handles.device_count)):
         site = root_of(value).node.site
-        lines.setdefault(str(site) if site is not None else "<unknown>", []).append(nbytes)
+        lines.setdefault(text_of_site(site), []).append(nbytes)
     found = [Resident(source, sum(blocks), len(blocks)) for source, blocks in lines.items()]
     return sorted(found, key=lambda one: -one.nbytes)
 

@@ -25,7 +25,7 @@ from marid.execute.captured import CapturedProgram, CapturedPrograms
 from marid.execute.device_operators import for_device, operator_on, takes_device
 from marid.execute.specialisation import Runnable
 from marid.graph.analysis import forecast
-from marid.graph.node import Node, Operation, Spec, Value
+from marid.graph.node import Node, Operation, Spec, Value, span_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task
 
@@ -169,7 +169,7 @@ def _moved(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -
     by side, or its elements alone where most of what lies between the first and the last is not the tensor's."""
     tensor = tensor.resolve_conj().resolve_neg()
     shape, stride = tensor.shape, tensor.stride()
-    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if tensor.numel() else 0
+    span = span_of(shape, stride)
     if span <= 2 * tensor.numel():
         return move(tensor.as_strided((span,), (1,))).as_strided(shape, stride, 0)
     elements = move(tensor.contiguous().flatten())

@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from marid.engine.pages import in_large_pages
+from marid.graph.node import span_of
 
 _LARGE = 1 << 20  # bytes
 
@@ -19,8 +20,8 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     if torch._C._TensorBase.is_contiguous(tensor):
         return _copied(tensor) if tensor.nbytes >= _LARGE and tensor.is_cpu else tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0 or span == tensor.numel():
+    span = span_of(tensor.shape, tensor.stride())
+    if span == tensor.numel():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
     block = tensor.as_strided((span,), (1,)).clone()
     return block.as_strided(tensor.shape, tensor.stride(), 0)

@@ -17,10 +17,11 @@ import torch
 
 from marid.errors import LazyTensorError
 from marid.graph.analysis import analysis_of
-from marid.graph.node import Node, Spec
+from marid.graph.node import Node, Spec, strides_alike
 from marid.graph.program import Instruction, Program, Result
 from marid.native import module
 from marid.report.stats import counters
+from marid.semantics.scopes import text_of_site
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Noted:
 
 def report(misprediction: Misprediction) -> None:
     """Count a misprediction at the line of its operation, and tell the recorder."""
-    site = "<unknown>" if misprediction.node.site is None else str(misprediction.node.site)
+    site = text_of_site(misprediction.node.site)
     counters.count_misprediction(misprediction.instruction.op.name, site, str(misprediction))
     for listener in _listeners:
         listener(misprediction)
@@ -145,7 +146,7 @@ def _laid_out(tensor: torch.Tensor, spec: Spec, base: torch.Tensor | None, owned
     where that would be another tensor."""
     same = tensor.dtype is spec.dtype and tensor.is_conj() == spec.conj and tensor.is_neg() == spec.neg
     if same and tuple(tensor.shape) == spec.shape:
-        if owned and tensor.storage_offset() == spec.offset and _steps_alike(tensor.stride(), spec):
+        if owned and tensor.storage_offset() == spec.offset and strides_alike(tensor.stride(), spec):
             return torch.as_strided(tensor, spec.shape, spec.stride, spec.offset)
         if base is None and not spec.overlaps:
             return _copy(tensor, spec)
@@ -157,8 +158,7 @@ def _laid_out(tensor: torch.Tensor, spec: Spec, base: torch.Tensor | None, owned
 
 
 def _copy(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-    span = 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
-    block = torch.empty(spec.offset + span, dtype=spec.dtype, device=tensor.device)
+    block = torch.empty(spec.offset + spec.span, dtype=spec.dtype, device=tensor.device)
     made = block.as_strided(spec.shape, spec.stride, spec.offset)
     made = torch.ops.aten._conj.default(made) if spec.conj else made
     made = torch.ops.aten._neg_view.default(made) if spec.neg else made
@@ -185,12 +185,6 @@ def _has_its_memory(tensor: torch.Tensor, base: torch.Tensor | None) -> bool:
     if base is not None:
         return storage._cdata == base.untyped_storage()._cdata
     return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor, and `storage`
-
-
-def _steps_alike(stride: tuple[int, ...], spec: Spec) -> bool:
-    """Whether strides differ from those of ``spec`` at most where they do not matter."""
-    steps = zip(stride, spec.stride, spec.shape, strict=True)
-    return spec.numel == 0 or all(a == b or size == 1 for a, b, size in steps)
 
 
 module.configure_geometry(Spec)

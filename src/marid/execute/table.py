@@ -2,7 +2,7 @@
 
 ``native/execute.cpp`` goes through the table with the interpreter's lock released; ``native/runs.cpp`` begins runs and
 hands out what they made. What cannot be translated (an argument that is neither tensor, number, text nor dtype) is said
-at once, and the program runs as Python source.
+at once, and the program runs in Python (``Executable.interpret``).
 """
 
 from __future__ import annotations

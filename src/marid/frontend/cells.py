@@ -1,6 +1,6 @@
 """Recurrent cells and layers as the CPU computes them, operation by operation in the order of PyTorch's ``RNN.cpp``.
 
-The steps of a layer are composites in C++ (``native/cells.cpp``), and written out here for where these cannot be built.
+The usual steps of LSTM and GRU layers are composites in C++ (``native/cells.cpp``).
 """
 
 from __future__ import annotations

@@ -74,7 +74,6 @@ class _Convolution:
         groups: int,
     ) -> None:
         self.groups = groups
-        self.transposed = transposed
         self.flat = len(weight.shape) == 3 == len(input.shape)
         self.input, self.weight = Laid(input.shape, input.stride), Laid(weight.shape, weight.stride)
         if self.flat:

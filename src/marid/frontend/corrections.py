@@ -35,7 +35,7 @@ def correct(misprediction: Misprediction) -> None:
     rule = known.rule
     for out in rule.outs:
         if out.path == misprediction.path and out.spec is not None:
-            out.spec = _interned(misprediction.seen, out.spec.device)
+            out.spec = handles.spec_like(misprediction.seen, out.spec.device)
     if misprediction.shares:
         rule.eager = "whose memory its result lies in is not what its schema says"
     recorder.learn(key, rule, values, named, known.tape.device)
@@ -48,11 +48,7 @@ class _StandIn:
 
     def __init__(self, of: Spec | None) -> None:
         assert of is not None
-        self._value = Node(0, None, None, None, _interned(of, of.device), None, None, None)
-
-
-def _interned(of: Spec, device: int) -> Spec:
-    return handles.spec(of.shape, of.stride, of.offset, of.dtype, device, of.conj, of.neg)
+        self._value = Node(0, None, None, None, handles.spec_like(of, of.device), None, None, None)
 
 
 def _given(arg: Any, misprediction: Misprediction) -> Any:

@@ -25,8 +25,7 @@ T = TypeVar("T")
 def default_device(device: torch.types.Device) -> _GeneratorContextManager[None]:
     """A block, or a decorator, in which PyTorch's factories (``torch.ones``, ``torch.tensor``, what makes parameters)
     make tensors on ``device`` where they are not told another one; like ``with torch.device(device)``, but each asyncio
-    task and each thread has its own (source document 002). The innermost block counts, also among those of
-    ``torch.device``.
+    task and each thread has its own. The innermost block counts, also among those of ``torch.device``.
 
     It holds in the thread that enters it, for tasks that are begun inside too, until it ends. Raises PyTorch's error
     for what is no device.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from marid.engine.protocol import Called, Geometry, Returned
+from marid.engine.protocol import Called, Returned
 from marid.errors import MaterializationError
 from marid.frontend import handles, random
 from marid.frontend.calls import Call, unsupported, writes_of
@@ -102,7 +102,7 @@ def _hand_back(recorder: Recorder, call: Call, writes: list[int], called: Called
     """Handles for what the operator returned, and up-to-date geometry for what it wrote."""
     for index in writes:
         tensor = call.tensors[index]
-        spec = _spec(called.geometries[index], call.device)
+        spec = handles.spec_like(called.geometries[index], call.device)
         if spec is not tensor._value.spec:
             tensor._value.spec = spec
             retarget(tensor, tensor._value, tensor._storage)
@@ -123,12 +123,8 @@ def _handle(recorder: Recorder, call: Call, made: Returned) -> Any:
     if made.same_as is not None:
         return call.tensors[made.same_as]
     assert made.geometry is not None
-    spec = _spec(made.geometry, call.device)
+    spec = handles.spec_like(made.geometry, call.device)
     if made.base is None:
         return handles.wrap(handles.source(made.buffer, spec), spec)
     base = call.tensors[made.base]
     return handles.wrap(handles.source(made.buffer, spec, root_of(base._value)), spec, handles.storage_of(base))
-
-
-def _spec(of: Geometry, device: int) -> Any:
-    return handles.spec(of.shape, of.stride, of.offset, of.dtype, device, of.conj, of.neg)

@@ -109,6 +109,11 @@ def spec(
     return found
 
 
+def spec_like(of: Any, device: int) -> Spec:
+    """The interned spec with the geometry and dtype of ``of`` (a ``Spec`` or a ``Geometry``), on another device."""
+    return spec(of.shape, of.stride, of.offset, of.dtype, device, of.conj, of.neg)
+
+
 def spec_of(tensor: torch.Tensor, device: int) -> Spec:
     """The spec of a strided tensor, as it would be on lazy device ``device``."""
     return spec(

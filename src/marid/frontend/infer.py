@@ -275,11 +275,9 @@ class _StandIns:
         widest: dict[int, int] = {}
         for value in request.tensors:
             assert value.spec is not None
-            shape, stride, offset = value.spec.shape, value.spec.stride, value.spec.offset
-            span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
             root = id(root_of(value))
             width = value.spec.dtype.itemsize
-            spans[root] = max(spans.get(root, 0), (offset if 0 in shape else span) * width)
+            spans[root] = max(spans.get(root, 0), (value.spec.offset + value.spec.span) * width)
             widest[root] = max(widest.get(root, 0), width)
         for value in request.tensors:
             root = id(root_of(value))

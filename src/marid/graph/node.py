@@ -80,6 +80,11 @@ class Spec:
         return True
 
     @property
+    def span(self) -> int:
+        """How many elements lie from the first to the last, both counted; 0 where there are none."""
+        return span_of(self.shape, self.stride)
+
+    @property
     def overlaps(self) -> bool:
         """Whether two elements may lie in one place, so far as sorted strides tell."""
         reach = 0
@@ -323,6 +328,17 @@ def input_values(node: Node) -> Iterator[Value]:
         yield from values_in(node.args)
         for _, arg in node.kwargs or ():
             yield from values_in((arg,))
+
+
+def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements lie from a tensor's first to its last, both counted; 0 where there are none."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def strides_alike(stride: tuple[int, ...], spec: Spec) -> bool:
+    """Whether strides differ from those of ``spec`` at most where they do not matter."""
+    steps = zip(stride, spec.stride, spec.shape, strict=True)
+    return spec.numel == 0 or all(a == b or size == 1 for a, b, size in steps)
 
 
 def placed(arg: Any, place: Callable[[Value], Any]) -> Any:

@@ -121,7 +121,6 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_job_new": (_POINTER, [_POINTER, _INT64, _INT64S, _POINTERS, _INT64S, _INT, _POINTER, _INT64]),
     "marid_queue_release_threads": (None, [_POINTER]),
     "marid_job_submit": (_INT64, [_POINTER, _POINTER]),
-    "marid_job_state": (_INT, [_POINTER]),
     "marid_job_watched": (_POINTER, [_POINTER]),
     "marid_job_left": (_INT, [_POINTER]),
     "marid_job_began": (ctypes.c_double, [_POINTER]),

@@ -178,10 +178,6 @@ int64_t marid_job_submit(void* given, void* positioned) {
   queue->changed.notify_all();
   return job->number;
 }
-int marid_job_state(void* job) {
-  std::lock_guard<std::mutex> held(queue->lock);
-  return static_cast<Job*>(job)->state;
-}
 // What watched memory saw, once, or null.
 void* marid_job_watched(void* job) { return std::exchange(static_cast<Job*>(job)->watched, nullptr); }
 // When it began, in seconds of a steady clock.

@@ -134,6 +134,11 @@ def _line(value: Value) -> str:
     return str(value.node.site) if value.node.site is not None else "unknown line"
 
 
+def is_draw(number: Any) -> bool:
+    """Whether a parameter of a task stands for a position in a random stream: ``("draw", position)``."""
+    return type(number) is tuple and len(number) == 2 and number[0] == "draw"
+
+
 def numbers_of(task: Task, draws: list[Draw]) -> tuple[list[Any], list[Any]]:
     """The parameters of a task, those of ``draws`` as ``("draw", position)``, and the line where each was written."""
     places = {id(draw): ("draw", position) for position, draw in enumerate(draws)}

@@ -19,6 +19,7 @@ from marid.replay.autograd_function import connect
 from marid.replay.draws import take_again
 from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
 from marid.replay.pending import run_needed
+from marid.replay.places import is_draw
 from marid.replay.recording import (
     CONSTANT,
     GRAD,
@@ -70,7 +71,7 @@ class Template:
         asked |= {arguments + index for index, tensor in enumerate(own) if tensor.requires_grad and tensor.is_leaf}
         self._grads_asked = sorted(index for index in asked if index < tensors)
         self._grads_expected = [recording.grads_before[index] for index in self._grads_asked]
-        self._draws = [place for place, number in enumerate(recording.numbers) if _is_draw(number)]
+        self._draws = [place for place, number in enumerate(recording.numbers) if is_draw(number)]
         self._all_apart = len(set(recording.shared)) == len(recording.shared)
         self._replaced = [index for index, _ in recording.grads if (GRAD, index) not in recording.used]
         most = max((count for _, count in recording.bumps), default=0)
@@ -162,10 +163,6 @@ class Template:
 
 def _flags(tensor: Any) -> tuple[bool, bool]:
     return tensor.requires_grad, tensor._backward_hooks is None
-
-
-def _is_draw(number: Any) -> bool:
-    return type(number) is tuple and len(number) == 2 and number[0] == "draw"
 
 
 class _HandOut:

@@ -15,7 +15,7 @@ from typing import Any
 
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot
 from marid.report.builds import Build, Builds
-from marid.semantics.scopes import Site
+from marid.semantics.scopes import Site, text_of_site
 
 _ALIGNED = 1_000  # operations between the first and the last difference that are aligned with care
 _SMALL = 8  # programs that are compared whatever they have in common, where one line read both
@@ -56,7 +56,7 @@ class Recompile:
 
 def recompiles(builds: Builds) -> list[Recompile]:
     """The programs built since the last reset that are like an earlier one that is still remembered; oldest first."""
-    place = functools.cache(_place)
+    place = functools.cache(text_of_site)
     profile = functools.cache(lambda build: _profile(build, place))
     kept = builds.kept()
     found = []
@@ -75,10 +75,6 @@ def _merged(differences: Iterable[Difference]) -> tuple[Difference, ...]:
     return tuple(
         one if count == 1 else replace(one, text=f"{one.text} ({count:,} times)") for one, count in counts.items()
     )
-
-
-def _place(site: Site | None) -> str:
-    return str(site) if site is not None else "<unknown>"
 
 
 def _nearest(build: Build, earlier: list[Build], place: _Place, profile: _Profile) -> Build | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import linecache
 import os
 import sys
 from dataclasses import asdict
@@ -20,13 +19,12 @@ import torch
 
 from marid.api import explain, stats
 from marid.frontend.meaning import understand
-from marid.report.explain import short
+from marid.report.explain import code_at, short
 from marid.report.operator_times import operator_times
 from marid.report.programs import Alive, ShownProgram, held_by, shown
 from marid.report.units import bytes_text, seconds_text
 from marid.semantics.regions import Region
 from marid.semantics.roofline import machine
-from marid.semantics.scopes import BESIDE
 from marid.semantics.tracebacks import folded
 
 _GRAPHS = 8  # programs that are shown as graphs, those that took most
@@ -123,9 +121,7 @@ def data_of() -> dict[str, Any]:
 
 def _line(source: str) -> dict[str, str]:
     """A line, below the current folder where it is there, and what is written there."""
-    file, _, line = source.partition(BESIDE)[0].rpartition(":")
-    code = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
-    return {"source": short(source), "code": code[:160]}
+    return {"source": short(source), "code": code_at(source)[:160]}
 
 
 def _rows(programs: list[ShownProgram]) -> list[dict[str, Any]]:

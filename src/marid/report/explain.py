@@ -14,7 +14,7 @@ from marid.graph.html import pre_html
 from marid.report.differences import Recompile
 from marid.report.stats import Counters, Misprediction, Sync
 from marid.report.units import bytes_text, seconds_text
-from marid.semantics.scopes import BESIDE, Site
+from marid.semantics.scopes import BESIDE, text_of_site
 
 if TYPE_CHECKING:  # rich takes as long to import as much of Marid, so only who prints waits for it
     from rich.console import RenderableType
@@ -56,7 +56,7 @@ def fallbacks_of(counters: Counters) -> list[Fallback]:
     """Operators that ran at once, most often first."""
     merged: dict[tuple[str, str, str], int] = {}
     for (name, reason, site), count in list(counters.eager.items()):
-        key = name, _text(site), reason
+        key = name, text_of_site(site), reason
         merged[key] = merged.get(key, 0) + count
     return sorted((Fallback(*key, count) for key, count in merged.items()), key=lambda one: -one.count)
 
@@ -65,12 +65,8 @@ def cuts_of(counters: Counters) -> list[Cut]:
     """Automatic cuts, most often first."""
     merged: dict[str, int] = {}
     for site, count in list(counters.cuts.items()):
-        merged[_text(site)] = merged.get(_text(site), 0) + count
+        merged[text_of_site(site)] = merged.get(text_of_site(site), 0) + count
     return sorted((Cut(source, count) for source, count in merged.items()), key=lambda one: -one.count)
-
-
-def _text(site: Site | None) -> str:
-    return str(site) if site is not None else "<unknown>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,9 +185,13 @@ def _recompile(one: Recompile) -> Text:
 
 def _with_code(source: str) -> str:
     """The line of a site, and what is written there."""
+    return f"{short(source)}  {code_at(source)[:80]}".rstrip()
+
+
+def code_at(source: str) -> str:
+    """What is written at ``file:line``; nothing where that cannot be read."""
     file, _, line = source.partition(BESIDE)[0].rpartition(":")
-    code = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
-    return f"{short(source)}  {code[:80]}".rstrip()
+    return linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
 
 
 def short(source: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from marid.graph.node import Spec
 from marid.graph.program import Instruction, ListOf, Program, Slot
 from marid.native import module
-from marid.semantics.scopes import Scope, Site
+from marid.semantics.scopes import Scope, Site, text_of_site
 from marid.settings import settings
 
 _PROFILES = 512  # sums that are kept apart; older ones are merged by line
@@ -112,7 +112,7 @@ class Profile:
                 instruction.op.name,
                 None if scope is None else scope.module_path,
                 "forward" if scope is None else scope.phase,
-                "<unknown>" if site is None else str(site),
+                text_of_site(site),
                 count,
                 int(self.sums[2 * index]) / 1e9,
                 count * bytes_of(instruction, self.specs),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from marid.graph.html import folded_html, table_html
 from marid.report.operator_times import OperatorStats
 from marid.report.traffic import RemoteStats
-from marid.semantics.scopes import Site
+from marid.semantics.scopes import Site, text_of_site
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,11 @@ class Counters:
             key = (name, reason, site)
             self.eager[key] = self.eager.get(key, 0) + 1
 
-    def count_misprediction(self, name: str, source: str, what: str, count: int = 1) -> None:
+    def count_misprediction(self, name: str, source: str, what: str) -> None:
         """A result of the operator ``name``, written at ``source``, was not what was recorded."""
         with self.lock:
             key = (source, name, what)
-            self.mispredicted[key] = self.mispredicted.get(key, 0) + count
+            self.mispredicted[key] = self.mispredicted.get(key, 0) + 1
 
     def mispredictions(self) -> list[Misprediction]:
         """Results that were not what was recorded, by line."""
@@ -237,7 +237,7 @@ class Counters:
         """Materialisations by line and reason, slowest first."""
         merged: dict[tuple[str, str], list[float]] = {}
         for (site, reason), (count, seconds) in list(self.waits.items()):
-            entry = merged.setdefault((str(site) if site is not None else "<unknown>", reason), [0, 0.0])
+            entry = merged.setdefault((text_of_site(site), reason), [0, 0.0])
             entry[0] += count
             entry[1] += seconds
         found = [Sync(source, reason, int(count), seconds) for (source, reason), (count, seconds) in merged.items()]

@@ -10,10 +10,7 @@ from typing import Any
 
 from marid.errors import BudgetError
 from marid.report.units import bytes_text
-from marid.semantics.scopes import current_site
-
-PROGRAMS = "programs and requests"
-"""The role of what is neither uploaded nor read."""
+from marid.semantics.scopes import current_site, text_of_site
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class Traffic(Counts):
         with self.lock:
             merged: dict[tuple[str, str], list[int]] = {}
             for (site, role), (up, down) in self.lines.items():
-                entry = merged.setdefault((str(site) if site is not None else "<unknown>", role), [0, 0])
+                entry = merged.setdefault((text_of_site(site), role), [0, 0])
                 entry[0] += up
                 entry[1] += down
             moved = [Moved(source, role, up, down) for (source, role), (up, down) in merged.items()]

@@ -20,6 +20,7 @@ from marid.graph.node import Draw, Node, Spec
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program
 from marid.remote.worker.instructions import check_numbers, read_program
+from marid.replay.places import is_draw
 from marid.saved.counting import Counting
 from marid.saved.form import Numbers, part_of, parts_of, slot_of, text_from
 from marid.saved.sizes import check_sizes, is_dense
@@ -86,7 +87,7 @@ class Plan:
     def read(cls, text: str, device: int) -> Plan:
         """The plan of a text. Raises ``WireError``."""
         data = text_from(text)
-        specs = [_on(spec_from(one), device) for one in as_list(data.get("specs"), _MOST, "specs")]
+        specs = [handles.spec_like(spec_from(one), device) for one in as_list(data.get("specs"), _MOST, "specs")]
         arguments: list[Argument] = []
         leaves = rebuilt(data.get("arguments"), lambda leaf: _argument(leaf, arguments))
         if type(leaves) is not tuple:
@@ -206,7 +207,7 @@ class _Nodes:
         for number in numbers:
             if type(number) is tuple and number[:1] == ("draw",) and number[1] >= draws:
                 raise WireError("it draws random numbers that it does not say")
-        check_numbers(kinds, [_NO_DRAW if _is_draw(number) else number for number in numbers])
+        check_numbers(kinds, [_NO_DRAW if is_draw(number) else number for number in numbers])
         analysis = analysis_of(program)
         if any(slot not in analysis.made_by for slot in wanted):
             raise WireError("a result is not made by it")
@@ -237,14 +238,6 @@ class _Nodes:
 
 
 _NO_DRAW = Draw(0, 0, -1, 0, -1)
-
-
-def _is_draw(number: Any) -> bool:
-    return type(number) is tuple and len(number) == 2 and number[0] == "draw"
-
-
-def _on(spec: Spec, device: int) -> Spec:
-    return handles.spec(spec.shape, spec.stride, spec.offset, spec.dtype, device, spec.conj, spec.neg)
 
 
 def _entry(data: Any, specs: list[Spec]) -> Entry:

@@ -24,12 +24,7 @@ def is_dense(spec: Spec) -> bool:
     """Whether a tensor with that spec takes the whole of its memory, each element once."""
     if spec.offset or spec.conj or spec.neg or spec.overlaps:
         return False
-    return not spec.numel or _span(spec) == spec.numel
-
-
-def _span(spec: Spec) -> int:
-    """From the first element of a tensor to its last."""
-    return 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+    return spec.span == spec.numel
 
 
 def check_sizes(program: Program, specs: tuple[Spec | None, ...], numbers: list[Any], device: int) -> None:
@@ -37,12 +32,7 @@ def check_sizes(program: Program, specs: tuple[Spec | None, ...], numbers: list[
     seen: set[Any] = set()
     for slot, root in analysis_of(program).roots.items():
         spec = specs[slot]
-        if (
-            slot == root
-            and spec is not None
-            and spec.numel
-            and _span(spec) + spec.offset > _GAPS * (spec.numel + _GAPS)
-        ):
+        if slot == root and spec is not None and spec.numel and spec.span + spec.offset > _GAPS * (spec.numel + _GAPS):
             raise WireError(f"the tensor %{slot} takes much more memory than its elements")
     for index, instruction in enumerate(program.instructions):
         call = _Call(instruction, specs, numbers)

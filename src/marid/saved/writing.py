@@ -17,6 +17,7 @@ from marid.frontend import handles
 from marid.frontend.observe import Drawn
 from marid.graph.node import Node, Spec, root_of
 from marid.graph.program import Instruction
+from marid.replay.places import is_draw
 from marid.replay.recording import CONSTANT, GRAD, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Each, Ref
 from marid.saved.form import DIGEST, ENTRY, FORMAT, VERSION, argument_to, name_of, number_to, text_to
 from marid.saved.names import Names
@@ -260,7 +261,7 @@ class _Writer:
         if how is not None:
             return [self._expression(part) for part in how] if type(how) is Each else self._expression(how)
         number = self._recording.numbers[place]
-        if type(number) is tuple and len(number) == 2 and number[0] == "draw":
+        if is_draw(number):
             return {"draw": number[1]}
         return [number_to(item) for item in number] if type(number) is tuple else number_to(number)
 

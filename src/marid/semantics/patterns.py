@@ -44,10 +44,6 @@ class Match:
     memory: Sequence[Node] = ()
 
 
-Look = Callable[[Match, Canonical], bool]
-"""Looks closer at what was found, may fill in ``variant`` and ``details``, and says whether it counts."""
-
-
 @dataclass(eq=False)
 class Pattern:
     """A function whose work is looked for. ``inputs`` are example tensors; what of them is an ``nn.Parameter`` stands
@@ -57,7 +53,6 @@ class Pattern:
     function: Callable[..., Any]
     inputs: tuple[torch.Tensor, ...]
     variant: str | None = None
-    look: Look | None = None
 
     @cached_property
     def matchers(self) -> list[SubgraphMatcher]:
@@ -208,9 +203,8 @@ def matches_in(canonical: Canonical, patterns: Iterable[Pattern]) -> list[Match]
                     continue
                 nodes = sorted(nodes_of(canonical, own), key=lambda node: order[node])
                 match = Match(pattern.name, nodes, pattern.variant, {}, one.placeholder_nodes, one.returning_nodes)
-                if pattern.look is None or pattern.look(match, canonical):
-                    taken[pattern.name] |= own
-                    found.append(match)
+                taken[pattern.name] |= own
+                found.append(match)
     return found
 
 

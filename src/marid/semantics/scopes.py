@@ -29,6 +29,11 @@ from marid.semantics import notebook_cells
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 
+def text_of_site(site: Site | None) -> str:
+    """``file:line`` of a place in the user's source, for reports."""
+    return "<unknown>" if site is None else str(site)
+
+
 class Site:
     """A place in the user's source, and the line of an installed ``package`` that was called from there, if the
     operation is written in one. ``file``, ``line`` and ``function`` are worked out on demand."""

@@ -188,11 +188,12 @@ class _Chooser:
             return None
         own = self._spec(base)
         if len(slots) > 1 and (
-            _span(own) != own.numel
+            not own.numel
+            or own.span != own.numel
             or any(
                 spec.dtype is not own.dtype
                 or spec.offset < own.offset
-                or spec.offset + _span(spec) > own.offset + own.numel
+                or spec.offset + spec.span > own.offset + own.numel
                 for spec in map(self._spec, slots)
             )
         ):
@@ -225,7 +226,7 @@ class _Chooser:
         outputs = sorted(slot for slot in needed if self.root[slot] == slot)
         for slot in outputs:
             spec = self.specs[slot]
-            if spec is None or spec.overlaps or _span(spec) != spec.numel or spec.offset:
+            if spec is None or not spec.numel or spec.overlaps or spec.span != spec.numel or spec.offset:
                 raise _Barred(self.maker[slot])
         if not outputs and not any(self.root[slot] in written for slot in inputs):
             return None
@@ -298,7 +299,3 @@ def _type_of(number: Any, dtypes: set[torch.dtype]) -> tuple[torch.dtype, type |
         return torch.float64 if torch.float64 in dtypes else torch.float32, None
     kind = type(number)
     return torch.float32 if kind is float else torch.bool if kind is bool else torch.int64, kind
-
-
-def _span(spec: Spec) -> int:
-    return 1 + sum(stride * (size - 1) for stride, size in zip(spec.stride, spec.shape, strict=True))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from marid.graph.node import span_of
+
 # Relative and absolute, as torch.testing.assert_close has them.
 _TOLERANCES = {
     torch.float16: (1e-3, 1e-5),
@@ -85,7 +87,7 @@ def copies(tensors: Sequence[torch.Tensor], bases: Sequence[int], which: Sequenc
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     # As large as what it lies in, of which only what may be read is touched.
     memory = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype, device="cpu")
-    start, span = tensor.storage_offset(), _span(tensor)
+    start, span = tensor.storage_offset(), span_of(tensor.shape, tensor.stride())
     memory[start : start + span] = tensor.as_strided((span,), (1,), start)
     return memory.as_strided(tensor.shape, tensor.stride(), start)
 
@@ -94,19 +96,12 @@ def _is_alike(got: torch.Tensor, right: torch.Tensor) -> bool:
     return (got.shape, got.stride(), got.dtype) == (right.shape, right.stride(), right.dtype)
 
 
-def _span(tensor: torch.Tensor) -> int:
-    """How many elements lie from a tensor's first to its last."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _change_last_bits(tensors: list[torch.Tensor], seed: int) -> None:
     generator = torch.Generator("cpu").manual_seed(seed)
     for tensor in tensors:
         if not tensor.is_floating_point():
             continue
-        flat = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset())
+        flat = tensor.as_strided((span_of(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
         steps = torch.randint(-_MOST_BITS, _MOST_BITS + 1, flat.shape, generator=generator, device="cpu")
         flat.mul_((1 + steps * torch.finfo(tensor.dtype).eps).to(tensor.dtype))
 

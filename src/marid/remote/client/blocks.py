@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from marid.engine.protocol import Geometry
-from marid.graph.node import Node, Spec, Value, fail, failure_of, input_values, root_of, without_frames
+from marid.graph.node import Node, Spec, Value, fail, failure_of, input_values, root_of, span_of, without_frames
 from marid.graph.program import Task
 from marid.semantics.caches import grows
 from marid.semantics.marks import marks
@@ -26,14 +26,13 @@ _identities = itertools.count(1 << 62)  # above all addresses, with which they a
 class Block:
     """Memory on a worker that a base and its views share.
 
-    ``version`` is raised by every write. ``live`` counts the handles that somebody holds. ``error`` is why its
-    content is not to be had: a write failed, or the worker is gone. ``root`` is the geometry of the tensor it was
-    made for, ``nbytes`` how far it reaches (as far as that tensor, unless more is known), ``site`` and ``scope`` say by
-    which line and in which module.
+    ``version`` is raised by every write. ``error`` is why its content is not to be had: a write failed, or the worker
+    is gone. ``root`` is the geometry of the tensor it was made for, ``nbytes`` how far it reaches (as far as that
+    tensor, unless more is known), ``site`` and ``scope`` say by which line and in which module.
     """
 
     __slots__ = (
-        *("__weakref__", "error", "host", "identity", "live", "nbytes"),
+        *("__weakref__", "error", "host", "identity", "nbytes"),
         *("marked", "role", "root", "scope", "site", "role_sent", "version"),
     )
 
@@ -42,7 +41,6 @@ class Block:
         self.root = root
         self.nbytes = extent_of(root) if nbytes is None else nbytes
         self.version = 0
-        self.live = 0
         self.error: Exception | None = None
         self.site = site
         self.scope: Any = None
@@ -72,7 +70,6 @@ class RemoteBuffer:
         self.brought: tuple[int, torch.Tensor] | None = None
         """Its value on the host, on its way to whoever asked for it, and the version of the block it is of."""
         self._dropped = dropped
-        block.live += 1
 
     def __del__(self) -> None:
         self._dropped.append((self.handle, self.block))
@@ -96,10 +93,7 @@ def geometry_of_spec(spec: Spec) -> Geometry:
 
 def extent_of(of: Geometry | Spec) -> int:
     """Bytes of memory from its beginning to the last element."""
-    if 0 in of.shape:
-        return 0
-    last = of.offset + sum((size - 1) * step for size, step in zip(of.shape, of.stride, strict=True))
-    return (last + 1) * of.dtype.itemsize
+    return 0 if 0 in of.shape else (of.offset + span_of(of.shape, of.stride)) * of.dtype.itemsize
 
 
 class Memory:
@@ -126,9 +120,8 @@ class Memory:
         """The handles that nobody holds any more, once."""
         handles: list[int] = []
         while self._dropped:
-            handle, block = self._dropped.popleft()
+            handle, _ = self._dropped.popleft()
             handles.append(handle)
-            block.live -= 1
             self.alive.pop(handle, None)
         return handles
 
@@ -150,7 +143,6 @@ class Memory:
 
 WEIGHT, GRADIENT, STATE, ACTIVATION, CACHE = "weight", "gradient", "optimizer state", "activation", "kv cache"
 BUFFER = "buffer"
-ROLES = (WEIGHT, GRADIENT, STATE, ACTIVATION, CACHE, BUFFER, "recurrent state", "input", "other")
 
 _MADE_IN = {BACKWARD: GRADIENT, OPTIMIZER: STATE}
 

@@ -142,13 +142,13 @@ def listed(kind: Kind, longest: int, what: str, weight: int = 1) -> Kind:
     )
 
 
-def wholes(low: int, high: int, longest: int, what: str) -> Kind:
+def wholes(high: int, longest: int, what: str) -> Kind:
     """A tuple of whole numbers, of which there may be thousands in each step of a loop."""
 
     def read(value: Any) -> tuple[int, ...]:
         given = as_list(value, longest, what)
-        if given and (set(map(type, given)) != {int} or min(given) < low or max(given) > high):
-            raise WireError(f"{what} must be whole numbers from {low} to {high}")
+        if given and (set(map(type, given)) != {int} or min(given) < 0 or max(given) > high):
+            raise WireError(f"{what} must be whole numbers from 0 to {high}")
         return tuple(given)
 
     return Kind(f"list of at most {longest} {what}", read, list, len)
@@ -225,7 +225,7 @@ def _read_view(data: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 HANDLE = whole(0, HANDLES, "handle")
-SIZES = wholes(0, LONGEST, RANK, "sizes")
+SIZES = wholes(LONGEST, RANK, "sizes")
 ARGUMENT = Kind("argument", _read_argument, _write_argument)
 VIEW = Kind("offset, shape and stride", _read_view)
 

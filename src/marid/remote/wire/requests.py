@@ -62,7 +62,7 @@ _DIGEST = exact(DIGEST_BYTES, "digest")
 _PLACE = whole(0, HANDLES, "place")
 
 HandleField = Annotated[int, HANDLE]
-HandlesField = Annotated[tuple[int, ...], wholes(0, HANDLES, _INPUTS, "handles")]
+HandlesField = Annotated[tuple[int, ...], wholes(HANDLES, _INPUTS, "handles")]
 DigestField = Annotated[bytes, _DIGEST]
 DigestsField = Annotated[tuple[bytes, ...], listed(_DIGEST, _CHUNKS, "digests", weight=4)]
 DtypeField = Annotated[torch.dtype, DTYPE]
@@ -220,7 +220,7 @@ class Run(Request):
     params: Annotated[tuple[Any, ...], listed(NUMBER, _INPUTS, "numbers")]
     base: HandleField
     until: Annotated[int | None, optional(whole(0, HANDLES, "instruction"))] = None
-    keep: Annotated[tuple[int, ...], wholes(0, HANDLES, _INPUTS, "slots")] = ()
+    keep: Annotated[tuple[int, ...], wholes(HANDLES, _INPUTS, "slots")] = ()
 
 
 @_request("as `run`")

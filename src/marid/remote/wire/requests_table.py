@@ -18,7 +18,3 @@ def documented() -> str:
         cells = f"`{cls.__name__.lower()}`", " ".join(does.split()), "; ".join(fields), requests.ANSWERS[cls]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _named(found: re.Match[str]) -> str:
-    return f"`{found[1].lower() if found[1] in vars(requests) else found[1]}`"  # as it is named on the wire

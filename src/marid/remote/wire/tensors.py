@@ -27,7 +27,7 @@ from marid.engine.plain import (
 )
 from marid.errors import WireError
 from marid.execute.accelerator import Accelerator
-from marid.graph.node import Spec
+from marid.graph.node import Spec, span_of, strides_alike
 from marid.remote.wire.codec import SEGMENT_BYTES
 
 
@@ -48,16 +48,10 @@ def matches(tensor: torch.Tensor, spec: Spec) -> bool:
     return (
         tensor.shape == spec.shape
         and tensor.dtype is spec.dtype
-        and (tensor.stride() == spec.stride or _steps_alike(tensor.stride(), spec))
+        and (tensor.stride() == spec.stride or strides_alike(tensor.stride(), spec))
         and tensor.storage_offset() == spec.offset
         and tensor.is_conj() == spec.conj
         and tensor.is_neg() == spec.neg
-    )
-
-
-def _steps_alike(stride: tuple[int, ...], spec: Spec) -> bool:
-    return spec.numel == 0 or all(
-        a == b for a, b, size in zip(stride, spec.stride, spec.shape, strict=True) if size != 1
     )
 
 
@@ -77,7 +71,7 @@ class Packing:
         self.shape = shape
         self.stride = stride
         self._core = tuple([1 if step == 0 else size for size, step in zip(shape, stride, strict=True)])
-        self.span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        self.span = span_of(shape, stride)
         self._order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
         count = 0 if 0 in shape else math.prod(self._core)
         if not self._is_one_to_one():

@@ -69,8 +69,6 @@ KERNELS = set(
     "_prelu_kernel _prelu_kernel_backward _reshape_copy _safe_softmax _scaled_mm _softmax _standard_gamma_grad "
     "_to_copy _transformer_encoder_layer_fwd _trilinear _unique _unique2 _unsafe_index _unsafe_index_put "
     "_unsafe_masked_index _unsafe_masked_index_put_accumulate "
-    ""
-    ""
     "abs abs_ acos "
     "acos_ acosh acosh_ adaptive_max_pool2d adaptive_max_pool3d add add_ addbmm addbmm_ addcdiv addcdiv_ addcmul "
     "addcmul_ addmm addmm_ addmv addmv_ addr addr_ affine_grid_generator alias_copy all allclose amax amin aminmax "
@@ -125,8 +123,6 @@ KERNELS = set(
     "tanh tanh_ tanh_backward threshold threshold_ threshold_backward topk trace transpose_ transpose_copy "
     "triangular_solve tril tril_ triu triu_ trunc trunc_ unbind_copy unfold_copy unique_consecutive unique_dim "
     "unique_dim_consecutive unsqueeze_ unsqueeze_copy "
-    ""
-    ""
     "var var_mean vdot "
     "view_as_complex_copy view_as_real_copy view_copy xlogy xlogy_ zero zero_ zeros_like".split()
 )

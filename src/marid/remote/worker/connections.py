@@ -257,8 +257,6 @@ class ConnectionLimits:
     """Those of one listening socket. Used by one thread at a time."""
 
     def __init__(self, address: str) -> None:
-        self.shut_down = 0
-        """How many connections were shut down."""
         self._port = int(address.rpartition(":")[2]) if address.startswith("tcp://") else 0
         self._pending: OrderedDict[int, float] = OrderedDict()  # by descriptor: since when
         self._routes: dict[bytes, int] = {}
@@ -372,7 +370,6 @@ class ConnectionLimits:
         self._forget(descriptor)
         connection = self._connection(descriptor)
         if connection is not None:
-            self.shut_down += 1
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.detach()

@@ -58,9 +58,9 @@ class Workspace:
         self.untaken = 0
         """Bytes of answers that the client has not taken yet."""
         self.at: Callable[[int], None] | None = None
+        """Told of each operator that a program comes to."""
         self.between: Callable[[], None] | None = None
         """Called now and then while a program runs: others may go first."""
-        """Told of each operator that a program comes to."""
         self.leaving: Callable[[], int] = int
         """Bytes of answers that wait for a client that does not read."""
         self.others: Callable[[], int] = int

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from marid.graph.node import span_of
+
 Given = dict[str, Any]
 
 
@@ -36,8 +38,7 @@ def alike(first: torch.Tensor, *others: Any) -> None:
 
 def is_long_enough(tensor: torch.Tensor) -> bool:
     """Whether as many elements as it has, one behind the other, lie in its memory, for kernels that ignore strides."""
-    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() <= span
+    return tensor.numel() <= span_of(tensor.shape, tensor.stride())
 
 
 def dimension(dim: int, rank: int) -> None:
