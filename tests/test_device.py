@@ -35,8 +35,8 @@ def test_the_device_is_known_to_pytorch() -> None:
 
 def test_several_indices() -> None:
     """Each index is a device of its own; work on one does not run on another."""
-    assert device_module.device_count() == torch.accelerator.device_count() >= 2
     x, y = torch.ones(2, device=f"{DEVICE}:0"), torch.ones(2, device=f"{DEVICE}:1") * 2
+    assert device_module.device_count() == torch.accelerator.device_count() >= 2
     assert x.device.index == 0
     assert y.device.index == 1
     assert (y + 1).device.index == 1
@@ -443,6 +443,38 @@ def test_a_small_program_on_every_index() -> None:
     expected = on_both(lambda device: torch.linspace(0, 1, 5, device=device).cumsum(0))
     for index in range(device_module.device_count()):
         assert_same(torch.linspace(0, 1, 5, device=f"{DEVICE}:{index}").cumsum(0), expected.cpu())
+
+
+def test_memory_is_freed_and_taken_again_through_its_storage() -> None:
+    """As FSDP does it: all aliases see it, and what was recorded before sees what was there."""
+    x = torch.arange(6.0, device=DEVICE) + 1
+    view, tail, after = x.view(2, 3), x[1:], x * 2
+    storage = x.untyped_storage()
+    for nbytes in (0, 24):
+        storage.resize_(nbytes)
+        assert storage.nbytes() == nbytes
+    assert after.tolist() == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
+    x.copy_(torch.arange(6.0))
+    assert (view.tolist(), tail.tolist()) == ([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [1.0, 2.0, 3.0, 4.0, 5.0])
+    del x, view, tail
+    storage.resize_(8)  # which is no tensor's any more
+    assert storage.nbytes() == 8
+
+
+@pytest.mark.in_process("a worker frees memory with the tensors that lie in it")
+def test_freed_memory_is_given_back() -> None:
+    x = torch.ones(1 << 20, device=DEVICE)
+    x.sum().item()
+    held = marid.frontend.device.memory_allocated()
+    storage = x.untyped_storage()
+    storage.resize_(0)
+    assert marid.frontend.device.memory_allocated() == held - (4 << 20)
+    assert storage.nbytes() == x.untyped_storage().nbytes() == 0
+    with pytest.raises(RuntimeError, match="unallocated storage"):
+        x.tolist()
+    storage.resize_(8 << 20)
+    assert x.fill_(3).sum().item() == 3 << 20
+    assert storage.nbytes() == 8 << 20
 
 
 def test_storages_cannot_be_made() -> None:

@@ -15,14 +15,14 @@ from torch import nn
 
 from tests.helpers import DEVICE
 
-SCRIPT = Path(__file__).parent / "framework_scripts" / "distributed_data_parallel.py"
+SCRIPTS = Path(__file__).parent / "framework_scripts"
 
 
-def _printed(folder: Path, world: int, device: str) -> str:
+def _printed(script: str, folder: Path, world: int, device: str) -> str:
     environment = os.environ | {"WORLD_SIZE": str(world), "MEETING": str(folder / device)}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), device],
+            [sys.executable, str(SCRIPTS / f"{script}.py"), device],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -42,9 +42,18 @@ def _printed(folder: Path, world: int, device: str) -> str:
 @pytest.mark.parametrize("world", [1, 2])
 def test_distributed_data_parallel_and_collectives(tmp_path: Path, world: int) -> None:
     """Buckets that are views or not, unused parameters, static graphs, accumulation; each collective."""
-    expected = _printed(tmp_path, world, "cpu")
+    expected = _printed("distributed_data_parallel", tmp_path, world, "cpu")
     assert expected
-    assert _printed(tmp_path, world, DEVICE) == expected
+    assert _printed("distributed_data_parallel", tmp_path, world, DEVICE) == expected
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.conformance), 2])
+def test_fully_sharded_and_distributed_tensors(tmp_path: Path, world: int) -> None:
+    """FSDP2: parts of unequal size, accumulation, mixed precision, whole state; tensor parallelism; functional
+    collectives; all bit for bit."""
+    expected = _printed("fully_sharded", tmp_path, world, "cpu")
+    assert expected
+    assert _printed("fully_sharded", tmp_path, world, DEVICE) == expected
 
 
 @pytest.mark.parametrize("devices", [[0], [0, 1], [1, 0, 2], None])

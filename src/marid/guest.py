@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from marid import registration
 from marid.execute import arena
@@ -150,6 +151,18 @@ def _collate() -> Undo:
     return lambda: default_collate_fn_map.pop(LazyTensor, None) and None
 
 
+def _letters_of_device_meshes() -> Undo:
+    made = init_device_mesh.__code__
+    changed = made.replace(co_names=tuple("isidentifier" if name == "isalpha" else name for name in made.co_names))
+    init_device_mesh.__code__ = changed
+
+    def undo() -> None:
+        if init_device_mesh.__code__ is changed:
+            init_device_mesh.__code__ = made
+
+    return undo
+
+
 def _change_dynamo() -> Undo:
     replacements = {
         "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__": dynamo.skipping,
@@ -227,6 +240,12 @@ CHANGES: list[Change] = [
         "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
         "its reducer compares memory that tensors of the device do not have",
         distributed.telling_gradients_apart,
+    ),
+    Change(
+        "torch.distributed.device_mesh.init_device_mesh: str.isalpha",
+        "it takes the underscore in the device's name for an index; its code is changed, because others "
+        "have imported the function by then",
+        _letters_of_device_meshes,
     ),
     *[
         _replaced(f"torch.nn.parallel.comm.{name}", "tensors move between devices that are not CUDA's", make)

@@ -195,6 +195,9 @@ class InProcessEngine:
         storage = buffer.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
 
+    def resize(self, buffer: torch.Tensor, nbytes: int) -> None:
+        buffer.untyped_storage().resize_(nbytes)
+
     def download(self, buffer: torch.Tensor) -> torch.Tensor:
         with concretely():
             return snapshot(buffer)

@@ -160,6 +160,12 @@ class Engine(Protocol):
         """An identity for the block of memory that a buffer lies in, and its bytes; None while it is in the making."""
         ...
 
+    def resize(self, buffer: Buffer, nbytes: int) -> None:
+        """Give the block of memory that a buffer lies in another size in bytes; nothing may be pending. What it has
+        more than before is uninitialised. An engine may keep what it need not give back. Raises ``RuntimeError`` where
+        the block cannot grow."""
+        ...
+
     def compiling(self) -> int:
         """How many parts of programs are being compiled in the background."""
         ...

@@ -17,6 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from marid import registration
 from marid.execute.geometry import when_mispredicted
 from marid.frontend import autocast, corrections, handles, random, uninitialized
 from marid.frontend.engines import all_engines, engine_of
@@ -247,8 +248,9 @@ def names() -> dict[str, Any]:
 
     @folded
     def set_device(device: Any) -> None:
-        """Make a device current for this thread."""
+        """Make a device current for this thread, which is a first use of it."""
         index = _index(device)
+        registration.first_use()
         library.marid_set_current_device(index)
 
     @contextlib.contextmanager

@@ -18,12 +18,7 @@ from marid.frontend import handles
 from marid.frontend.calls import unsupported
 from marid.frontend.materialize import download
 from marid.frontend.record import Recorder, special
-from marid.ops.facts import facts_of, named, overload_named
-
-
-def _collectives(kind: str) -> list[Any]:
-    found = [overload_named(name) for name in named("collective")]
-    return [func for func in found if func is not None and facts_of(func).collective == kind]
+from marid.frontend.special import handle_for
 
 
 def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[int, Any]]:
@@ -48,17 +43,17 @@ def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
     return returned, given
 
 
-@special(*_collectives("reads"))
+@special("reads")
 def _read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _on_the_host(recorder, args, kwargs)[0]
 
 
-@special(*_collectives("refused"))
+@special("refused")
 def _refuse(recorder: Recorder, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     raise unsupported(recorder.op.name, "a message is received from whoever sends one")
 
 
-@special(*_collectives("writes"))
+@special("writes")
 def _written(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     returned, given = _on_the_host(recorder, args, kwargs)
 
@@ -70,6 +65,27 @@ def _written(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     tree_map(write, args[0])
     return (args[0], returned[-1]) if isinstance(returned, tuple) else returned
+
+
+@special("returns")
+def _returned(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A functional collective: it returns tensors that are to be waited for, new ones or those that it has written."""
+    returned, given = _on_the_host(recorder, args, kwargs)
+    index = next(tensor._value.spec.device for tensor, _ in given.values())
+
+    def on_the_device(tensor: torch.Tensor) -> Any:
+        torch.ops._c10d_functional.wait_tensor.default(tensor)
+        for written, snapshot in given.values():
+            if snapshot is tensor:
+                return written.copy_(snapshot)
+        return handle_for(tensor, index)
+
+    return tree_map(on_the_device, returned)
+
+
+@special("waits")
+def _has_been_waited_for(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    return args[0]
 
 
 # --- DistributedDataParallel -----------------------------------------------------------------------------------------

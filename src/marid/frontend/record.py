@@ -32,6 +32,7 @@ from marid.frontend.known import Known
 from marid.frontend.limits import overflow
 from marid.frontend.materialize import download, run_everything
 from marid.frontend.results import order, results_of, set_geometry
+from marid.frontend.storage_objects import resize_memory
 from marid.graph.node import Node, Operation, Spec, Storage, Value, last_write, root_of
 from marid.graph.program import operation_of
 from marid.graph.tape import Tape
@@ -53,9 +54,10 @@ _handled_in_formats: set[Any] = set()
 
 
 def special(*funcs: Any, by_key: bool = False, in_formats: bool = False) -> Callable[[Handler], Handler]:
-    """Decorator: ``handler(recorder, args, kwargs)`` takes over these operators. ``by_key``: what it does depends on
-    the key of the call alone, so once it has recorded one, those with the same key go around it. ``in_formats``: it
-    does nothing of its own where all tensors are contiguous, until it says otherwise of the recorder."""
+    """Decorator: ``handler(recorder, args, kwargs)`` takes over these operators, or a kind of collectives
+    (``Facts.collective``), some of which PyTorch defines late. ``by_key``: what it does depends on the key of the call
+    alone, so once it has recorded one, those with the same key go around it. ``in_formats``: it does nothing of its own
+    where all tensors are contiguous, until it says otherwise of the recorder."""
 
     def register(handler: Handler) -> Handler:
         for func in funcs:
@@ -97,7 +99,7 @@ class Recorder:
         self.written = facts.written
         self.position = {a.name: index for index, a in enumerate(schema.arguments)}
         self.op = operation_of(func)
-        self.handler = _handlers.get(func)
+        self.handler = _handlers.get(func) or _handlers.get(facts.collective)
         if self.handler is None and any(result.type.kind() == "ClassType" for result in schema.returns):
             self.handler = _on_the_host
         self.asks_autocast = self.handler is None and autocast.may_call_listed(func)
@@ -385,6 +387,7 @@ module.configure(
     last_write=last_write,
     run_pending=run_everything,
     dispatch=dispatch,
+    resize_memory=resize_memory,
 )
 module.use(_recorders)
 scopes.use(module)

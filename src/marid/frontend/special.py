@@ -99,7 +99,7 @@ def _to_copy(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return moved
     with concretely():
         copied = aten._to_copy.default(read(tensor, f".to('{handles.DEVICE_TYPE}:{index}')"), **rest)
-    return _handle_for(copied, index)
+    return handle_for(copied, index)
 
 
 @special(aten.copy_.default, by_key=True)
@@ -115,7 +115,7 @@ def _copy(recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
     index = target._value.spec.device
     if handles.is_lazy(source) and source._value.spec.device != index:
         moved = _taken(source, index, "copy_ to another device")
-        source = _handle_for(download(source, "copy_ to another device"), index) if moved is None else moved
+        source = handle_for(download(source, "copy_ to another device"), index) if moved is None else moved
     elif not handles.is_lazy(source):
         if source.device.type != "cpu":
             raise RuntimeError(f"copy_ from {source.device} to {handles.DEVICE_TYPE} is not possible; use .cpu() first")
@@ -150,14 +150,14 @@ def _fills_fresh_memory(target: Any, source: torch.Tensor) -> bool:
 def _uploaded(tensor: torch.Tensor, index: int, make: Any) -> Any:
     """A lazy tensor with what ``make`` makes of a CPU tensor."""
     with concretely():
-        handle = _handle_for(make(tensor), index)
+        handle = handle_for(make(tensor), index)
     watching = observer()
     if watching is not None:
         watching.upload(handle._value, tensor, make)
     return handle
 
 
-def _handle_for(owned: torch.Tensor, index: int) -> Any:
+def handle_for(owned: torch.Tensor, index: int) -> Any:
     """A lazy tensor with the value of a CPU tensor that nobody else has."""
     spec = handles.spec_of(owned, index)
     return handles.wrap(handles.source(engine_of(index).adopt(owned), spec), spec)

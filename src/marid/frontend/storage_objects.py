@@ -1,7 +1,8 @@
 """PyTorch storage objects for lazy tensors: identity and size for whoever compares them, never data.
 
 ``tensor.untyped_storage()`` gives one ``torch.UntypedStorage`` for all aliases, with a unique made-up address, so that
-code which finds tied weights or overlapping tensors by address works. ``set_`` maps such an object back.
+code which finds tied weights or overlapping tensors by address works. ``set_`` maps such an object back, and
+``resize_`` of one resizes the memory that it stands for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
+from marid.frontend.materialize import run_everything
 from marid.graph.node import Storage, root_of
 
 # Far above what a process can map, so that a made-up address is never a real one.
@@ -37,6 +39,19 @@ def untyped_storage(tensor: Any) -> torch.UntypedStorage:
     return storage.handle
 
 
+def resize_memory(identity: int, nbytes: int) -> None:
+    """``resize_`` of the storage object at an address, as fully sharded parameters have it to free memory and to take
+    it again: for all aliases, after what was recorded. On a worker memory is freed with its tensors alone: it stays as
+    it is, and raises ``RuntimeError`` where it would have to grow. Where no tensor lives, there is no memory."""
+    _, found = _by_identity.get(identity, (None, None))
+    root = None if found is None else found()
+    if root is None:
+        return
+    run_everything(handles.tape(root.spec.device))  # a failure is raised where its value is read
+    if root.concrete is not None:
+        engine_of(root.spec.device).resize(root.concrete, nbytes)
+
+
 def _extent(value: Any) -> int:
     spec = value.spec
     if spec is None:
@@ -44,10 +59,7 @@ def _extent(value: Any) -> int:
     block = None if value.concrete is None else engine_of(spec.device).memory(value.concrete)
     if block is not None:
         return block[1]
-    if 0 in spec.shape:
-        return 0
-    last = spec.offset + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
-    return (last + 1) * spec.dtype.itemsize
+    return 0 if 0 in spec.shape else (spec.offset + spec.span) * spec.dtype.itemsize
 
 
 def storage_behind(storage: torch.UntypedStorage, dtype: torch.dtype, device: int) -> Any:

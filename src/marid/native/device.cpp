@@ -4,6 +4,8 @@
 // The Python guard that PyTorch offers (torch._C._acc) knows one device only and ends
 // the process when a Python exception passes through backward; this guard does neither.
 // Compiled once per PyTorch version on first import (see __init__.py) and loaded with ctypes.
+#include "record.h"
+
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -226,6 +228,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override {
     TORCH_CHECK(device_count.load() > 0, "Cannot access accelerator device when none is available.");
     return &pinned_allocator;
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    marid::resize_storage(storage, bytes);
   }
 };
 Hooks hooks;

@@ -153,6 +153,16 @@ void throw_python_error() {
   throw error;
 }
 
+void resize_storage(const c10::Storage& storage, size_t bytes) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  {
+    InterpreterLock lock;
+    Ref identity(PyLong_FromVoidPtr(impl)), size(PyLong_FromSize_t(bytes));
+    if (!identity || !size || !Ref(PyObject_CallFunctionObjArgs(resize_memory, identity.get(), size.get(), nullptr))) throw_python_error();
+  }
+  impl->set_nbytes(bytes);
+}
+
 at::Tensor detach(const at::Tensor& tensor) {
   static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
   {

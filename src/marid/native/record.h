@@ -64,6 +64,9 @@ void tell(PyObject* function, const c10::OperatorHandle& op, c10::ArrayRef<c10::
 // Throw the error that Python has set, with the interpreter's lock. (dispatch.cpp)
 [[noreturn]] void throw_python_error();
 
+// Give the memory behind a storage object of the device another size in bytes. Throws what Python's half raises. (dispatch.cpp)
+void resize_storage(const c10::Storage& storage, size_t bytes);
+
 // One of our tensors without its gradient's history, in one way or the other. (dispatch.cpp)
 at::Tensor detach(const at::Tensor& tensor);
 

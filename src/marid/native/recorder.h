@@ -24,6 +24,7 @@ extern PyObject* tapes;  // see frontend/handles.py
 extern PyObject* last_write_of;  // see graph/node.py
 extern PyObject* run_pending;  // see frontend/materialize.py
 extern PyObject *draw_for, *draw_failed, *draw_unused, *dispatch;  // see frontend/record.py
+extern PyObject* resize_memory;  // see frontend/storage_objects.py
 extern PyObject* recorders;  // by identity of the operator
 extern PyObject* address_name;  // of an attribute
 

@@ -17,7 +17,7 @@ _FOREACH = "aten::_foreach_"
 class Facts:
     """What is known of an operator overload.
 
-    The first fields follow from its schema and tags, and from the row that it has in ``table.py``; the rest is what
+    The first fields follow from its schema and tags, and from the row that it has in ``irregular.py``; the rest is what
     that row says. Positions count the arguments, or the returns, of the schema.
     """
 
@@ -102,7 +102,7 @@ class Facts:
     """The operator of ``native/gemm`` that runs in its place, with the same arguments and the same result."""
 
     # --- collectives ---
-    collective: Literal["", "reads", "writes", "refused"] = ""
+    collective: Literal["", "reads", "writes", "returns", "waits", "refused"] = ""
     """A backend on the host is given values: it only reads them, or writes those that its first argument holds.
     ``refused``: a message is received from whoever sends one."""
     waited_once: bool = False
@@ -172,7 +172,7 @@ def facts_of(func: Any) -> Facts:
 
 
 def named(field: str) -> list[str]:
-    """The operators whose row in ``table.py`` says something of ``field``, with their overloads where it does."""
+    """The operators whose row in ``irregular.py`` says something of ``field``, with their overloads where it does."""
     return [name for name, row in ROWS.items() if row.get(field)]
 
 

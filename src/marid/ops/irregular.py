@@ -121,6 +121,17 @@ row(
     "c10d::reduce_scatter_tensor_coalesced_ c10d::scatter_",
     collective="writes",
 )
+row(
+    "_c10d_functional::all_gather_into_tensor _c10d_functional::all_gather_into_tensor_coalesced "
+    "_c10d_functional::all_gather_into_tensor_out _c10d_functional::all_reduce _c10d_functional::all_reduce_ "
+    "_c10d_functional::all_reduce_coalesced _c10d_functional::all_reduce_coalesced_ "
+    "_c10d_functional::all_to_all_single _c10d_functional::batch_p2p_ops _c10d_functional::broadcast "
+    "_c10d_functional::broadcast_ _c10d_functional::irecv _c10d_functional::isend "
+    "_c10d_functional::reduce_scatter_tensor _c10d_functional::reduce_scatter_tensor_coalesced "
+    "_c10d_functional::reduce_scatter_tensor_out _dtensor::shard_dim_alltoall",
+    collective="returns",
+)
+row("_c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd", collective="waits")
 row("c10d::recv_any_source_", collective="refused")
 row("c10d::send c10d::recv_", waited_once=True)
 

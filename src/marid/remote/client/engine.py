@@ -351,6 +351,10 @@ class RemoteEngine:
     def memory(self, buffer: RemoteBuffer) -> tuple[int, int] | None:
         return buffer.block.identity, buffer.block.nbytes
 
+    def resize(self, buffer: RemoteBuffer, nbytes: int) -> None:
+        if nbytes > buffer.block.nbytes:
+            raise RuntimeError(f"memory on a worker cannot grow, here from {buffer.block.nbytes} to {nbytes} bytes")
+
     def compiling(self) -> int:
         return 0
 
@@ -391,7 +395,6 @@ class RemoteEngine:
         with self.lock:
             if self.delivery.closed:
                 return self._last_stats
-            step = AskStep(Stats())
-            self.queue.do(step)
+            self.queue.do(step := AskStep(Stats()))
             self._await(step)
             return as_stats(step.result or {})
