@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from marid.execute.compiled import tier
-from marid.execute.compiled.asked import Asked, asked
+from marid.execute.compiled.compile_request import CompileRequest, request_for
 from marid.execute.compiled.partition import Partition, choose
 from marid.execute.compiled.passes.rewriter import Rewriter
 from marid.execute.executable import Executable
@@ -32,12 +32,12 @@ class Bound(NamedTuple):
         return choose(self.program, self.specs, self.params, set(), self.shared)
 
     def inputs_of(self, part: Partition) -> list[torch.Tensor]:
-        """What the part is given in this run; asked once."""
+        """What the part is given in this run; request_for once."""
         Executable(self.program, 0).steps(self.frame, 0, part.start, frozenset(part.inputs))
         return [self.frame.tensors[slot] for slot in part.inputs]
 
     def outputs_of(self, part: Partition) -> list[torch.Tensor]:
-        """What it makes; asked once, after that."""
+        """What it makes; request_for once, after that."""
         Executable(self.program, 0).steps(self.frame, part.start, part.stop, frozenset(part.outputs))
         return [self.frame.tensors[slot] for slot in part.outputs]
 
@@ -68,14 +68,14 @@ def parts_of(function: Callable[[], Any]) -> list[tuple[Program, Partition]]:
     return [(one.program, part) for one in bound(function) for part in one.parts()]
 
 
-def change(one: Bound, part: Partition) -> Asked:
+def change(one: Bound, part: Partition) -> CompileRequest:
     """What would be compiled of a part for the sizes of this run."""
-    found = asked(part, one.program, [(one.specs, one.params)], set())
+    found = request_for(part, one.program, [(one.specs, one.params)], set())
     assert found is not None
     return found
 
 
-def compute(asks: Asked, one: Bound, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def compute(asks: CompileRequest, one: Bound, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """What would be compiled, operation by operation."""
     numbers = [number.value(one.params) for number in asks.part.numbers]
     graph = Rewriter(asks.code, numbers, set()).graph

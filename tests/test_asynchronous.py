@@ -18,8 +18,8 @@ from torch import nn
 import marid
 from marid.frontend import ahead, handles, materialize
 from marid.frontend.engines import local_engine as engine
+from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Draw
-from marid.graph.twister import Twisters
 from marid.native import library
 from tests.helpers import DEVICE, interrupted
 
@@ -113,7 +113,7 @@ def test_an_optimizers_step_runs_with_the_first_value_that_is_read_behind_it(mon
         return losses, marid.stats().programs_built - before
 
     for steps in (True, False):
-        materialize._rhythms[0]._lines.clear()
+        materialize._read_loops[0]._lines.clear()
         expected, _ = train("cpu", steps)
         losses, built = train(DEVICE, steps)
         assert losses == expected
@@ -124,9 +124,9 @@ def test_what_cannot_be_done_on_the_devices_thread_is_done_on_the_users(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """So is what waits behind it: it counted as run, and somebody reads it."""
-    at, refused = Twisters.at, []
+    at, refused = MersenneTwisters.at, []
 
-    def at_home(self: Twisters, draw: Draw) -> torch.Generator:
+    def at_home(self: MersenneTwisters, draw: Draw) -> torch.Generator:
         if library.marid_queue_is_here():  # pyright: ignore[reportOptionalMemberAccess]
             refused.append(draw)
             time.sleep(0.05)  # by then somebody waits for what comes after it
@@ -135,7 +135,7 @@ def test_what_cannot_be_done_on_the_devices_thread_is_done_on_the_users(
 
     step = _model("cpu")
     losses = [step().item() for _ in range(LOOPS)]
-    monkeypatch.setattr(Twisters, "at", at_home)
+    monkeypatch.setattr(MersenneTwisters, "at", at_home)
     step = _model(DEVICE)
     with caplog.at_level(logging.CRITICAL, logger="marid"):
         assert [step().item() for _ in range(LOOPS)] == losses

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import marid
-from marid.execute.compiled.asked import asked
+from marid.execute.compiled.compile_request import request_for
 from marid.execute.compiled.describe import describe, solve
 from tests.helpers import DEVICE
 from tests.partitions import bound, change, compute, operators
@@ -177,7 +177,7 @@ def test_one_code_serves_other_sizes() -> None:
         examples.append((one, one.parts()))
     (first, [part]), *others = examples
     assert all(parts == [part] for _, parts in others)
-    asks = asked(part, first.program, [(one.specs, one.params) for one, _ in examples[:2]], set())
+    asks = request_for(part, first.program, [(one.specs, one.params) for one, _ in examples[:2]], set())
     assert asks is not None
     assert asks.symbols > 0
     assert FLASH in operators(asks.code)
@@ -195,7 +195,7 @@ def test_a_scale_is_part_of_the_code_and_one_that_changes_is_not_concluded_from(
     assert FLASH in operators(asks.code)
     assert asks.part.numbers == ()
     assert scale in asks.part.baked
-    asks = asked(part, one.program, [(one.specs, one.params)], {scale})
+    asks = request_for(part, one.program, [(one.specs, one.params)], {scale})
     assert asks is not None
     assert FLASH not in operators(asks.code)
     assert asks.part == part

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import marid
-from marid.engine import room as engine_room
+from marid.engine import memory_limit
 from marid.errors import MaterializationError, MemoryLimitError
 from marid.execute.fitted import Variants, fitted
 from marid.execute.interrupted import Interrupted
@@ -73,7 +73,7 @@ def share(part: float) -> Iterator[Seen]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marid.settings, "memory_limit", 1 << 60)
-        patch.setattr(engine_room, "fitted", given)
+        patch.setattr(memory_limit, "fitted", given)
         yield seen
 
 
@@ -425,7 +425,7 @@ def test_a_run_that_stops_anywhere_goes_on_as_recorded(name: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marid.settings, "memory_limit", 1 << 60)
-        patch.setattr(engine_room, "fitted", stop_everywhere)
+        patch.setattr(memory_limit, "fitted", stop_everywhere)
         _trained(name, DEVICE, 2)
     assert stopped > 10
 

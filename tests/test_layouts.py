@@ -17,7 +17,7 @@ from tests.helpers import on_both, seeded
 
 
 def _looks_like_channels_last(device: str, *shape: int) -> torch.Tensor:
-    """Laid out like that, and never declared so."""
+    """MemoryLayout out like that, and never declared so."""
     batch, channels, *sizes = shape
     count = torch.Size(sizes).numel()
     return torch.randn(batch, count, channels).to(device).transpose(1, 2).reshape(shape)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import marid
-from marid.execute.compiled import asked as asked_module
-from marid.execute.compiled import workers
-from marid.execute.compiled.asked import Asked, asked
+from marid.execute.compiled import compile_request, workers
+from marid.execute.compiled.compile_request import CompileRequest, request_for
 from marid.execute.compiled.passes import registry
 from marid.execute.compiled.passes.registry import _registered
 from marid.execute.compiled.workers import Job
@@ -28,7 +27,7 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def _no_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
-    asked_module._complaints.clear()
+    compile_request._complaints.clear()
     yield
     for name in list(_registered):
         marid.unregister_pass(name)
@@ -44,7 +43,7 @@ def _work(x: torch.Tensor) -> torch.Tensor:
     return y.log() * 3
 
 
-def _asked(work: Any = _work) -> tuple[Asked, list[torch.Tensor]]:
+def _asked(work: Any = _work) -> tuple[CompileRequest, list[torch.Tensor]]:
     """What would be compiled, and what it computes."""
     x = X.to(DEVICE)
     marid.materialize(x)
@@ -141,10 +140,10 @@ def test_what_a_pass_changed_is_for_the_sizes_that_it_saw() -> None:
         for node in rewriter.graph.find_nodes(op="call_function", target=aten.sin.default):
             node.target = aten.cos.default
 
-    asks = asked(*examples(lambda x: x.exp().sin() * 2), set())
+    asks = request_for(*examples(lambda x: x.exp().sin() * 2), set())
     assert asks is not None
     assert (asks.for_any_size, asks.symbols) == (False, 0)
-    asks = asked(*examples(lambda x: x.exp().tanh() * 2), set())
+    asks = request_for(*examples(lambda x: x.exp().tanh() * 2), set())
     assert asks is not None
     assert (asks.for_any_size, asks.symbols) == (True, 1)
 

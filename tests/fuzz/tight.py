@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import marid
-from marid.engine import room as engine_room
+from marid.engine import memory_limit
 from marid.execute.fitted import fitted
 
 __all__ = ["tight"]
@@ -35,9 +35,9 @@ def tight() -> Iterator[list[float]]:
 
     before = marid.settings.memory_limit
     marid.settings.memory_limit = 1 << 60
-    engine_room.fitted = as_little
+    memory_limit.fitted = as_little
     try:
         yield shares
     finally:
-        engine_room.fitted = fitted
+        memory_limit.fitted = fitted
         marid.settings.memory_limit = before

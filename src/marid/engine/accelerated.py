@@ -17,8 +17,8 @@ from weakref import ref
 import torch
 
 from marid.engine.inprocess import InProcessEngine, concretely
+from marid.engine.memory_limit import refuse_beyond
 from marid.engine.protocol import Called, GiveBack, Need
-from marid.engine.room import refuse_beyond
 from marid.errors import LazyTensorError
 from marid.execute.accelerator import Accelerator, accelerator_of
 from marid.execute.captured import CapturedProgram, CapturedPrograms

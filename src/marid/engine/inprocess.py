@@ -16,9 +16,9 @@ import torch
 from marid import policy
 from marid.engine import single_call
 from marid.engine.failed import explain, salvage
-from marid.engine.flight import Flight, Positioned
+from marid.engine.in_flight import Positioned, TaskInFlight
+from marid.engine.memory_limit import within
 from marid.engine.protocol import Called, Engine, GiveBack, Need
-from marid.engine.room import within
 from marid.engine.snapshot import snapshot
 from marid.errors import MaterializationError
 from marid.execute.arena import Arena
@@ -29,6 +29,7 @@ from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
 from marid.execute.specialisation import Launchable, Runnable
 from marid.execute.store import ProgramStore
+from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import (
     Node,
     Operation,
@@ -41,7 +42,6 @@ from marid.graph.node import (
 )
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task, bind, deliver
-from marid.graph.twister import Twisters
 from marid.native import library, module, omp_pause
 from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
@@ -86,9 +86,9 @@ class InProcessEngine:
         self.lock = threading.RLock()
         self.programs = ProgramStore(make)
         self.arena = Arena()
-        self._twisters = Twisters()
-        self._flights: deque[Flight] = deque()
-        self._by_job: dict[int, Flight] = {}
+        self._twisters = MersenneTwisters()
+        self._flights: deque[TaskInFlight] = deque()
+        self._by_job: dict[int, TaskInFlight] = {}
         self._depth = 0  # of runs on the calling thread, one inside of another
         self._writing: dict[Value, int] = {}  # the newest flight that may write the memory of a value
         self._positioned = Positioned(self._position)
@@ -267,7 +267,7 @@ class InProcessEngine:
         run = runnable.start(task)
         if run is None:
             return False
-        flight = Flight(task, runnable, run, give_back)
+        flight = TaskInFlight(task, runnable, run, give_back)
         self._by_job[flight.job] = flight
         if not flight.start(self._positioned):
             del self._by_job[flight.job]
@@ -294,7 +294,7 @@ class InProcessEngine:
         if values is None:
             return self._flights[-1].number
         numbers = [self._writing.get(root_of(value), 0) for value in values]
-        numbers += [value.concrete.number for value in values if isinstance(value.concrete, Flight)]
+        numbers += [value.concrete.number for value in values if isinstance(value.concrete, TaskInFlight)]
         return max(numbers, default=0)
 
     def _wait_for(self, number: int) -> None:
@@ -345,7 +345,7 @@ class InProcessEngine:
         finally:
             behind.clear()  # whoever keeps an error must not keep what waited behind it
 
-    def _forget(self, flight: Flight) -> None:
+    def _forget(self, flight: TaskInFlight) -> None:
         del self._by_job[flight.job]
         for root in flight.roots:
             if self._writing.get(root) == flight.number:

@@ -2,10 +2,10 @@
 
 Most are called as they are. What their kernels keep for the backward becomes what the CPU's keep
 (``execute/geometry.py``), and those that take it are given it as they expect it. Random ones are drawn on the host,
-from the CPU's stream: a recorded draw is a place in the stream of PyTorch's CPU generator (``graph/twister.py``), and
-no other device can give the numbers that are there. The CPU's attention is written out. What else only the CPU has
-(``mkldnn_rnn_layer``, ``histogram``), or has otherwise (``_embedding_bag``, the drivers of ``linalg_lstsq``), is
-computed on the host.
+from the CPU's stream: a recorded draw is a place in the stream of PyTorch's CPU generator
+(``graph/mersenne_twister.py``), and no other device can give the numbers that are there. The CPU's attention is written
+out. What else only the CPU has (``mkldnn_rnn_layer``, ``histogram``), or has otherwise (``_embedding_bag``, the drivers
+of ``linalg_lstsq``), is computed on the host.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Line:
-    """What is known of a line that reads: the counts of the tape at its last turn, and when it was last read at."""
+class _ReadSite:
+    """A line that reads: the counts of the tape at its last turn of a loop, and when it last read."""
 
     __slots__ = ("charged", "charged_at_read", "little", "piece", "read", "recorded", "relapses", "run", "turns")
 
@@ -90,13 +90,13 @@ class _Line:
         return self.little >= settings.immediate_after << self.relapses
 
 
-class Rhythm:
-    """When the lines that read from one device come around."""
+class ReadLoop:
+    """Notices loops that read from one device at the same lines again and again, and how much they record between."""
 
     def __init__(self) -> None:
-        self._lines: dict[Any, _Line] = {}
-        self._began: _Line | None = None  # the line from which operations ran at once, latest
-        self._latest: _Line | None = None
+        self._lines: dict[Any, _ReadSite] = {}
+        self._began: _ReadSite | None = None  # the line from which operations ran at once, latest
+        self._latest: _ReadSite | None = None
         self.wants_immediate = False
         """Whether operations should run at once from the latest read on."""
 
@@ -120,7 +120,7 @@ class Rhythm:
         if line is None:
             if len(self._lines) >= policy.AHEAD_LINES:
                 self._lines.clear()
-            self._latest = self._lines[site] = _Line(tape)
+            self._latest = self._lines[site] = _ReadSite(tape)
             return 0
         self.wants_immediate = line.wants_immediate(tape)
         since, line.read = tape.recorded - line.read, tape.recorded

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from marid.frontend.laid import Laid, Sizes, dense
+from marid.frontend.memory_layout import MemoryLayout, Sizes, dense
 from marid.frontend.rules import rule
 from marid.graph.node import Spec, Value
 
@@ -27,30 +27,30 @@ _OF_ONE_GROUP = {
 _PLAIN = torch.contiguous_format
 
 
-def _group(laid: Laid, dim: int, groups: int) -> Laid:
+def _group(laid: MemoryLayout, dim: int, groups: int) -> MemoryLayout:
     """One of so many equal parts along a dimension, as backends get it."""
     if groups == 1:
         return laid
     shape = (*laid.shape[:dim], laid.shape[dim] // groups, *laid.shape[dim + 1 :])
-    return Laid(shape, laid.stride).contiguous(laid.suggested())
+    return MemoryLayout(shape, laid.stride).contiguous(laid.suggested())
 
 
-def _joined(part: Laid, shape: Sizes) -> Laid:
+def _joined(part: MemoryLayout, shape: Sizes) -> MemoryLayout:
     """What ``cat`` makes of parts that are laid out like this one."""
     return part if shape == part.shape else dense(shape, part.suggested())
 
 
-def _raised(laid: Laid) -> Laid:
+def _raised(laid: MemoryLayout) -> MemoryLayout:
     """With one dimension more, as convolutions in one dimension are calculated."""
     (batch, channels, size), (outer, middle, step) = laid
-    return Laid((batch, channels, 1, size), (outer, middle, size * step, step))
+    return MemoryLayout((batch, channels, 1, size), (outer, middle, size * step, step))
 
 
-def _lowered(laid: Laid) -> Laid:
-    return Laid((*laid.shape[:2], laid.shape[3]), (*laid.stride[:2], laid.stride[3]))
+def _lowered(laid: MemoryLayout) -> MemoryLayout:
+    return MemoryLayout((*laid.shape[:2], laid.shape[3]), (*laid.stride[:2], laid.stride[3]))
 
 
-def _form_of(input: Laid, weight: Laid) -> torch.memory_format:
+def _form_of(input: MemoryLayout, weight: MemoryLayout) -> torch.memory_format:
     """The memory format in which kernels in two dimensions, other than oneDNN's, calculate on these."""
     asked = input.look(torch.float32), weight.look(torch.float32)
     return torch._C._conv_determine_backend_memory_format(*asked, _Backend.Slow2d)
@@ -75,7 +75,7 @@ class _Convolution:
     ) -> None:
         self.groups = groups
         self.flat = len(weight.shape) == 3 == len(input.shape)
-        self.input, self.weight = Laid(input.shape, input.stride), Laid(weight.shape, weight.stride)
+        self.input, self.weight = MemoryLayout(input.shape, input.stride), MemoryLayout(weight.shape, weight.stride)
         if self.flat:
             self.input, self.weight = _raised(self.input.contiguous(_PLAIN)), _raised(self.weight)
             stride, dilation = (1, *stride[-1:]), (1, *dilation[-1:])
@@ -102,11 +102,11 @@ class _Convolution:
         channels = shape[1][1] * groups if transposed else shape[1][0]
         self.output_shape = (shape[0][0], channels, *out)
 
-    def part(self) -> tuple[Laid, Laid]:
+    def part(self) -> tuple[MemoryLayout, MemoryLayout]:
         """Input and weight of one group."""
         return _group(self.input, 1, self.groups), _group(self.weight, 0, self.groups)
 
-    def output(self) -> Laid:
+    def output(self) -> MemoryLayout:
         if self.backend not in _OF_ONE_GROUP:
             return dense(self.output_shape, self.form)
         form = _PLAIN
@@ -115,7 +115,7 @@ class _Convolution:
         batch, channels, *sizes = self.output_shape
         return _joined(dense((batch, channels // self.groups, *sizes), form), self.output_shape)
 
-    def gradients(self) -> tuple[Laid, Laid] | None:
+    def gradients(self) -> tuple[MemoryLayout, MemoryLayout] | None:
         """Of input and weight; None where the CPU refuses to calculate them."""
         if self.backend not in _OF_ONE_GROUP:
             return dense(self.input.shape, self.form), dense(self.weight.shape, self.form)
@@ -151,7 +151,7 @@ def _asked(values: Sequence[Value | None], *options: Any) -> _Convolution | None
     return asked if asked.backend != _Backend.Empty and min(asked.output_shape) > 0 else None
 
 
-def _described(laid: Laid, like: Spec) -> Any:
+def _described(laid: MemoryLayout, like: Spec) -> Any:
     return laid.shape, laid.stride, 0, like.dtype, False, False
 
 
@@ -182,4 +182,4 @@ def _convolution_backward(grad: Value, input: Value, weight: Value, bias_sizes: 
     given = wanted[0], wanted[1] or (wanted[2] and asked.onednn)
     laid = [_lowered(each) if asked.flat and want else each for each, want in zip(gradients, wanted, strict=False)]
     found = [_described(each, of) if is_given else None for each, is_given in zip(laid, given, strict=True)]
-    return [*found, _described(Laid(shape[1:2], (1,)), of) if wanted[2] else None]
+    return [*found, _described(MemoryLayout(shape[1:2], (1,)), of) if wanted[2] else None]

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._C import _current_graph_task_id as current_graph_task
 
-from marid.frontend.laid import Laid, dense
+from marid.frontend.memory_layout import MemoryLayout, dense
 from marid.frontend.record import Recorder, recorder_of, special
 from marid.frontend.rules import rule
 from marid.graph.node import Spec, Value
@@ -30,7 +30,7 @@ _forms: WeakKeyDictionary[Value, torch.memory_format] = WeakKeyDictionary()
 def _record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     returned = recorder.record(args, kwargs)
     of = args[0]._value.spec
-    form = _PLAIN if of.is_contiguous else Laid(of.shape, of.stride).suggested()
+    form = _PLAIN if of.is_contiguous else MemoryLayout(of.shape, of.stride).suggested()
     if form is not _PLAIN:
         recorder_of(aten.native_group_norm_backward.default).at_once = False  # what it does depends on this from now on
         _forms[returned[1]._value] = form
@@ -60,18 +60,18 @@ def _one_dtype(*values: Value | None) -> bool:
     return len(dtypes) == 1 and all(dtype.is_floating_point for dtype in dtypes)
 
 
-def _in_form(of: Spec) -> Laid | None:
+def _in_form(of: Spec) -> MemoryLayout | None:
     """As a new tensor in the memory format of this one; None where it is not contiguous in that."""
-    laid = Laid(of.shape, of.stride)
+    laid = MemoryLayout(of.shape, of.stride)
     form = laid.suggested()
     return dense(of.shape, form) if laid.contiguous(form) is laid else None
 
 
-def _described(laid: Laid, dtype: torch.dtype) -> Any:
+def _described(laid: MemoryLayout, dtype: torch.dtype) -> Any:
     return laid.shape, laid.stride, 0, dtype, False, False
 
 
-def _row(*shape: int) -> Laid:
+def _row(*shape: int) -> MemoryLayout:
     return dense(shape, _PLAIN)
 
 

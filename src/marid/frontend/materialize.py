@@ -14,7 +14,7 @@ from marid import policy
 from marid.engine.protocol import Need
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
-from marid.frontend.ahead import Rhythm, has_stepped, may_go_ahead
+from marid.frontend.ahead import ReadLoop, has_stepped, may_go_ahead
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.node import Node, Value, input_values, last_write, root_of
@@ -25,7 +25,7 @@ from marid.report.stats import counters
 from marid.semantics.scopes import Site, current_site
 from marid.settings import settings
 
-_rhythms = [Rhythm() for _ in range(handles.device_count)]
+_read_loops = [ReadLoop() for _ in range(handles.device_count)]
 
 
 def _settings_changed() -> None:
@@ -136,7 +136,7 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
                 "read the value after the block, or keep it on the device"
             )
         waited |= not quiet
-        immediate = _rhythms[tape.device].wants_immediate and may_be_immediate(tape)
+        immediate = _read_loops[tape.device].wants_immediate and may_be_immediate(tape)
         is_little = immediate and traffic(nodes) <= settings.immediate_bytes * len(nodes)
         ahead = bool(tape.piece) and not _restraint.holding
         try:
@@ -149,7 +149,7 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
             if is_little:
                 _begin_immediate(tape)
             elif immediate:
-                _rhythms[tape.device].is_not_immediate()
+                _read_loops[tape.device].is_not_immediate()
             return waited
         except MaterializationError:
             continue  # the next cut raises it if the asked values need what failed
@@ -168,7 +168,7 @@ def _plan(tape: Tape, site: Site | None) -> int:
         return 0
     if site is None:
         return 0
-    piece = _rhythms[tape.device].piece(site, tape)
+    piece = _read_loops[tape.device].piece(site, tape)
     goes_ahead = engine_of(tape.device).pieces and may_go_ahead() and not settings.memory_limit
     tape.piece = piece if goes_ahead else 0  # what one piece leaves to the next cannot be computed again
     return piece
@@ -184,7 +184,7 @@ def may_be_immediate(tape: Tape) -> bool:
 def _begin_immediate(tape: Tape) -> None:
     """Let operations run at once from here on."""
     wait_anyway()
-    _rhythms[tape.device].begins_immediate()
+    _read_loops[tape.device].begins_immediate()
     module.allow_immediate(settings.immediate_bytes)
     tape.piece = 0
     tape.immediate = True

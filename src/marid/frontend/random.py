@@ -19,8 +19,8 @@ import torch
 from torch.utils._device import DeviceContext
 
 from marid.frontend import handles
+from marid.graph.mersenne_twister import PAIR_WORDS, MersenneTwisters
 from marid.graph.node import Draw, Spec
-from marid.graph.twister import PAIR_WORDS, Twisters
 
 _STATE = struct.Struct("=QQq")
 
@@ -123,7 +123,7 @@ class _Positioned(threading.local):
     """Each thread has its own: nobody else draws between positioning a generator and drawing from it."""
 
     def __init__(self) -> None:
-        self.twisters = Twisters()
+        self.twisters = MersenneTwisters()
 
 
 _positioned = _Positioned()

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Draw, Node, Output, Spec, Value, values_in
-from marid.graph.twister import Twisters
 
 Read = Callable[[Value], torch.Tensor]
 """Brings the value of what has run."""
@@ -82,7 +82,7 @@ def _getitem(values: Any, index: int) -> Any:
 
 def _drawn(func: Any, draw: Draw) -> Any:
     def random(*args: Any, **kwargs: Any) -> Any:
-        return func(*args, **kwargs, generator=Twisters().at(draw))
+        return func(*args, **kwargs, generator=MersenneTwisters().at(draw))
 
     random.__name__ = func._schema.name.split("::")[1]
     return random

@@ -13,7 +13,7 @@ from typing import Any
 from marid.graph.node import Node, Spec
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task
-from marid.graph.shown import shown
+from marid.graph.program_nodes import nodes_of_program
 from marid.semantics.scopes import Scope, Site
 
 _PROGRAMS = 256
@@ -36,7 +36,7 @@ class Build:
 
     def nodes(self) -> list[Node]:
         """Its instructions as nodes, to be looked at."""
-        return shown(self.program, self.specs, self.params, self.sites, self.scopes)
+        return nodes_of_program(self.program, self.specs, self.params, self.sites, self.scopes)
 
 
 class Builds:

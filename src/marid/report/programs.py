@@ -8,7 +8,7 @@ from typing import Any
 
 from marid.graph.computation import ComputationGraph, Meaning, Recorded
 from marid.graph.node import Node, Value, input_values, root_of, values_in
-from marid.graph.shown import shown as nodes_of
+from marid.graph.program_nodes import nodes_of_program as nodes_of
 from marid.ops.facts import facts_of
 from marid.report.operator_times import Profile
 

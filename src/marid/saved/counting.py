@@ -12,7 +12,7 @@ from marid.engine.plain import as_int, as_list, as_text, dtype_named
 from marid.errors import WireError
 from marid.replay.counters import FOLLOWED, FORMULAS, CounterLog
 from marid.replay.recording import Each
-from marid.saved.form import number_from, part_of
+from marid.saved.json_text import number_from, part_of
 
 _WRITES = {str(func): func for func in FOLLOWED}
 _MOST = 1 << 16

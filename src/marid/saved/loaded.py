@@ -21,7 +21,7 @@ from marid.replay.reachable import Reached
 from marid.replay.recording import CONSTANT, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Made, Origin, Recording, Ref
 from marid.replay.state_check import Snapshot, same_number
 from marid.replay.template import Template
-from marid.saved.form import DIGEST, ENTRY
+from marid.saved.json_text import DIGEST, ENTRY
 from marid.saved.structure import fitted, leaves_of
 from marid.semantics.tracebacks import folded
 

@@ -22,7 +22,7 @@ from marid.graph.program import Program
 from marid.remote.worker.instructions import check_numbers, read_program
 from marid.replay.places import is_draw
 from marid.saved.counting import Counting
-from marid.saved.form import Numbers, part_of, parts_of, slot_of, text_from
+from marid.saved.json_text import Numbers, part_of, parts_of, slot_of, text_from
 from marid.saved.sizes import check_sizes, is_dense
 from marid.saved.structure import leaves_of, rebuilt, value_from
 from marid.semantics.scopes import Site, current_scope

@@ -7,7 +7,7 @@ from typing import Any
 
 from marid.engine.plain import as_list
 from marid.errors import WireError
-from marid.saved.form import number_from, number_to, parts_of
+from marid.saved.json_text import number_from, number_to, parts_of
 
 _DEPTH = 32
 _ENTRIES = 1 << 16

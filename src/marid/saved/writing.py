@@ -19,11 +19,11 @@ from marid.graph.node import Node, Spec, root_of
 from marid.graph.program import Instruction
 from marid.replay.places import is_draw
 from marid.replay.recording import CONSTANT, GRAD, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Each, Ref
-from marid.saved.form import DIGEST, ENTRY, FORMAT, VERSION, argument_to, name_of, number_to, text_to
+from marid.saved.json_text import DIGEST, ENTRY, FORMAT, VERSION, argument_to, name_of, number_to, text_to
 from marid.saved.names import Names
+from marid.saved.recorded_function import RecordedFunction, name_of_function, record_function
 from marid.saved.sizes import is_dense
 from marid.saved.structure import described, value_to
-from marid.saved.taken import Taken, name_of_function, take
 from marid.semantics.tracebacks import folded
 
 
@@ -57,7 +57,7 @@ def save_program(
     from marid.saved.reading import Plan
 
     described(examples, "examples", _is_argument)
-    taken = take(fn, examples, state)
+    taken = record_function(fn, examples, state)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     try:
         writer = _Writer(taken)
@@ -79,7 +79,7 @@ def _is_argument(leaf: Any, place: str) -> None:
 class _Writer:
     """The parts of a file. Raises ``WireError`` and ``TypeError`` for what no file can have."""
 
-    def __init__(self, taken: Taken) -> None:
+    def __init__(self, taken: RecordedFunction) -> None:
         self._taken = taken
         self._recording = taken.recording
         self._call = taken.call

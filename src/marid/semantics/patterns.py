@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Operation, Output, Spec, Value
-from marid.graph.shown import Held
+from marid.graph.program_nodes import Held
 from marid.semantics.canonical import CASTS, Canonical
 from marid.semantics.expressions import base_name, rank
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from marid import policy
-from marid.execute.compiled.asked import Asked, asked
+from marid.execute.compiled.compile_request import CompileRequest, request_for
 from marid.execute.compiled.disk import DiskCache, Entry, folder, identity
 from marid.execute.compiled.execution import Bound, Checked, CompiledProgram
 from marid.execute.compiled.partition import Partition, Specs, choose
@@ -49,7 +49,7 @@ class _Request:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.parts: list[tuple[Asked, Entry | Job]] = []
+        self.parts: list[tuple[CompileRequest, Entry | Job]] = []
 
     @property
     def answered(self) -> bool:
@@ -182,7 +182,7 @@ class Tier:
         cache = DiskCache(folder(), settings.cache_bytes)
         for part in choose(self.flat.program, specs, params, changing, shared):
             yield
-            asks = asked(part, self.flat.program, examples, changing)
+            asks = request_for(part, self.flat.program, examples, changing)
             if asks is None:
                 continue
             structure = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from marid import policy
-from marid.execute.compiled.asked import Asked
+from marid.execute.compiled.compile_request import CompileRequest
 from marid.execute.compiled.describe import describe, solve
 from marid.execute.compiled.eligibility import DTYPES
 from marid.execute.compiled.partition import Partition, Specs
@@ -42,7 +42,7 @@ class CompiledPartition:
 
     __slots__ = ("__weakref__", "_asked", "_slots", "conditions", "part", "path", "pointer")
 
-    def __init__(self, program: Program, asked: Asked, entry: Entry, threads: int) -> None:
+    def __init__(self, program: Program, asked: CompileRequest, entry: Entry, threads: int) -> None:
         """Load the code. Raises ``OSError``."""
         self._asked, self.part, self.conditions = asked, asked.part, entry.conditions
         self.path, part = entry.path, asked.part

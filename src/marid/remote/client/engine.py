@@ -2,8 +2,8 @@
 
 Runs are kept until a value is read, and go out together with what brings that value, in one message; of a loop that
 never reads they go out whenever the tape is cut, and the worker runs them while more is recorded. So ``run`` never
-fails; like a flight in this process (``engine/flight.py``) it makes its nodes count as run, and takes them back if the
-answer says that something before them has failed.
+fails; like a task in flight in this process (``engine/in_flight.py``) it makes its nodes count as run, and takes them
+back if the answer says that something before them has failed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from marid.engine.inprocess import concretely
+from marid.engine.memory_limit import refuse_beyond
 from marid.engine.protocol import Called, Engine, Geometry, GiveBack, Need, Returned
-from marid.engine.room import refuse_beyond
 from marid.engine.snapshot import snapshot
 from marid.errors import LazyTensorError, MaterializationError, WireError
 from marid.graph.node import Node, Operation, Value, values_in

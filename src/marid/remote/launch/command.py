@@ -21,7 +21,7 @@ import zmq
 
 from marid.errors import AuthenticationError
 from marid.registration import first_use
-from marid.remote.launch.keeper import Keeper, hide_from_others
+from marid.remote.launch.fork_server import ForkServer, hide_from_others
 from marid.remote.wire.endpoints import check_worker, make_client, make_worker, served_endpoint
 from marid.remote.worker.connections import OwnedSocket, ServerSocket
 from marid.remote.worker.operators import admit_namespace
@@ -82,7 +82,7 @@ def serve(
         click.echo(f"marid worker on {where}: {address}")
         sys.stdout.flush()
 
-    keeper = Keeper(address, alone if keys is None else for_all, for_one, announce)
+    keeper = ForkServer(address, alone if keys is None else for_all, for_one, announce)
     try:
         return keeper.run(_has_ended if until_eof else None)
     except KeyboardInterrupt:

@@ -27,9 +27,9 @@ from marid.execute.interrupted import Interrupted
 from marid.execute.specialisation import Frame, Runnable
 from marid.execute.store import ProgramStore
 from marid.graph.analysis import forecast
+from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Node, Operation, Spec
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.twister import Twisters
 from marid.native import module
 from marid.remote.wire.program_records import changed, digest_of, geometry_of
 from marid.remote.wire.tensors import matches
@@ -81,7 +81,7 @@ class Executor:
         self.accelerator = accelerator_of(device)
         if device.type == "cuda":  # float32 is float32: clients set the precision of products, and of nothing else
             torch.backends.cudnn.allow_tf32 = False
-        self.twisters = Twisters()
+        self.twisters = MersenneTwisters()
         self.runs = 0
         self.refused = 0
         """How many requests were malformed, or made no sense."""

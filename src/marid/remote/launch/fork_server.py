@@ -31,7 +31,7 @@ _QUICK, _QUICK_ENDS = 2.0, 5  # so many fronts in a row that were killed within 
 _LINE = 4096
 
 
-class Keeper:
+class ForkServer:
     """Keeps a front alive at ``address``. ``announce`` is called with the address that it listens at, once."""
 
     def __init__(self, address: str, front: Front, owned: Owned, announce: Callable[[str], None]) -> None:

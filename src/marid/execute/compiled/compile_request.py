@@ -18,7 +18,7 @@ _complaints: set[str] = set()  # passes that failed, each told once
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompileRequest:
     """A part to compile: ``code``, for runs whose description is that of ``fits`` with other ``values`` of the
     ``symbols`` that the two have in common; if not ``for_any_size`` there are none."""
 
@@ -30,7 +30,9 @@ class Asked:
     for_any_size: bool = True
 
 
-def asked(part: Partition, program: Program, examples: list[Example], changing: set[int]) -> Asked | None:
+def request_for(
+    part: Partition, program: Program, examples: list[Example], changing: set[int]
+) -> CompileRequest | None:
     """What to ask for, given the sizes and numbers that came, the latest last; ``changing`` are parameters that came
     with several values. None where one code cannot serve all of them."""
     if wanted():
@@ -46,10 +48,10 @@ def asked(part: Partition, program: Program, examples: list[Example], changing: 
     runs = [describe(part, program, specs, params) for specs, params in examples]
     general, count = generalize(runs) or (None, 0)
     values = None if general is None else solve(general, runs[-1], count)
-    return None if general is None or values is None else Asked(part, general, general, count, values)
+    return None if general is None or values is None else CompileRequest(part, general, general, count, values)
 
 
-def _improved(part: Partition, program: Program, examples: list[Example], changing: set[int]) -> Asked | None:
+def _improved(part: Partition, program: Program, examples: list[Example], changing: set[int]) -> CompileRequest | None:
     """The same with what passes make of the part; None where they change nothing, or not the same for all sizes."""
     while True:
         runs = [describe(part, program, specs, params) for specs, params in examples]
@@ -72,7 +74,7 @@ def _improved(part: Partition, program: Program, examples: list[Example], changi
     if general is None or values is None:
         return None
     counters.count_passes(made.changes)
-    return Asked(part, general["fits"], general["code"], count, values, made.for_any_size)
+    return CompileRequest(part, general["fits"], general["code"], count, values, made.for_any_size)
 
 
 def _pass_over(part: Partition, description: Description, example: Example, changing: set[int]) -> Improved | None:

@@ -26,7 +26,7 @@ _SKIPPED = torch.empty(_SKIP_CHUNK, dtype=torch.uint8, device="cpu")
 _PAIR = torch.empty(1, dtype=torch.float64, device="cpu")
 
 
-class Twisters:
+class MersenneTwisters:
     """CPU generators positioned at draws, one stream for each seed in use. Not thread-safe."""
 
     def __init__(self) -> None:

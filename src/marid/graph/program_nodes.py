@@ -9,7 +9,7 @@ from marid.graph.node import Node, Output, Spec, Value, root_of, values_in
 from marid.graph.program import Constant, ListOf, Param, Program, Slot
 
 
-def shown(
+def nodes_of_program(
     program: Program, specs: Sequence[Spec | None], params: Sequence[Any], sites: Sequence[Any], scopes: Sequence[Any]
 ) -> list[Node]:
     """Nodes that stand for a program's instructions, with ``specs`` by slot, the numbers of one run (none where they

@@ -21,7 +21,7 @@ class _Look(torch.Tensor):
         raise AssertionError(f"{func} is calculated to choose a kernel")
 
 
-class Laid(NamedTuple):
+class MemoryLayout(NamedTuple):
     """Sizes and strides."""
 
     shape: Sizes
@@ -31,7 +31,7 @@ class Laid(NamedTuple):
         """A tensor of the CPU without memory."""
         return torch.Tensor._make_wrapper_subclass(_Look, self.shape, self.stride, dtype=dtype, device="cpu")  # pyright: ignore
 
-    def contiguous(self, form: torch.memory_format) -> Laid:
+    def contiguous(self, form: torch.memory_format) -> MemoryLayout:
         """As ``Tensor.contiguous`` leaves it: strides of what is contiguous already are kept."""
         step = 1
         for dim in _order(form, len(self.shape)):
@@ -56,10 +56,10 @@ def _order(form: torch.memory_format, rank: int) -> Sequence[int]:
     return inwards if form is _PLAIN else (1, *inwards[:-2], 0)
 
 
-def dense(shape: Sizes, form: torch.memory_format) -> Laid:
+def dense(shape: Sizes, form: torch.memory_format) -> MemoryLayout:
     """A new tensor in a memory format."""
     stride, step = [0] * len(shape), 1
     for dim in _order(form, len(shape)):
         stride[dim] = step
         step *= max(shape[dim], 1) if form is _PLAIN else shape[dim]
-    return Laid(shape, tuple(stride))
+    return MemoryLayout(shape, tuple(stride))

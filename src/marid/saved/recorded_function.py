@@ -32,7 +32,7 @@ _FIRST_CALLS = 2
 
 
 @dataclass
-class Taken:
+class RecordedFunction:
     """A recording that can be replayed: its program, the numbers that come of counters, and the call of which it is.
 
     ``arguments`` are those that the function was called with: copies of the examples.
@@ -52,7 +52,7 @@ def name_of_function(function: Any) -> str:
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def take(function: Callable[..., Any], examples: tuple[Any, ...], state: Any) -> Taken:
+def record_function(function: Callable[..., Any], examples: tuple[Any, ...], state: Any) -> RecordedFunction:
     """Record ``function``. Tensors, gradients and generators are left as they were before the first call that could be
     recorded. Raises ``TypeError`` for arguments that no file can have, ``UnsupportedOperationError`` for what cannot
     be replayed, and what the function raises."""
@@ -92,7 +92,7 @@ def take(function: Callable[..., Any], examples: tuple[Any, ...], state: Any) ->
                 before.put_back()
                 if prepared is None:
                     raise _refused(function, "another thread has run what was recorded")
-                return Taken(recording, prepared[0], one.computed(recording), call, arguments)
+                return RecordedFunction(recording, prepared[0], one.computed(recording), call, arguments)
         earlier.append(recording)
     if before is not None:
         before.put_back()

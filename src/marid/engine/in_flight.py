@@ -25,10 +25,10 @@ Positioned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _PLAIN, _WATCHED, _PLANNED = range(3)
 
 
-class Flight:
-    """A task handed to the device's thread.
+class TaskInFlight:
+    """A task that was submitted to the device's thread.
 
-    ``number`` grows from flight to flight; flights are done in that order. ``roots`` are the values whose memory it may
+    ``number`` grows from task to task; they are done in that order. ``roots`` are the values whose memory it may
     write. Until it is done, its nodes count as run, and what they forgot is kept here, to be given back if it is not.
     """
 
@@ -132,7 +132,7 @@ def _links(task: Task) -> tuple[list[TableRun], list[int], list[int]]:
     for slot, buffer in zip(task.input_slots, task.inputs, strict=True):
         if not isinstance(buffer, torch.Tensor):
             values = values or list(task.slots)
-            flight: Flight = buffer
+            flight: TaskInFlight = buffer
             sources.append(flight.run)
             slots.append(slot)
             from_slots.append(flight.task.slots[values[slot]])
