@@ -82,6 +82,23 @@ def test_a_bias_is_trained_alone() -> None:
     assert not marid.stats().fallbacks
 
 
+def test_a_switch_is_followed_with_one_thread() -> None:
+    """What is pending runs before, whatever number the new setting is equal to."""
+
+    def run(device: str) -> Any:
+        x = torch.linspace(-3, 3, 960).to(device)
+        with torch.backends.mkldnn.flags(enabled=False):
+            y = F.gelu(x)
+        return y
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        on_both(run)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_switches_of_backends_are_followed() -> None:
     """Also by calls that have been recorded before, and by what is pending."""
 

@@ -60,15 +60,20 @@ SWITCHES = (
 )
 
 
+# Of those that are often set to what they are.
+_NOW = {"_set_default_dtype": torch.get_default_dtype, "set_num_threads": torch.get_num_threads}
+
+
 def running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]:
     """``switch``, which is one of these."""
     owner = os.getpid()
+    now = _NOW.get(switch.__name__)
 
     @folded
     @functools.wraps(switch)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         tapes = [handles.tape(index) for index in range(handles.device_count)]
-        changes = args != (torch.get_default_dtype(),) and args != (torch.get_num_threads(),)
+        changes = now is None or args != (now(),)
         if changes and os.getpid() == owner:  # what is pending in a fork is its parent's business
             started = time.perf_counter()
             pending = [tape for tape in tapes if tape.pending()]
