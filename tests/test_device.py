@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -501,6 +503,70 @@ def test_hooks_of_parameters_move_with_their_module() -> None:
     assert called(DEVICE) == called("cpu") == ["gradient", "accumulated", 0, "accumulated", 1, 2]
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["to the device", "and back"])
+@pytest.mark.parametrize("kind", ["removed", "removed after accumulation", "unpickled"])
+def test_hooks_are_called_where_none_is_left_when_a_module_moves(kind: str, back: bool) -> None:
+    """A parameter then has an empty dictionary of hooks, and so has one that was unpickled."""
+    torch.ones(1, device=DEVICE)
+    layer = nn.Linear(2, 2)
+    if kind == "unpickled":
+        layer = pickle.loads(pickle.dumps(layer))
+    elif kind == "removed":
+        layer.weight.register_hook(lambda grad: grad).remove()
+    else:
+        layer.weight.register_post_accumulate_grad_hook(lambda _: None).remove()
+    layer.to(DEVICE)
+    x = torch.ones(1, 2, device=DEVICE)
+    if back:
+        layer.cpu()
+        x = x.cpu()
+    layer.weight.register_hook(lambda grad: grad * 10)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[10.0, 10.0]] * 2
+
+
+@pytest.mark.parametrize("holds", ["a view", "a weak reference", "a graph"])
+def test_parameters_that_something_else_refers_to_stay_themselves(holds: str) -> None:
+    """Modules that share them, and optimizers, go on with them; what referred to them keeps what it had."""
+    torch.ones(1, device=DEVICE)
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, nn.LayerNorm(3), head)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = model(torch.tensor([1, 2])).square().mean()
+    before = embedding.weight.detach().clone()
+    ways = {"a view": lambda p: p.view(-1), "a weak reference": weakref.ref, "a graph": lambda _: loss}
+    held: Any = [ways[holds](p) for p in model.parameters()]
+    if holds != "a graph":
+        loss = None
+    model.to(DEVICE)
+    assert all(p.device.type == DEVICE for p in optimizer.param_groups[0]["params"])
+    assert len(list(model.parameters())) == 3
+    if holds == "a view":
+        assert_same(held[0].detach(), before.view(-1))
+    elif holds == "a weak reference":
+        assert held[0]() is embedding.weight
+    else:
+        with pytest.raises(RuntimeError, match="before its module moved to another device"):
+            held[0].backward()
+    model(torch.tensor([1, 2], device=DEVICE)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(head.weight.cpu(), before)
+    assert embedding.weight is head.weight
+
+
+def test_recurrent_layers_that_share_weights_move() -> None:
+    """They have weak references to their weights, once they were converted."""
+    torch.ones(1, device=DEVICE)
+    layer, gru = nn.Linear(2, 6), nn.GRU(2, 2)
+    gru.bias_ih_l0 = layer.bias
+    model = nn.Sequential(layer, gru).double()
+    model.to(DEVICE)
+    assert layer.bias is gru.bias_ih_l0
+    assert len(list(model.parameters())) == 5
+
+
 @pytest.mark.parametrize("held", [False, True], ids=["free", "held by a view"])
 def test_attributes_of_parameters_move_with_them(held: bool) -> None:
     """Such as marks by which an optimizer groups them; also back, and of tied ones."""
@@ -513,7 +579,7 @@ def test_attributes_of_parameters_move_with_them(held: bool) -> None:
     for move in (lambda: model.to(DEVICE), lambda: model.double(), lambda: model.cpu()):
         move()
         assert all(one.no_decay for one in model.parameters())
-        assert held or head.weight is embedding.weight
+        assert head.weight is embedding.weight
     assert type(head.weight) is nn.Parameter
     assert vars(head.weight) == {"no_decay": True}
     del view

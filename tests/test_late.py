@@ -34,17 +34,18 @@ def _run(script: str, *args: object) -> list[str]:
     ],
 )
 def test_the_first_operation_is_quick(first: str) -> None:
-    """It imports nothing, so it takes milliseconds (below 20 on a quiet machine); the bound is for loaded ones."""
-    seconds, *imported = _run(
+    """It imports nothing, so it takes milliseconds (below 20 on a quiet machine): little of what the imports of PyTorch
+    and Marid took, however fast the machine is at the moment."""
+    imports, seconds, *imported = _run(
         f"""
         import time
         before, started = set(sys.modules), time.process_time()
         {first}
-        print(time.process_time() - started, *set(sys.modules) - before, sep="\\n")
+        print(started, time.process_time() - started, *set(sys.modules) - before, sep="\\n")
         """
     )
     assert imported == []
-    assert float(seconds) < 0.2
+    assert float(seconds) < float(imports) / 4
 
 
 _FIRST_STEPS = {
@@ -82,8 +83,8 @@ def test_a_first_step_imports_no_large_packages(step: str) -> None:
 
 
 def test_the_first_use_moves_a_module_that_a_graph_holds() -> None:
-    """Where PyTorch's move is under way when the device is first used, a parameter that cannot be swapped is replaced,
-    as in every later move."""
+    """Where PyTorch's move is under way when the device is first used, a parameter that something else refers to stays
+    itself, as in every later move."""
     script = """
 import torch
 import marid
@@ -95,7 +96,9 @@ old = nn.utils.weight_norm(nn.Conv1d(3, 2, 2))  # its weight is computed from th
 model = nn.Sequential(conv, old)
 x = torch.randn(1, 2, 8)
 expected = model(x)
+before = list(model.parameters())
 model.to("remote_accelerator")
+assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 y = model(x.to("remote_accelerator"))
 y.sum().backward()
 print(torch.equal(y.cpu(), expected), all(p.grad is not None for p in model.parameters()))

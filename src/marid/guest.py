@@ -200,6 +200,7 @@ CHANGES: list[Change] = [
         "the same, in the move that is the first use",
         device.swapping,
     ),
+    _replaced("torch.utils.swap_tensors", "the same, whoever refers to it", device.swapping_whoever_holds_them),
     *[
         _replaced(f"torch.nn.parameter.{kind}.{name}", _LAZY_MODULES, make)
         for kind in ("UninitializedParameter", "UninitializedBuffer")

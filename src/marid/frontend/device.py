@@ -142,7 +142,7 @@ def _keep(parameter: Any, address: int, of_gradients: Any, after_accumulation: A
     if not holds_tensors:  # else its attributes are what was moved
         parameter.__dict__.update({name: value for name, value in attributes.items() if name != "_is_param"})
     # Hooks belong to what was swapped; the handles that remove them know their dictionaries.
-    if of_gradients or after_accumulation:
+    if of_gradients is not None or after_accumulation is not None:
         parameter._backward_hooks = of_gradients
         parameter._post_accumulate_grad_hooks = after_accumulation
 
@@ -155,31 +155,47 @@ def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def wrapper(tensor: Any) -> bool:
         if not isinstance(tensor, LazyTensor):
             return is_wrapper(tensor)
-        move = sys._getframe(1)
-        caller = move.f_back
-        return caller is not None and caller.f_code.co_filename != __file__ and _is_free(move.f_locals["param"])
+        caller = sys._getframe(1).f_back
+        return caller is not None and caller.f_code.co_filename != __file__
 
     return wrapper
 
 
-def _is_free(parameter: torch.Tensor) -> bool:
-    """Whether no autograd graph holds a parameter, so that it can be swapped; its own node of the graph may."""
-    count = parameter._use_count()  # pyright: ignore[reportAttributeAccessIssue]
-    if count != 2 or not parameter.is_leaf:
-        return count < 2
-    node = torch.autograd.graph.get_gradient_edge(parameter).node  # made now, if that is not who holds it
-    return node is not None and parameter._use_count() == 2  # pyright: ignore[reportAttributeAccessIssue]
+def swapping_whoever_holds_them(swap: Callable[..., None]) -> Callable[..., None]:
+    """``torch.utils.swap_tensors``, which refuses tensors that something else refers to: weakly, as recurrent layers to
+    their weights, or by a view or a graph. A parameter that moves to the device, or from it, stays itself for modules
+    that share it and for optimizers; graphs and views of before keep what it was."""
+
+    @functools.wraps(swap)
+    def wrapper(t1: Any, t2: Any) -> None:
+        if isinstance(t1, LazyTensor) == isinstance(t2, LazyTensor):
+            swap(t1, t2)
+            return
+        belongings = _belongings(t1)
+        if t1.is_leaf and t1.requires_grad and t1._use_count() > 1:
+            torch.autograd.graph.get_gradient_edge(t1).node.register_prehook(_refuse_gradient)
+        for name in ("__class__", "__dict__"):
+            first, second = getattr(t1, name), getattr(t2, name)
+            setattr(t1, name, second)
+            setattr(t2, name, first)
+        torch._C._swap_tensor_impl(t1, t2)
+        _keep(t1, *belongings)
+
+    return wrapper
+
+
+def _refuse_gradient(_grads: Any) -> None:
+    raise RuntimeError(
+        "a gradient for a parameter as it was before its module moved to another device: move the module before the "
+        "forward, or after the backward"
+    )
 
 
 def _moved_in_place(parameter: Any, applied: torch.Tensor, fn: Any) -> torch.Tensor:
-    """Let ``parameter`` become ``applied``; the latter where an autograd graph still holds the parameter."""
+    """Let ``parameter`` become ``applied``."""
     grad = parameter.grad
     parameter.grad = None
-    try:
-        torch.utils.swap_tensors(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
-    except RuntimeError:
-        parameter.grad = grad
-        return applied
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
     if grad is not None:
         with torch.no_grad():
             parameter.grad = fn(grad).requires_grad_(grad.requires_grad)
