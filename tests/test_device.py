@@ -556,6 +556,19 @@ def test_parameters_that_something_else_refers_to_stay_themselves(holds: str) ->
     assert embedding.weight is head.weight
 
 
+def test_a_parameter_that_cannot_be_swapped_is_replaced() -> None:
+    """PyTorch swaps no tensor to which something in C++ refers weakly."""
+    torch.ones(1, device=DEVICE)
+    layer = nn.Linear(2, 2)
+    layer.weight.grad = torch.ones(2, 2)
+    before = layer.weight
+    _reference = torch._C._WeakTensorRef(before)
+    layer.to(DEVICE)
+    assert layer.weight.device.type == DEVICE
+    assert layer.weight.grad.device.type == DEVICE
+    assert (type(before), before.device.type) == (nn.Parameter, "cpu")
+
+
 def test_recurrent_layers_that_share_weights_move() -> None:
     """They have weak references to their weights, once they were converted."""
     torch.ones(1, device=DEVICE)

@@ -172,13 +172,14 @@ def swapping_whoever_holds_them(swap: Callable[..., None]) -> Callable[..., None
             swap(t1, t2)
             return
         belongings = _belongings(t1)
-        if t1.is_leaf and t1.requires_grad and t1._use_count() > 1:
-            torch.autograd.graph.get_gradient_edge(t1).node.register_prehook(_refuse_gradient)
+        may_have_a_graph = t1.is_leaf and t1.requires_grad and t1._use_count() > 1
+        torch._C._swap_tensor_impl(t1, t2)
         for name in ("__class__", "__dict__"):
             first, second = getattr(t1, name), getattr(t2, name)
             setattr(t1, name, second)
             setattr(t2, name, first)
-        torch._C._swap_tensor_impl(t1, t2)
+        if may_have_a_graph:
+            torch.autograd.graph.get_gradient_edge(t2).node.register_prehook(_refuse_gradient)
         _keep(t1, *belongings)
 
     return wrapper
@@ -192,10 +193,14 @@ def _refuse_gradient(_grads: Any) -> None:
 
 
 def _moved_in_place(parameter: Any, applied: torch.Tensor, fn: Any) -> torch.Tensor:
-    """Let ``parameter`` become ``applied``."""
+    """Let ``parameter`` become ``applied``; the latter where something in C++ refers weakly to the parameter."""
     grad = parameter.grad
     parameter.grad = None
-    torch.utils.swap_tensors(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
+    try:
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
+    except RuntimeError:
+        parameter.grad = grad
+        return applied
     if grad is not None:
         with torch.no_grad():
             parameter.grad = fn(grad).requires_grad_(grad.requires_grad)
