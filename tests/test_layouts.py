@@ -99,6 +99,25 @@ def test_a_switch_is_followed_with_one_thread() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("precision", [torch.backends.mkldnn.matmul, torch.backends.mkldnn, torch.backends])
+def test_precisions_of_backends_are_followed(precision: Any) -> None:
+    """What is pending runs before they change. (A processor with AMX computes something else then.)"""
+
+    def run(device: str) -> Any:
+        x = torch.linspace(-1, 1, 128 * 128).to(device).view(128, 128)
+        before = x @ x
+        default = precision.fp32_precision
+        precision.fp32_precision = "bf16"
+        try:
+            assert device == "cpu" or before.materialized  # type: ignore[attr-defined]
+            inside = x @ x
+        finally:
+            precision.fp32_precision = default
+        return before, inside, x @ x
+
+    on_both(run)
+
+
 def test_switches_of_backends_are_followed() -> None:
     """Also by calls that have been recorded before, and by what is pending."""
 

@@ -186,7 +186,7 @@ def _repeated(recorded: Recorded, handle: int, base: int) -> list[ask.Request]:
         ask.Run(run.program, run.geometry, run.inputs, run.params, base + 100, 1, (1,)),
         ask.Sizes(run.program, run.geometry, digest_of(geometry_of(other)), changes),
         ask.Roles(((handle, "weight"), (base + 7, "kv cache"))),
-        ask.Configure(KernelSettings(torch.float64, 1, False, "high", False)),
+        ask.Configure(KernelSettings(torch.float64, 1, False, "high", False, "bf16", "tf32")),
         ask.Configure(KernelSettings()),
         ask.Free(tuple(range(base, base + 150))),
     ]

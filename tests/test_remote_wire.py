@@ -23,6 +23,7 @@ from marid.frontend import handles
 from marid.graph.node import Draw
 from marid.graph.program import bind
 from marid.remote.wire import codec as wire
+from marid.remote.wire import kernel_settings
 from marid.remote.wire import requests as ask
 from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings
@@ -456,6 +457,22 @@ def test_on_another_device_factories_are_told_where() -> None:
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
+def test_settings_of_kernels_are_those_of_another_process() -> None:
+    """All precisions of oneDNN, also those that have no name in ``torch.get_float32_matmul_precision``."""
+    before = kernel_settings.current()
+    try:
+        for operation, value in (("matmul", "bf16"), ("conv", "tf32"), ("rnn", "ieee")):
+            torch._C._set_fp32_precision_setter("mkldnn", operation, value)  # pyright: ignore[reportAttributeAccessIssue]
+        changed = kernel_settings.current()
+        assert (changed.precision, changed.convolutions, changed.recurrent) == ("medium", "tf32", "ieee")
+        kernel_settings.apply(before)
+        assert kernel_settings.current() == before
+        kernel_settings.apply(changed)
+        assert kernel_settings.current() == changed
+    finally:
+        kernel_settings.apply(before)
+
+
 def test_requests_come_back_as_they_were() -> None:
     digest = digest_of(b"x")
     sent: list[ask.Request] = [
@@ -478,7 +495,7 @@ def test_requests_come_back_as_they_were() -> None:
         ask.Stats(),
         ask.Roles(((1, "weight"), (2, "activation"))),
         ask.Configure(KernelSettings()),
-        ask.Configure(KernelSettings(torch.float64, 2, mkldnn=False)),
+        ask.Configure(KernelSettings(torch.float64, 2, mkldnn=False, convolutions="bf16")),
         ask.Pack(1, 2),
         ask.Take(1, bytes(32), torch.float32, (2, 3), (3, 1)),
         ask.Meet(bytes(16), 5),

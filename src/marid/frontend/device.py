@@ -54,6 +54,8 @@ SWITCHES = (
     "_set_deterministic_algorithms",
     "_set_deterministic_fill_uninitialized_memory",
     "_set_float32_matmul_precision",
+    "_set_fp32_precision_setter",
+    "_set_mkldnn_deterministic",
     "_set_mkldnn_enabled",
     "_set_nnpack_enabled",
     "set_num_threads",

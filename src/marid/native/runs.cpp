@@ -216,10 +216,12 @@ PyObject* warnings_of(PyObject*, PyObject* given) {
   return kept == nullptr ? nullptr : texts_of(kept);
 }
 
-// switches(): what kernels ask of the process (remote/switches.py), as one number.
+// switches(): what kernels ask of the process (remote/wire/kernel_settings.py), as one number.
 PyObject* switches(PyObject*, PyObject*) {
   at::Context& context = at::globalContext();
-  long long key = static_cast<long long>(context.float32MatmulPrecision());
+  long long key = 0;
+  for (auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV, at::Float32Op::RNN})
+    key = key << 3 | static_cast<long long>(context.float32Precision(at::Float32Backend::MKLDNN, op));
   key = key << 8 | static_cast<long long>(c10::typeMetaToScalarType(at::get_default_dtype()));
   for (bool one : {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
                    context.deterministicFillUninitializedMemory(), context.userEnabledMkldnn()})

@@ -10,7 +10,9 @@ from marid.native import module
 from marid.remote.wire.fields import FLAG, choice, whole
 
 _DEFAULT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # PyTorch takes no others
-_PRECISIONS = ("highest", "high", "medium")
+_PRODUCTS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+"""The precision of products by that of oneDNN's, which ``torch.set_float32_matmul_precision`` sets."""
+_PRECISIONS = tuple(_PRODUCTS)
 
 
 class KernelSettings(NamedTuple):
@@ -19,8 +21,10 @@ class KernelSettings(NamedTuple):
     default_dtype: Annotated[torch.dtype, choice(_DEFAULT_DTYPES, "default dtype")] = torch.float32
     deterministic: Annotated[int, whole(0, 2, "deterministic algorithms")] = 0
     fill_uninitialized: Annotated[bool, FLAG] = True
-    precision: Annotated[str, choice(_PRECISIONS, "precision of products")] = "highest"
+    precision: Annotated[str, choice(("highest", "high", "medium"), "precision of products")] = "highest"
     mkldnn: Annotated[bool, FLAG] = True
+    convolutions: Annotated[str, choice(_PRECISIONS, "precision of convolutions")] = "none"
+    recurrent: Annotated[str, choice(_PRECISIONS, "precision of recurrent layers")] = "none"
 
 
 _by_key: dict[int, KernelSettings] = {}
@@ -45,8 +49,9 @@ def _asked() -> KernelSettings:
         torch.get_default_dtype(),
         deterministic,
         private._get_deterministic_fill_uninitialized_memory(),
-        private._get_float32_matmul_precision(),
+        _PRODUCTS[private._get_fp32_precision_getter("mkldnn", "matmul")],
         private._get_mkldnn_enabled(),
+        *[private._get_fp32_precision_getter("mkldnn", operation) for operation in ("conv", "rnn")],
     )
 
 
@@ -62,3 +67,5 @@ def apply(settings: KernelSettings) -> None:
     private._set_deterministic_fill_uninitialized_memory(settings.fill_uninitialized)
     private._set_float32_matmul_precision(settings.precision)
     private._set_mkldnn_enabled(settings.mkldnn)
+    private._set_fp32_precision_setter("mkldnn", "conv", settings.convolutions)
+    private._set_fp32_precision_setter("mkldnn", "rnn", settings.recurrent)
