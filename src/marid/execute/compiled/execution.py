@@ -225,9 +225,8 @@ class Checked(_Here):
                 return []
             return beyond_rounding(results, inputs, part.bases, partial(self._again, frame, part))
         except BaseException as raised:
-            error = (
-                raised.error if isinstance(raised, Interrupted) else raised
-            )  # the tensors there are those of a trial
+            # Of an interruption the error alone counts: the tensors in it are those of a trial.
+            error = raised.error if isinstance(raised, Interrupted) else raised
             if not isinstance(error, _TRIAL_FAILURES):  # Ctrl-C, or what a signal's handler raises: the part has run
                 raise Interrupted(part.stop, False, frame.tensors, error) from error
             logger.info("a compiled part is not used: what rounding does to it cannot be found out: %s", error)
