@@ -18,21 +18,19 @@ from marid.semantics.tracebacks import fold
 
 
 def register() -> None:
-    """Give every factory its device kernel."""
+    """Give every factory its device kernel. Operators are looked up when they are first called: this runs within the
+    first operation of a process."""
+    default_dtype = set(named("default_dtype"))
     for name in named("factory"):
-        func = overload_named(name)
-        if func is not None:
-            schema = func._schema
-            default_dtype = facts_of(func).default_dtype
-            module.register_factory(schema.name, schema.overload_name, _kernel(func), default_dtype)
+        base, overload = name.split(".")
+        overload = "" if overload == "default" else overload
+        module.register_factory(base, overload, _kernel(name), name in default_dtype)
 
 
-def _kernel(func: Any) -> Any:
-    if func is torch.ops.aten._efficientzerotensor.default:
-        func = torch.ops.aten.zeros.default
-
+def _kernel(name: str) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         try:
+            func = overload_named(name.replace("_efficientzerotensor", "zeros"))
             layout = kwargs.get("layout")
             if layout is not None and layout is not torch.strided:
                 raise unsupported(func._schema.name, f"layout {layout} was asked for")

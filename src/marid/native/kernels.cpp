@@ -192,7 +192,7 @@ PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char *text = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
   if (text == nullptr || overload == nullptr) return nullptr;
   c10::OperatorName name(text, overload);
-  if (!registered.insert(name).second) Py_RETURN_NONE;
+  if (!c10::Dispatcher::singleton().findSchema(name) || !registered.insert(name).second) Py_RETURN_NONE;
   std::shared_ptr<Operator>& own = operators[name];
   if (own == nullptr) own = std::make_shared<Operator>();
   auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Factory>(own, Py_NewRef(given[2]), given[3] == Py_True));
