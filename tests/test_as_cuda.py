@@ -159,7 +159,7 @@ THE_MODULE = """
     assert cuda.memory_allocated() >= 1024 and cuda.max_memory_allocated(0) >= 1024
     side = cuda.Stream()
     side.wait_stream(cuda.current_stream())
-    with cuda.stream(side):
+    with cuda.stream(stream=side), cuda.StreamContext(side), cuda.stream(None):
         y = x * 2
         y.record_stream(side)
     cuda.current_stream().wait_stream(side)

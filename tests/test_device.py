@@ -264,6 +264,16 @@ def test_streams_and_events() -> None:
     assert torch.accelerator.current_stream().device.type == DEVICE
 
 
+def test_a_stream_makes_its_device_current() -> None:
+    """So that code for several devices can be written in terms of streams, given by name too."""
+    elsewhere = device_module.Stream(1)
+    with device_module.stream(stream=elsewhere):
+        assert device_module.current_device() == 1
+        with device_module.stream(None):
+            assert device_module.current_device() == 1
+    assert device_module.current_device() == 0
+
+
 def test_memory_questions() -> None:
     """Allocated and peak bytes of living values."""
     before = device_module.memory_allocated()

@@ -253,8 +253,8 @@ def table() -> dict[str, Entry]:
         Event=Event,
         current_stream=Stream,
         default_stream=Stream,
-        stream=contextlib.nullcontext,
-        StreamContext=contextlib.nullcontext,
+        stream=ours().stream,
+        StreamContext=ours().stream,
     )
     as_they_are("get_gencode_flags has_half has_magma check_error cudaStatus CudaError DeferredCudaCallError")
     as_they_are("amp graphs jiterator memory nccl nvtx profiler random sparse streams tunable", "a module")

@@ -291,6 +291,12 @@ def names() -> dict[str, Any]:
         finally:
             set_device(before)
 
+    @contextlib.contextmanager
+    def stream(stream: torch.Stream | None) -> Iterator[None]:
+        """Make the device of a stream current inside; None changes nothing."""
+        with contextlib.nullcontext() if stream is None else device(stream.device):
+            yield
+
     def manual_seed(seed: int) -> None:
         """Seed the current device's generator."""
         random.default_generator(handles.current_device()).manual_seed(int(seed))
@@ -355,7 +361,7 @@ def names() -> dict[str, Any]:
         "Event": _on_device(torch.Event),
         "current_stream": current_stream,
         "default_stream": current_stream,
-        "stream": contextlib.nullcontext,
+        "stream": stream,
     }
 
 
