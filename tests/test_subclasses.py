@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import io
+from typing import Any, Self
 
 import pytest
 import torch
@@ -95,3 +96,118 @@ def test_a_copy_of_a_subclass() -> None:
     for made in (copy.copy(image), copy.deepcopy(image), image.clone()):
         assert isinstance(made, Image)
         assert made.tolist() == [1.0, 1.0]
+
+
+class Scaled(torch.nn.Parameter):
+    """A parameter with attributes, as libraries for manifolds and quantisation have them."""
+
+    scale: float
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, scale: float = 1.0) -> Self:
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)  # type: ignore[attr-defined]
+        made.scale = scale
+        return made
+
+    def doubled(self) -> torch.Tensor:
+        return self * 2
+
+
+class Named(torch.nn.Parameter):
+    """A parameter without a constructor of its own."""
+
+    def title(self) -> str:
+        return "named"
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Scaled(torch.arange(6.0).view(2, 3), scale=3.0)
+        self.named = Named(torch.ones(3))
+        self.tied = self.scaled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.scaled.doubled() * self.scaled.scale + self.named).square().mean()
+
+
+def _classes(net: Net) -> list[Any]:
+    found: list[Any] = [net.tied is net.scaled, net.scaled.scale, getattr(net.named, "title", str)()]
+    for one in net.parameters():
+        found += [isinstance(one, cls) for cls in (Scaled, Named, torch.nn.Parameter)]
+        found += [one.is_leaf, one.requires_grad, isinstance(one * 1, torch.nn.Parameter), one.detach(), one.grad]
+    return found
+
+
+@pytest.mark.parametrize("way", ["moved", "made there", "copied", "copied shallowly", "moved back", "moved twice"])
+def test_a_subclass_of_parameter_stays_one(way: str) -> None:
+    """Its class, its attributes, its identity for optimizers, and what training makes of it are those of the CPU."""
+
+    def results(device: str) -> list[Any]:
+        net = Net()
+        parameters = list(net.parameters())
+        optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+        if way == "made there":
+            net.scaled = net.tied = Scaled(net.scaled.detach().to(device), scale=3.0)
+            net.named = Named(net.named.data.to(device))
+            optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        else:
+            net.to(device)
+            assert [one is two for one, two in zip(net.parameters(), parameters, strict=True)] == [True, True]
+        if way == "moved twice":
+            net.cpu().to(device)
+        found = []
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = net(torch.full((4, 2), float(number)).to(device))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        if way == "copied":
+            net.scaled.__dict__.clear()  # a copy is made by the constructor, of the data alone
+            net.scaled.scale = 1.0
+            net = copy.deepcopy(net)
+        if way == "copied shallowly":
+            net.named = copy.copy(net.named)
+        if way == "moved back":
+            net.cpu()
+            found += [type(one) for one in net.parameters()]
+        return found + _classes(net) + list(net.state_dict().values())
+
+    assert_same(results(DEVICE), results("cpu"))
+
+
+def test_a_class_is_given_by_the_functions_of_tensor() -> None:
+    """Libraries call them by name, and not as methods."""
+    x = torch.ones(2, device=DEVICE, requires_grad=True)
+    image = torch.Tensor.as_subclass(x, Image)
+    assert isinstance(image, Image)
+    assert image.requires_grad
+    made = torch.Tensor._make_subclass(Image, x)  # type: ignore[attr-defined]
+    assert isinstance(made, Image)
+    assert not made.requires_grad
+    assert made.brightness().item() == 1
+    parameter = torch.Tensor._make_subclass(torch.nn.Parameter, x, True)  # type: ignore[attr-defined]
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert type(torch.Tensor._make_subclass(Image, torch.ones(2))) is Image  # type: ignore[attr-defined]
+
+
+def test_a_saved_parameter_of_a_subclass() -> None:
+    """As of the CPU, it is loaded as an ordinary parameter with its attributes."""
+
+    def results(device: str) -> list[Any]:
+        file = io.BytesIO()
+        torch.save(Net().to(device).scaled, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        return [
+            isinstance(loaded, torch.nn.Parameter),
+            isinstance(loaded, Scaled),
+            loaded.scale,
+            loaded.device.type,
+            loaded,
+        ]
+
+    there, here = results(DEVICE), results("cpu")
+    assert there.pop(3) == DEVICE
+    here.pop(3)
+    assert_same(there, here)

@@ -44,6 +44,7 @@ from marid.frontend import (
     recurrent,
     replicas,
     special,
+    subclasses,
     tuples,
     uninitialized,
 )
@@ -182,6 +183,7 @@ def _change_dynamo() -> Undo:
 
 _NO_FOREACH = "optimizers take the device's parameters as they take those of the CPU"
 _SWITCHED = "kernels read it when they run: what was recorded before runs before it changes"
+_CLASSES = "classes that a user derives from tensors and parameters are kept on the device"
 _LAZY_MODULES = "a parameter without a shape yet can be on the device"
 _EXACT_TYPE = "it goes by the exact type of tensors"
 
@@ -201,10 +203,12 @@ CHANGES: list[Change] = [
         device.swapping,
     ),
     _replaced("torch.utils.swap_tensors", "the same, whoever refers to it", device.swapping_whoever_holds_them),
+    _replaced("torch.Tensor.as_subclass", _CLASSES, subclasses.giving(LazyTensor)),
+    _replaced("torch.Tensor._make_subclass", _CLASSES, subclasses.making(LazyTensor)),
+    _replaced("torch.nn.Parameter.__new__", _CLASSES, subclasses.making_parameters(LazyTensor)),
     *[
-        _replaced(f"torch.nn.parameter.{kind}.{name}", _LAZY_MODULES, make)
+        _replaced(f"torch.nn.parameter.{kind}.__deepcopy__", _LAZY_MODULES, uninitialized.copying)
         for kind in ("UninitializedParameter", "UninitializedBuffer")
-        for name, make in (("__new__", uninitialized.making), ("__deepcopy__", uninitialized.copying))
     ],
     Change(
         "torch.nn.parameter.UninitializedTensorMixin.device",
@@ -313,7 +317,7 @@ def first_use() -> None:
             return
         registration.device_module._initialized = True  # for what the changes themselves do
         device.give_devices()
-        uninitialized.made_during(_make_changes)
+        _make_changes()
 
 
 def _make_changes() -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marid import registration
 from marid.execute.geometry import when_mispredicted
-from marid.frontend import autocast, corrections, handles, random, uninitialized
+from marid.frontend import autocast, corrections, handles, random, subclasses, uninitialized
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.materialize import bytes_of, run_everything, wait_anyway
 from marid.frontend.record import follow_switches
@@ -174,6 +174,11 @@ def swapping_whoever_holds_them(swap: Callable[..., None]) -> Callable[..., None
             swap(t1, t2)
             return
         belongings = _belongings(t1)
+        kind = subclasses.user_class(t1) if isinstance(t1, LazyTensor) else type(t1)
+        if isinstance(t2, LazyTensor):
+            t2.__class__ = subclasses.class_on_device(kind, LazyTensor)
+        elif kind is not torch.Tensor:
+            t2.__class__ = kind
         may_have_a_graph = t1.is_leaf and t1.requires_grad and t1._use_count() > 1
         torch._C._swap_tensor_impl(t1, t2)
         for name in ("__class__", "__dict__"):

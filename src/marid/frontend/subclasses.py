@@ -1,11 +1,19 @@
-"""Subclasses of ``torch.Tensor`` that a user has, with values on the device."""
+"""Subclasses of ``torch.Tensor`` and ``torch.nn.Parameter`` that a user has, with values on the device.
+
+A tensor has one Python object, which tensors of the device get when they are made: so it is that which changes its
+class.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import Parameter, UninitializedTensorMixin
+
+from marid.frontend import uninitialized
 
 
 class _KeepsItsClass:
@@ -16,24 +24,85 @@ class _KeepsItsClass:
 
 def as_class(tensor: torch.Tensor, cls: type[torch.Tensor], own: type[torch.Tensor]) -> Any:
     """The same value as a tensor of a class that is ``cls`` and ``own``, the class of the device's tensors; a view for
-    autograd, as ``as_subclass`` is.
-
-    A tensor has one Python object, which tensors of the device get when they are made: so it is that which changes its
-    class.
-    """
+    autograd, as ``as_subclass`` is."""
     made = torch.ops.aten.alias(tensor)
     if not issubclass(own, cls):
-        made.__class__ = cls if issubclass(cls, own) else _both(cls, own)
+        made.__class__ = class_on_device(cls, own)
     return made
+
+
+def class_on_device(cls: type[torch.Tensor], own: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The class that a tensor of ``cls`` has on the device; ``own``, that of the device's tensors, if it is PyTorch's
+    own, or has no shape yet."""
+    if issubclass(own, cls) or cls is Parameter or issubclass(cls, UninitializedTensorMixin):
+        return own
+    return cls if issubclass(cls, own) else _both(cls, own)
 
 
 @functools.cache
 def _both(cls: type[torch.Tensor], own: type[torch.Tensor]) -> type[torch.Tensor]:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls, _KeepsItsClass, own), names)
+    names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    if issubclass(cls, Parameter):  # whose methods are for tensors of the CPU
+        names |= {
+            name: getattr(own, name)
+            for name in ("__deepcopy__", "__reduce_ex__", "__repr__")
+            if getattr(cls, name) is getattr(Parameter, name)
+        }
+    return type(cls)(cls.__name__, (cls, _KeepsItsClass, own), names)
 
 
 def user_class(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """The class that a tensor of the device was given by ``as_class``, or ``torch.Tensor``."""
+    """The class that a tensor of the device was given by ``class_on_device``, or ``torch.Tensor``."""
     bases = type(tensor).__bases__
     return bases[0] if _KeepsItsClass in bases else torch.Tensor
+
+
+def giving(own: Any) -> Callable[[Any], Any]:
+    """``torch.Tensor.as_subclass``, where it is called by that name with a tensor of the device."""
+
+    def replaced(convert: Callable[..., Any]) -> Any:
+        @functools.wraps(convert)
+        def as_subclass(self: torch.Tensor, cls: type) -> Any:
+            return own.as_subclass(self, cls) if isinstance(self, own) else convert(self, cls)
+
+        return as_subclass
+
+    return replaced
+
+
+def making(own: type[torch.Tensor]) -> Callable[[Any], Any]:
+    """``torch.Tensor._make_subclass``, by which classes make themselves of the data of another tensor, for data that is
+    on the device too."""
+
+    def replaced(make: Callable[..., Any]) -> Any:
+        @functools.wraps(make)
+        def make_subclass(cls: type, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
+            if not isinstance(data, own):
+                return make(cls, data, require_grad, **kwargs)
+            if issubclass(cls, UninitializedTensorMixin):
+                return uninitialized.on_device(make(cls, data.new_empty(0, device="cpu"), require_grad), data.device)
+            with torch._C.DisableTorchFunctionSubclass():
+                made = data.detach().requires_grad_(require_grad)
+            made.__class__ = class_on_device(cls, own)
+            if issubclass(cls, Parameter):
+                made._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+            return made
+
+        return staticmethod(make_subclass)
+
+    return replaced
+
+
+def making_parameters(own: type[torch.Tensor]) -> Callable[[Any], Any]:
+    """``torch.nn.Parameter.__new__``, for which a subclass keeps its class on the device too."""
+
+    def replaced(make: Callable[..., Any]) -> Any:
+        @functools.wraps(make)
+        def make_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+            if cls is Parameter or not isinstance(data, own):
+                return make(cls, data, requires_grad)
+            return torch.Tensor._make_subclass(cls, data, requires_grad)  # pyright: ignore[reportAttributeAccessIssue]
+
+        return staticmethod(make_parameter)
+
+    return replaced

@@ -16,7 +16,7 @@ from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
 from marid.frontend.results import retarget
-from marid.frontend.subclasses import as_class
+from marid.frontend.subclasses import as_class, user_class
 from marid.frontend.uninitialized import converted
 from marid.frontend.waits import awaited
 from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
@@ -239,7 +239,8 @@ class LazyTensor(torch.Tensor):
         # As `Parameter.__deepcopy__`: without gradient and attributes, and in memory of its own.
         if id(self) not in memo:
             data = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = torch.nn.Parameter(data, self.requires_grad)
+            cls: Any = user_class(self)
+            memo[id(self)] = (torch.nn.Parameter if cls is torch.Tensor else cls)(data, self.requires_grad)
         return memo[id(self)]
 
     def __copy__(self) -> torch.Tensor:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.nn.parameter import is_lazy
 
 from marid.frontend import handles
 
@@ -28,30 +28,14 @@ def moved(tensor: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tens
         like = fn(torch.empty(0, dtype=tensor.data.dtype, device=tensor.device))
         if like.device.type == handles.DEVICE_TYPE or tensor.device.type == handles.DEVICE_TYPE:
             tensor.data = tensor.data.to(like.dtype)
-            setattr(tensor, _DEVICE, like.device)
-            return tensor
+            return on_device(tensor, like.device)
         return fn(tensor)
 
 
-def made_during(make: Callable[[], None]) -> None:
-    """Call ``make``, which changes the constructors of these tensors. Where one of those is running, as it is when such
-    a tensor is the first of a process, it finishes as a changed one would."""
-    constructors = {UninitializedParameter.__new__.__code__, UninitializedBuffer.__new__.__code__}
-    running = _frame_of(constructors)
-    make()
-    if running is None:
-        return
-
-    def make_subclass(cls: type, data: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
-        del tensor_type._make_subclass
-        if not handles.is_lazy(data):
-            return tensor_type._make_subclass(cls, data, requires_grad)
-        made = tensor_type._make_subclass(cls, torch.empty(0, dtype=data.dtype, device="cpu"), requires_grad)
-        setattr(made, _DEVICE, data.device)
-        return made
-
-    tensor_type: Any = torch.Tensor
-    tensor_type._make_subclass = staticmethod(make_subclass)
+def on_device(tensor: Any, device: torch.device) -> Any:
+    """The uninitialised tensor, which is of the CPU, as one of this device."""
+    setattr(tensor, _DEVICE, device)
+    return tensor
 
 
 _move: Any = torch.nn.Module._apply
@@ -69,8 +53,7 @@ def converted(value: torch.Tensor, kind: Any) -> torch.Tensor:
     if not is_lazy(tensor):
         return kind(device=value.device, dtype=value.dtype)
     tensor.data = tensor.data.to(value.dtype)
-    setattr(tensor, _DEVICE, value.device)
-    return tensor
+    return on_device(tensor, value.device)
 
 
 def _frame_of(codes: set[Any]) -> FrameType | None:
@@ -86,36 +69,13 @@ def device_of(tensor: Any) -> torch.device:
     return torch._C._TensorBase.device.__get__(tensor) if found is None else found
 
 
-def making(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``__new__`` for tensors of the device too."""
-
-    @functools.wraps(make)
-    def wrapper(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        if len(args) > 1:  # requires_grad, device, dtype
-            args, device, kwargs = (
-                args[:1],
-                args[1],
-                {**dict(zip(("dtype", "persistent"), args[2:], strict=False)), **kwargs},
-            )
-        wanted = torch.get_default_device() if device is None else torch.device(device)
-        if wanted.type != handles.DEVICE_TYPE:
-            return make(cls, *args, device=device, **kwargs)
-        made = make(cls, *args, device="cpu", **kwargs)
-        setattr(made, _DEVICE, torch.empty(0, device=wanted).device)  # with its index
-        return made
-
-    return wrapper
-
-
 def copying(copy: Callable[..., Any]) -> Callable[..., Any]:
     """``__deepcopy__`` that keeps the device."""
 
     @functools.wraps(copy)
     def wrapper(self: Any, memo: dict[int, Any]) -> Any:
         made = copy(self, memo)
-        if _DEVICE in self.__dict__:
-            setattr(made, _DEVICE, self.device)
-        return made
+        return on_device(made, self.device) if _DEVICE in self.__dict__ else made
 
     return wrapper
 
