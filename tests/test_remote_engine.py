@@ -192,6 +192,27 @@ def test_data_dependent_operations_run_on_the_worker() -> None:
 _DYNAMIC = (torch.nonzero, lambda t: t[t > 0] * 2, torch.unique)
 
 
+@pytest.mark.parametrize("how", ["rows", "rows and columns", "mask", "negative", "several dimensions"])
+def test_what_was_indexed_has_the_gradient_of_the_cpu(how: str) -> None:
+    """Autograd calls an operator for it that nobody else calls."""
+
+    def results(device: str) -> list[torch.Tensor]:
+        x = torch.arange(24.0).view(4, 3, 2).to(device).requires_grad_()
+        rows, columns = torch.tensor([0, 2, 2], device=device), torch.tensor([1, 0, 1], device=device)
+        y = {
+            "rows": lambda: x[rows],
+            "rows and columns": lambda: x[rows, columns],
+            "mask": lambda: x[x.detach() > 5],
+            "negative": lambda: x[:, -columns],
+            "several dimensions": lambda: x[rows[:, None], :, columns[None] * 0],
+        }[how]()
+        (y * y).sum().backward()
+        assert x.grad is not None
+        return [y, x.grad]
+
+    assert_same(results(FIRST), results("cpu"))
+
+
 def test_draws_are_those_of_the_cpu() -> None:
     torch.manual_seed(7)
     expected = [torch.randn(5), torch.rand(3), torch.randperm(6), torch.poisson(torch.full((4,), 3.0))]

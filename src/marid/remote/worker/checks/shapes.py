@@ -91,6 +91,21 @@ def _sampled_backward(of: Given) -> None:
         need(not bool(grid.isnan().any()), "a grid")
 
 
+def _index_put(of: Given) -> None:
+    """The CPU's kernel looks where indices lead; that of CUDA does not, where a call says that they are safe."""
+    if of["self"].device.type == "cpu" or not of["unsafe"]:
+        return
+    dim = 0
+    for index in of["indices"]:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            need(dim < of["self"].dim(), "indices")
+            size = of["self"].shape[dim]
+            within(index, -size, size, "indices")
+            dim += 1
+        else:
+            dim += index.dim()
+
+
 def _padded(spatial: int) -> Callable[[Given], None]:
     def check(of: Given) -> None:
         grad, tensor, padding = of["grad_output"], of["self"], of["padding"]
@@ -158,6 +173,7 @@ CHECKS: dict[str, Callable[[Given], None]] = {
     "_reshape_alias": _reshape_alias,
     "as_strided_": _reshape_alias,
     "unfold_backward": _unfold_backward,
+    "_index_put_impl_": _index_put,
     **{f"_adaptive_avg_pool{n}d": _output_size for n in (2, 3)},
     "fractional_max_pool2d_backward": _fractional(2),
     "fractional_max_pool3d_backward": _fractional(3),
