@@ -157,6 +157,7 @@ THE_MODULE = """
     x = torch.ones(256, device='cuda') + 1
     cuda.synchronize()
     assert cuda.memory_allocated() >= 1024 and cuda.max_memory_allocated(0) >= 1024
+    assert cuda._initialized  # reversible layers ask for this before they keep the states of generators
     side = cuda.Stream()
     side.wait_stream(cuda.current_stream())
     with cuda.stream(stream=side), cuda.StreamContext(side), cuda.stream(None):

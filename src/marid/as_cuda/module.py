@@ -260,6 +260,7 @@ def table() -> dict[str, Entry]:
     as_they_are("amp graphs jiterator memory nccl nvtx profiler random sparse streams tunable", "a module")
 
     stands_in("nothing to do", set_stream=_nothing, ipc_collect=_nothing, _lazy_init=_nothing)
+    stands_in("true: libraries keep the states of generators only then", _initialized=True)
     stands_in("false", is_current_stream_capturing=lambda: False, _is_in_bad_fork=lambda: False)
     stands_in("no other device", can_device_access_peer=lambda device, peer: bool(index_of(device) + index_of(peer)))
     stands_in(
