@@ -97,8 +97,12 @@ def making_parameters(own: type[torch.Tensor]) -> Callable[[Any], Any]:
     """``torch.nn.Parameter.__new__``, for which a subclass keeps its class on the device too."""
 
     def replaced(make: Callable[..., Any]) -> Any:
+        of_the_cpu: Any = torch._C.TensorBase._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
+
         @functools.wraps(make)
         def make_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+            if type(data) is torch.Tensor:  # as in PyTorch's, and so no slower
+                return of_the_cpu(cls, data, requires_grad)
             if cls is Parameter or not isinstance(data, own):
                 return make(cls, data, requires_grad)
             return torch.Tensor._make_subclass(cls, data, requires_grad)  # pyright: ignore[reportAttributeAccessIssue]
