@@ -123,6 +123,15 @@ def _overlaps(device: str) -> list[str]:
     return found
 
 
+def test_what_is_refused_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
+    """An operation that raises on the CPU too is neither counted nor warned about."""
+    marid.reset_stats()
+    with pytest.raises(NotImplementedError, match="not implemented for 'BFloat16'"):
+        F.multi_margin_loss(torch.ones(2, 3, device=DEVICE).bfloat16(), torch.tensor([0, 1], device=DEVICE))
+    assert marid.stats().fallbacks == {}
+    assert not caplog.records
+
+
 def test_writing_to_what_is_read_as_another_dtype() -> None:
     """Memory that two views of different dtypes share is refused where it is written, as eager PyTorch refuses it."""
     expected = _overlaps("cpu")

@@ -32,12 +32,15 @@ def run_eagerly(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
     if reason == "unsupported layout":
         raise unsupported(name, "its result has a layout other than torch.strided")
     site = current_site()
-    counters.count_eager(name, reason or "the shape of its result depends on data", site)
+    made = run_now(recorder, call, f"{name} (data-dependent)" if reason is None else f"{name} (eager fallback)")
+    counters.count_eager(name, reason or "the shape of its result depends on data", site)  # what raises is none
     if reason is None:
         counters.count_operator(counters.dynamic, name)
-    else:
-        _note_fallback(name, reason)
-    return run_now(recorder, call, f"{name} (data-dependent)" if reason is None else f"{name} (eager fallback)")
+    elif counters.count_operator(counters.fallbacks, name) == 1:
+        logger.warning(
+            "%s runs eagerly: %s. Its inputs are materialised at each call (first at %s).", name, reason, site
+        )
+    return made
 
 
 def run_now(recorder: Recorder, call: Call, reason: str) -> Any:
@@ -54,16 +57,6 @@ def run_now(recorder: Recorder, call: Call, reason: str) -> Any:
             fail_dependents()
             continue
         return _hand_back(recorder, call, writes, called)
-
-
-def _note_fallback(name: str, reason: str) -> None:
-    if counters.count_operator(counters.fallbacks, name) == 1:
-        logger.warning(
-            "%s runs eagerly: %s. Its inputs are materialised at each call (first at %s).",
-            name,
-            reason,
-            current_site(),
-        )
 
 
 def _readers_of_written(call: Call, writes: list[int]) -> list[Any]:
