@@ -119,6 +119,12 @@ def _replace_fake_tensors() -> None:
     fake_tensor.FakeTensor.__new__ = staticmethod(__new__)
 
 
+def _replace_cudnn() -> None:
+    """Builds of PyTorch for CUDA would call cuDNN for recurrent layers, which is not there."""
+    cudnn: Any = torch.backends.cudnn
+    cudnn.is_acceptable = lambda tensor: False  # noqa: ARG005
+
+
 def replace_entries() -> None:
     """Let all of these translate devices, for good."""
     _replace_autocast()
@@ -126,3 +132,4 @@ def replace_entries() -> None:
     _replace_device_contexts()
     _replace_loading()
     _replace_fake_tensors()
+    _replace_cudnn()
