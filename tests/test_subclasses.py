@@ -188,6 +188,7 @@ def test_a_class_is_given_by_the_functions_of_tensor() -> None:
     assert made.brightness().item() == 1
     parameter = torch.Tensor._make_subclass(torch.nn.Parameter, x, True)  # type: ignore[attr-defined]
     assert isinstance(parameter, torch.nn.Parameter)
+    assert isinstance(x.as_subclass(torch.nn.Parameter), torch.nn.Parameter)
     assert type(torch.Tensor._make_subclass(Image, torch.ones(2))) is Image  # type: ignore[attr-defined]
 
 

@@ -26,9 +26,14 @@ def as_class(tensor: torch.Tensor, cls: type[torch.Tensor], own: type[torch.Tens
     """The same value as a tensor of a class that is ``cls`` and ``own``, the class of the device's tensors; a view for
     autograd, as ``as_subclass`` is."""
     made = torch.ops.aten.alias(tensor)
-    if not issubclass(own, cls):
-        made.__class__ = class_on_device(cls, own)
-    return made
+    return made if issubclass(own, cls) else _become(made, cls, own)
+
+
+def _become(tensor: Any, cls: type[torch.Tensor], own: type[torch.Tensor]) -> Any:
+    tensor.__class__ = class_on_device(cls, own)
+    if cls is Parameter:  # which goes by this attribute too
+        tensor._is_param = True
+    return tensor
 
 
 def class_on_device(cls: type[torch.Tensor], own: type[torch.Tensor]) -> type[torch.Tensor]:
@@ -83,10 +88,7 @@ def making(own: type[torch.Tensor]) -> Callable[[Any], Any]:
                 return uninitialized.on_device(make(cls, data.new_empty(0, device="cpu"), require_grad), data.device)
             with torch._C.DisableTorchFunctionSubclass():
                 made = data.detach().requires_grad_(require_grad)
-            made.__class__ = class_on_device(cls, own)
-            if issubclass(cls, Parameter):
-                made._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
-            return made
+            return _become(made, cls, own)
 
         return staticmethod(make_subclass)
 
