@@ -66,12 +66,16 @@ int AOTInductorModelContainerRun(void*, void** in, size_t count, void** out, siz
     if (count > 3 + TWO) data[0][i] += *data[3 + TWO];
   }
   if (SLOW && calls > 1) usleep(300000);
+  if (SLEEP) usleep(SLEEP);
   if (WRONG) y[size - 1] += 0.01f;
   for (size_t i = 0; i < count; i++) aoti_torch_delete_tensor_object(in[i]);
   return FAILS && calls >= FAILS;
 }
 }
 """
+
+
+_compare = Tier._compare
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(option: str) -> Path:
         path = folder / f"{option}.so"
         if not path.exists():
-            options = {"WRONG": "0", "FAILS": "0", "SLOW": "0", "TWO": "0"} | dict(
+            options = {"WRONG": "0", "FAILS": "0", "SLOW": "0", "SLEEP": "0", "TWO": "0"} | dict(
                 [option.split("=")] if "=" in option else []
             )
             defined = [f"-D{name}={value}" for name, value in options.items()]
@@ -98,7 +102,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def answer(
     build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[[str], None]]:
-    """Have every part compiled to the one of this kind, at once."""
+    """Have every part compiled to the one of this kind, at once, and used also where it is slower."""
+    monkeypatch.setattr(Tier, "_compare", lambda *_args: None)
     names = ("compile", "compile_after", "compile_ms", "immediate_bytes", "cache_dir")
     before = {name: getattr(marid.settings, name) for name in names}
     marid.settings.compile, marid.settings.compile_after, marid.settings.compile_ms = True, 2, 0
@@ -128,13 +133,13 @@ def test_it_is_checked_swapped_in_and_takes_numbers(answer: Callable[[str], None
     answer("right")
     a = torch.randn(40_000)
     lazy, kept = a.to(DEVICE), []
-    for step in range(20):
+    for step in range(40):
         kept.append(_chain(lazy, 1.0 + step, step / 7))
         marid.materialize(kept[-1])
     for step, got in enumerate(kept):
         torch.testing.assert_close(got.cpu(), _chain(a, 1.0 + step, step / 7))
     stats = marid.stats()
-    assert stats.compiled_runs >= 12
+    assert stats.compiled_runs >= 16
     assert (stats.programs_compiled, stats.compile_failures, stats.compile_mismatches) == (1, 0, 0)
 
 
@@ -145,28 +150,66 @@ def test_it_is_one_operation_where_operations_are_timed(
     answer("right")
     monkeypatch.setattr(marid.settings, "profile_operators", True)
     lazy = torch.randn(40_000).to(DEVICE)
-    for _ in range(20):
+    for _ in range(40):
         _chain(lazy).cumsum(0).sum().item()
     found = marid.stats()
     counts = {row.operator: row.count for row in found.operators}
-    assert counts["marid::compiled"] == found.compiled_runs >= 12
-    assert counts["aten::cumsum"] == counts["aten::sum"] == 20
-    assert counts["aten::tanh"] == 20 - found.compiled_runs
+    assert counts["marid::compiled"] == found.compiled_runs >= 16
+    assert counts["aten::cumsum"] == counts["aten::sum"] == 40
+    assert counts["aten::tanh"] == 40 - found.compiled_runs
     (part,) = [row for row in found.operators if row.operator == "marid::compiled"]
     line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "return torch.exp" in text)
     assert part.source == f"{__file__}:{line}"
 
 
+def _ahead(lazy: torch.Tensor, first: float, second: float) -> torch.Tensor:
+    """The chain, handed over before anybody reads it."""
+    tape, y = handles.tape(0), _chain(lazy, first, second)
+    value: Any = y
+    engine.run(tape.cut([value._value.node]), tape.take_back, ahead=True)
+    return y
+
+
 def test_it_is_checked_where_work_runs_ahead(answer: Callable[[str], None]) -> None:
-    """The run that compares is not for the device's own thread."""
+    """The run that compares is not for the device's own thread; those behind it are."""
     answer("right")
     a = torch.randn(40_000)
-    lazy, tape = a.to(DEVICE), handles.tape(0)
-    for step in range(20):
-        y: Any = _chain(lazy, 1.0 + step, step / 7)
-        engine.run(tape.cut([y._value.node]), tape.take_back, ahead=True)
-        torch.testing.assert_close(y.cpu(), _chain(a, 1.0 + step, step / 7))
+    lazy, lanes = a.to(DEVICE), list[str]()
+    with marid.on_run(lambda run: lanes.append(run.lane) if run.compiled else None):
+        for step in range(40):
+            y = _ahead(lazy, 1.0 + step, step / 7)
+            torch.testing.assert_close(y.cpu(), _chain(a, 1.0 + step, step / 7))
     assert marid.stats().programs_compiled == 1
+    assert len(lanes) == marid.stats().compiled_runs >= 16
+    assert set(lanes) == {"device"}
+
+
+def test_one_that_fails_on_the_devices_thread_is_left(answer: Callable[[str], None]) -> None:
+    answer("FAILS=6")
+    a = torch.randn(40_000)
+    lazy = a.to(DEVICE)
+    kept = [_ahead(lazy, 1.0 + step, step / 7) for step in range(40)]
+    for step, y in enumerate(kept):
+        torch.testing.assert_close(y.cpu(), _chain(a, 1.0 + step, step / 7))
+    assert marid.stats().compiled_runs > 0
+
+
+def test_one_that_is_slower_is_given_up(answer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the flat tier was slow before it came, beside the compiler's process, and is not any more."""
+    answer("SLEEP=2000")
+    monkeypatch.setattr(Tier, "_compare", _compare)
+    ran = Tier._ran
+
+    def beside_others(tier: Tier, variant: Any, specs: Any, seconds: float) -> None:
+        ran(tier, variant, specs, seconds if tier._variants else seconds + 0.01)
+
+    monkeypatch.setattr(Tier, "_ran", beside_others)
+    a = torch.randn(40_000)
+    lazy = a.to(DEVICE)
+    for step in range(60):
+        torch.testing.assert_close(_chain(lazy, 1.0 + step).cpu(), _chain(a, 1.0 + step))
+    assert marid.stats().compiled_dropped == 1
+    assert 0 < marid.stats().compiled_runs < 20
 
 
 def test_its_memory_is_planned_too(answer: Callable[[str], None]) -> None:

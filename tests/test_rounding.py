@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from marid.execute.compiled.rounding import beyond_rounding, copies, is_close
+from marid.execute.compiled.rounding import Disturb, beyond_rounding, copies, is_close
 
 Function = Callable[..., torch.Tensor]
 
@@ -16,7 +16,7 @@ def _far(compiled: Function, flat: Function, *inputs: torch.Tensor) -> tuple[boo
     """Whether the two are close element by element, and which results differ by more than rounding."""
     got, right = compiled(*inputs), flat(*inputs)
     bases = [-1] * len(inputs)
-    return is_close(got, right), beyond_rounding([(got, right)], inputs, bases, lambda given: [flat(*given)])
+    return is_close(got, right), beyond_rounding([(got, right)], inputs, bases, lambda given, _disturb: [flat(*given)])
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
@@ -43,6 +43,27 @@ def test_intermediate_results_may_keep_more_digits(dtype: torch.dtype) -> None:
         return flat(*(one.float() for one in given)).to(dtype)
 
     assert _far(compiled, flat, a, b, c, d) == (False, [])
+
+
+def test_another_formula_of_one_function_is_rounding_where_its_results_cancel() -> None:
+    """``1 + erf(x)`` of a negative ``x`` is a few last bits of ``erf``, which no change of ``x`` shows."""
+    torch.manual_seed(0)
+    x = -3 - torch.rand(10_000)
+
+    def flat(x: torch.Tensor, disturb: Disturb = lambda results: None) -> torch.Tensor:
+        for step in (torch.erf, lambda x: x + 1, lambda x: x * 1e4):
+            x = step(x)
+            disturb([x])
+        return x
+
+    others = torch.nextafter(torch.erf(x), torch.zeros(()))
+    got, right = 1e4 * (1 + torch.where(torch.rand(10_000) < 0.3, others, torch.erf(x))), flat(x)
+    assert not is_close(got, right)
+    assert beyond_rounding([(got, right)], [x], [-1], lambda given, _disturb: [flat(*given)]) == [0]
+    assert beyond_rounding([(got, right)], [x], [-1], lambda given, disturb: [flat(*given, disturb)]) == []
+    wrong = got.clone()
+    wrong[5] += 0.1
+    assert beyond_rounding([(wrong, right)], [x], [-1], lambda given, disturb: [flat(*given, disturb)]) == [0]
 
 
 def test_comparisons_may_fall_either_way_at_their_limit_and_nowhere_else() -> None:
@@ -96,10 +117,10 @@ def test_inputs_are_not_changed() -> None:
     torch.manual_seed(0)
     x = torch.randn(100)
     before = x.clone()
-    beyond_rounding([(x + 1, x + 2)], [x], [-1], lambda given: [given[0].add_(2)])
+    beyond_rounding([(x + 1, x + 2)], [x], [-1], lambda given, _disturb: [given[0].add_(2)])
     assert torch.equal(x, before)
     state = torch.get_rng_state()
-    beyond_rounding([(x + 1, x + 2)], [x], [-1], lambda given: [given[0].add_(2)])
+    beyond_rounding([(x + 1, x + 2)], [x], [-1], lambda given, _disturb: [given[0].add_(2)])
     assert torch.equal(state, torch.get_rng_state())
 
 

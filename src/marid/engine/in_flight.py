@@ -99,7 +99,8 @@ class TaskInFlight:
         if self.queued and ran.listeners:
             began = library.marid_job_began(self.job)
             ended = began + library.marid_job_seconds(self.job)
-            ran.tell(Ran(*run_of(self.task.nodes), began, ended, self.queued, "device", False, self.task.timing))
+            compiled = self.runnable.compiled
+            ran.tell(Ran(*run_of(self.task.nodes), began, ended, self.queued, "device", compiled, self.task.timing))
 
     def take_back(self) -> None:
         """It will not run, or did not come to its end: let its nodes be pending again."""

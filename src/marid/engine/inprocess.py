@@ -22,6 +22,7 @@ from marid.engine.protocol import Called, Engine, GiveBack, Need
 from marid.engine.snapshot import snapshot
 from marid.errors import MaterializationError
 from marid.execute.arena import Arena
+from marid.execute.compiled.execution import Checked
 from marid.execute.compiled.tier import best
 from marid.execute.compiled.workers import compiler
 from marid.execute.executable import Executable
@@ -248,8 +249,7 @@ class InProcessEngine:
     def _perform(self, task: Task, runnable: Runnable) -> None:
         """Run a task on this thread, now that nothing is in flight."""
         task.resolve()
-        began = time.perf_counter() if ran.listeners else 0.0
-        self._depth += 1
+        began, self._depth = time.perf_counter() if ran.listeners else 0.0, self._depth + 1
         try:
             with KernelWarnings(), concretely(), self.arena.run(runnable.placement):
                 self._conclude(task, lambda: runnable.run(task, self._twisters.at))
@@ -258,14 +258,14 @@ class InProcessEngine:
         if began:
             _tell(task, runnable, began)
 
-    def _launch(self, task: Task, runnable: Launchable, give_back: GiveBack) -> bool:
+    def _launch(self, task: Task, runnable: Launchable | Checked, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
-        if self._depth or not runnable.in_cpp or torch._C._autograd._profiler_enabled():  # profilers see this thread
+        seen = torch._C._autograd._profiler_enabled()  # profilers see this thread
+        if self._depth or seen or isinstance(runnable, Checked) or not runnable.in_cpp:
             return False
         while len(self._flights) >= policy.IN_FLIGHT:
             self._wait_for(self._flights[0].number)
-        run = runnable.start(task)
-        if run is None:
+        if (run := runnable.start(task)) is None:
             return False
         flight = TaskInFlight(task, runnable, run, give_back)
         self._by_job[flight.job] = flight

@@ -33,6 +33,7 @@ from marid.settings import settings
 
 _Range: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
 _ONCE: list[tuple[()]] = [()]
+_COMPILED = "marid::compiled"  # the operator of compiled parts (native/compiled.cpp)
 
 
 class Fallback(Protocol):
@@ -53,9 +54,9 @@ class Fallback(Protocol):
 class Executable:
     """A program ready to run on concrete tensors. ``source`` is it as Python text.
 
-    ``in_cpp`` says that all its operators are PyTorch's own. ``transient_bytes`` is the forecast of what its results
-    take at once, with the sizes of the run it was built for. Where there is a ``fallback``, that is what was recorded:
-    runs that stop go on there, and errors are told in its instructions.
+    ``in_cpp`` says that no operator calls Python: all are PyTorch's own or compiled parts. ``transient_bytes`` is the
+    forecast of what its results take at once, with the sizes of the run it was built for. Where there is a
+    ``fallback``, that is what was recorded: runs that stop go on there, and errors are told in its instructions.
     """
 
     def __init__(self, program: Program, transient_bytes: int, fallback: Fallback | None = None) -> None:
@@ -67,7 +68,7 @@ class Executable:
         self.takes_much = transient_bytes >= policy.MUCH_BYTES
         self.runs = 0
         # Other operators may be written in Python, and call anything.
-        self.in_cpp = all(instruction.op.name.startswith("aten::") for instruction in program.instructions)
+        self.in_cpp = all(one.op.name.startswith("aten::") or one.op.name == _COMPILED for one in program.instructions)
         self._plain = Specialisation(self, None)
         self._specialised: OrderedDict[tuple[Any, ...], Specialisation] = OrderedDict()
         self._seen: set[int] = set()

@@ -70,7 +70,7 @@ class Launchable(Runnable, Protocol):
 
     @property
     def in_cpp(self) -> bool:
-        """Whether all operators are PyTorch's own."""
+        """Whether no operator calls Python."""
         ...
 
     @property
@@ -120,7 +120,7 @@ class Specialisation:
 
     @property
     def in_cpp(self) -> bool:
-        """Whether all operators are PyTorch's own."""
+        """Whether no operator calls Python."""
         return self._owner.in_cpp
 
     @property
@@ -164,13 +164,15 @@ class Specialisation:
         sums, spans = (None, None) if timing is None else timing.addresses
         return sums, spans, labels_of(self._owner, task.nodes)
 
-    def start(self, task: Task | Replay) -> TableRun | None:
-        """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later."""
+    def start(self, task: Task | Replay, params: list[Any] | None = None) -> TableRun | None:
+        """A run that needs no Python, to be begun; None where there is none. Inputs that are no tensors come later.
+        ``params`` stand for those of the task."""
         table = self._owner.prepared()
         if table is None:
             return None
+        given = task.params if params is None else params
         try:
-            run = table.start(task.inputs, task.params, self._donors(), task.specs, self._seen(task))
+            run = table.start(task.inputs, given, self._donors(), task.specs, self._seen(task))
         except OverflowError:
             return None
         self._owner.runs += 1
@@ -180,7 +182,7 @@ class Specialisation:
         self, run: TableRun, task: Task | Replay, generator: Positioned, params: list[Any] | None = None
     ) -> list[torch.Tensor]:
         """Go on in Python where a run has stopped: to raise what the operation raises, or with its result laid out as
-        recorded. Raises ``Interrupted``."""
+        recorded. ``params`` stand for those of the task. Raises ``Interrupted``."""
         owner, frame = self._owner, Frame(task, run.existing(), task.params if params is None else params, generator)
         frame.timing = task.timing if owner.origins is None else None  # a compiled program goes on in the recorded one
         index, differs = run.next, run.differs

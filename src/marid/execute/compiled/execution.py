@@ -15,7 +15,7 @@ import torch
 from marid.errors import LazyTensorError
 from marid.execute.arena import Placement
 from marid.execute.compiled.partition import Partition
-from marid.execute.compiled.rounding import beyond_rounding, copies, is_close
+from marid.execute.compiled.rounding import Disturb, beyond_rounding, copies, is_close
 from marid.execute.compiled.variant import Variant, assemble
 from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
@@ -87,28 +87,8 @@ class CompiledProgram:
         return self.origins[index] if index < len(self.origins) else len(self.flat.program.instructions)
 
 
-class _Here:
-    """A way of running that takes the calling thread from beginning to end."""
-
-    __slots__ = ()
-    in_cpp = False
-    compiled = False
-
-    def start(self, _task: Task | Replay) -> None:
-        return None
-
-    def resume(self, _run: TableRun, _task: Task | Replay, _generator: Positioned) -> list[torch.Tensor]:
-        raise AssertionError("it is never begun apart")
-
-    def draw(self, _index: int, _params: list[Any]) -> Draw:
-        raise AssertionError("it is never begun apart")
-
-    def ran(self, _seconds: float) -> None:
-        raise AssertionError("it is never begun apart")
-
-
-class Bound(_Here):
-    """A run with the compiled parts."""
+class Bound:
+    """A run with the compiled parts, ``Launchable``."""
 
     compiled = True
 
@@ -125,16 +105,40 @@ class Bound(_Here):
     def placement(self) -> Placement | None:
         return self._form.placement
 
+    @property
+    def in_cpp(self) -> bool:
+        return self._form.in_cpp
+
     def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
+        return self._noticing(self._form.run, task, generator, self._given(task))
+
+    def start(self, task: Task | Replay) -> TableRun | None:
+        return self._form.start(task, self._given(task))
+
+    def resume(self, run: TableRun, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
+        return self._noticing(self._form.resume, run, task, generator, self._given(task))
+
+    def draw(self, index: int, params: list[Any]) -> Draw:
+        return self._form.draw(index, params)
+
+    def ran(self, seconds: float) -> None:
+        self._form.ran(seconds)
+
+    def _given(self, task: Task | Replay) -> list[Any]:
+        """The task's parameters, and those of the parts."""
+        return [*task.params, *self._params[len(task.params) :]]
+
+    def _noticing(self, run: Callable[..., list[torch.Tensor]], *args: Any) -> list[torch.Tensor]:
+        """What ``run`` returns; runs like one that left the parts are not bound again."""
         self._program.left = False
         try:
-            return self._form.run(task, generator, [*task.params, *self._params[len(task.params) :]])
+            return run(*args)
         finally:
             if self._program.left:
                 self._refused()
 
 
-class Checked(_Here):
+class Checked:
     """A flat run beside which parts run once, on copies of what they write; results are compared.
 
     Each part is compared on its own inputs: what an earlier one does to the last digits is not held against it. A user
@@ -152,6 +156,7 @@ class Checked(_Here):
         "placement",
         "transient_bytes",
     )
+    compiled = False
 
     def __init__(
         self,
@@ -232,11 +237,19 @@ class Checked(_Here):
             logger.info("a compiled part is not used: what rounding does to it cannot be found out: %s", error)
             return None
 
-    def _again(self, frame: Frame, part: Partition, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the flat tier makes of a part of other inputs: its outputs, and what it has written."""
+    def _again(self, frame: Frame, part: Partition, inputs: list[torch.Tensor], disturb: Disturb) -> list[torch.Tensor]:
+        """What the flat tier makes of a part of other inputs, with each operation's results disturbed: its outputs, and
+        what it has written."""
+        flat, outputs = self._flat, frozenset(part.outputs)
         tensors = dict(zip(part.inputs, inputs, strict=True))
         other = Frame(frame.task, tensors, frame.params, frame.generator)
-        self._flat.steps(other, part.start, part.stop, frozenset(part.outputs))
+        for index in range(part.start, part.stop):
+            results = [result.slot for result in flat.program.instructions[index].results]
+            made = [slot for slot in results if flat.analysis.roots[slot] == slot]
+            made += flat.analysis.writes[index]
+            flat.steps(other, index, index + 1, outputs.union(made))
+            disturb([tensors[slot] for slot in made])
+            flat.drop(index, other, outputs)
         return [tensors[slot] for slot in part.outputs] + [
             one for one, written in zip(inputs, part.written, strict=True) if written
         ]

@@ -2,12 +2,13 @@
 
 Elements are first compared within the tolerances of ``torch.testing``. A sum whose terms cancel is farther off than
 these, and so is a chain in bfloat16 whose intermediate results compiled code keeps in float32. So where that fails, the
-flat tier runs again on inputs whose last bits are changed: what differs no more than some times as much as that is
-rounding.
+flat tier runs again with the last bits of its inputs and of each operation's results changed at random: what differs no
+more than some times as much as that is rounding. (Monte Carlo arithmetic: D. S. Parker, 1997.)
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,9 @@ _TIMES = 16
 _LAST_BITS = 4
 """How many times its last bit an element may be off anyway."""
 
+Disturb = Callable[[Sequence[torch.Tensor]], None]
+"""Changes each element of results by its last bit, as another order or another formula of the same function may."""
+
 
 def is_close(got: torch.Tensor, right: torch.Tensor) -> bool:
     """Equality within the tolerances of ``torch.testing``, with dtype and strides."""
@@ -55,18 +59,22 @@ def beyond_rounding(
     results: Sequence[tuple[torch.Tensor, torch.Tensor]],
     inputs: Sequence[torch.Tensor],
     bases: Sequence[int],
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    run: Callable[[list[torch.Tensor], Disturb], list[torch.Tensor]],
 ) -> list[int]:
     """Which of the results, pairs of what was computed and what is right, differ by more than rounding.
 
     ``inputs`` are those by which they were computed, ``bases`` of which other one an input is a view (-1 for none).
-    ``run`` computes what is right from inputs like these, which it may write to.
+    ``run`` computes what is right from inputs like these, which it may write to, and has each operation's results
+    disturbed.
     """
     limits = [_zeros(right) for _, right in results]
     for trial in range(_TRIALS):
+        generator = torch.Generator("cpu").manual_seed(trial)
         changed = copies(inputs, bases, [base < 0 for base in bases])
-        _change_last_bits([one for one, base in zip(changed, bases, strict=True) if base < 0], trial)
-        for limit, other, (_, right) in zip(limits, run(changed), results, strict=True):
+        own = [one for one, base in zip(changed, bases, strict=True) if base < 0]
+        _change_last_bits(own, torch.arange(-_MOST_BITS, _MOST_BITS + 1, device="cpu"), generator)
+        disturb = functools.partial(_change_last_bits, steps=torch.tensor([-1, 1], device="cpu"), generator=generator)
+        for limit, other, (_, right) in zip(limits, run(changed, disturb), results, strict=True):
             torch.maximum(limit, _distance(other, right), out=limit)
     return [
         index
@@ -96,14 +104,14 @@ def _is_alike(got: torch.Tensor, right: torch.Tensor) -> bool:
     return (got.shape, got.stride(), got.dtype) == (right.shape, right.stride(), right.dtype)
 
 
-def _change_last_bits(tensors: list[torch.Tensor], seed: int) -> None:
-    generator = torch.Generator("cpu").manual_seed(seed)
+def _change_last_bits(tensors: Sequence[torch.Tensor], steps: torch.Tensor, generator: torch.Generator) -> None:
+    """Change each element by one of ``steps``, in last bits."""
     for tensor in tensors:
         if not tensor.is_floating_point():
             continue
         flat = tensor.as_strided((span_of(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
-        steps = torch.randint(-_MOST_BITS, _MOST_BITS + 1, flat.shape, generator=generator, device="cpu")
-        flat.mul_((1 + steps * torch.finfo(tensor.dtype).eps).to(tensor.dtype))
+        factors = (1 + steps * torch.finfo(tensor.dtype).eps).to(tensor.dtype)
+        flat.mul_(factors[torch.randint(len(factors), flat.shape, generator=generator, device="cpu")])
 
 
 def _counts(tensor: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ logger = logging.getLogger("marid")
 _said: set[str] = set()
 
 
-def best(program: Executable, task: Task | Replay, room: int | None) -> Launchable:
+def best(program: Executable, task: Task | Replay, room: int | None) -> Launchable | Checked:
     """How to run ``task``. ``room`` are the bytes that the run may take, or None. To be called below all dispatch."""
     if not settings.compile or program.runs < settings.compile_after:
         return program.specialised(task)
@@ -77,7 +77,7 @@ class Tier:
         self._times: dict[tuple[Variant | None, Specs], deque[float]] = {}
         flat.ran = None
 
-    def best(self, task: Task | Replay, room: int | None) -> Launchable:
+    def best(self, task: Task | Replay, room: int | None) -> Launchable | Checked:
         """How to run ``task`` now."""
         if (
             not self._variants
@@ -96,6 +96,8 @@ class Tier:
                 continue
             if not variant.is_checked:
                 return self._check(variant, extended, task, room)
+            if self._compares(variant):
+                break
             counters.compiled_runs += 1
             program.executable.ran = functools.partial(self._ran, variant, specs)
             refused = functools.partial(variant.reject, specs, params)
@@ -136,6 +138,12 @@ class Tier:
             before = self._times.get((None, specs))
             if before is not None and len(before) >= policy.COMPILE_SAMPLES:
                 self._compare(variant, list(times)[policy.COMPILE_WARM :], list(before)[-policy.COMPILE_SAMPLES :])
+
+    def _compares(self, variant: Variant) -> bool:
+        """Whether a run is to be flat: in turns with the first ones of a variant, so that both are timed beside the
+        same other work. Before, the compiler's process took a processor from the flat tier."""
+        variant.turns += 1
+        return variant.turns % 2 == 0 and variant.turns <= 2 * (policy.COMPILE_SAMPLES + policy.COMPILE_WARM)
 
     def _compare(self, variant: Variant, now: list[float], before: list[float]) -> None:
         """Give a variant up that does not pay."""
@@ -235,7 +243,9 @@ class Tier:
         self._variants.insert(0, (variant, CompiledProgram(self.flat, variant)))
         counters.programs_compiled += 1
 
-    def _check(self, variant: Variant, extended: list[Any], task: Task | Replay, room: int | None) -> Launchable:
+    def _check(
+        self, variant: Variant, extended: list[Any], task: Task | Replay, room: int | None
+    ) -> Launchable | Checked:
         specs = task.specs
         if room is not None:
             extra = max(_copies(specs, part.part) for part in variant.parts)

@@ -101,6 +101,8 @@ class Variant:
         """How many of the parts were compared with the flat tier, in their order."""
         self.bad: set[int] = set()
         """Those that gave something else."""
+        self.turns = 0
+        """Runs that fitted it since then."""
         self._baked = [index for part in parts for index in part.part.baked]
         self._instances: OrderedDict[Any, _Instances | None] = OrderedDict()
 
