@@ -92,7 +92,7 @@ def linearity(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
         for size in sizes:
             x = torch.ones(SHAPE, device=DEVICE)
             gc.collect()
-            handles.tape(0).room = 1 << 60
+            handles.tape(0).budget = 1 << 60
             started = time.perf_counter()
             for _ in range(size):
                 x = x + x
@@ -100,7 +100,7 @@ def linearity(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             del x
     finally:
         marid.settings.max_pending_nodes, marid.settings.max_pending_bytes = limits
-        handles.tape(0).room = 0
+        handles.tape(0).budget = 0
     return rows
 
 

@@ -115,7 +115,7 @@ def _held(name: str) -> int:
     programs: list[Any] = engine_of(0).programs.values()  # pyright: ignore[reportAttributeAccessIssue]
     fitted = [one.executable for program in programs for kept in program.fitted.values() for one in kept.known]
     latest = max([*programs, *fitted], key=lambda one: (len(one.specialisations) > 0, one.runs))
-    return max(form.planned.plan.held for form in latest.specialisations)
+    return max(one.planned.plan.held for one in latest.specialisations)
 
 
 class Contestant:

@@ -36,15 +36,15 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     for index in range(handles.device_count):
-        handles.tape(index).piece = 0
+        handles.tape(index).chunk = 0
     yield
     torch.remote_accelerator.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
     for index in range(handles.device_count):
-        handles.tape(index).piece = 0
+        handles.tape(index).chunk = 0
 
 
 def _model(device: str) -> Callable[[], torch.Tensor]:
-    """A training step with enough operations to be cut in pieces, dropout and a write that is read later."""
+    """A training step with enough operations to be cut in chunks, dropout and a write that is read later."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.Tanh()) for _ in range(8)]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -75,16 +75,16 @@ def _flights() -> int:
 
 
 def test_a_loop_runs_ahead_and_gives_eager_losses() -> None:
-    """Read at the end of each step: from the third on, pieces are handed over while the rest is recorded."""
+    """Read at the end of each step: from the third on, chunks are handed over while the rest is recorded."""
     step = _model("cpu")
     losses = [step().item() for _ in range(LOOPS)]
-    step, pieces = _model(DEVICE), []
+    step, chunks = _model(DEVICE), []
     for expected in losses:
         loss = step()
-        pieces.append(bool(handles.tape(0).piece))
+        chunks.append(bool(handles.tape(0).chunk))
         assert loss.item() == expected
-    assert pieces[:2] == [False, False]
-    assert all(pieces[4:])
+    assert chunks[:2] == [False, False]
+    assert all(chunks[4:])
     assert marid.stats().pending_nodes == 0
 
 
@@ -382,7 +382,7 @@ def test_without_a_processor_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(6):
         step().item()
         assert _flights() == 0
-        assert not handles.tape(0).piece
+        assert not handles.tape(0).chunk
 
 
 def test_without_it() -> None:
@@ -396,6 +396,6 @@ def test_without_it() -> None:
         for expected in losses:
             assert step().item() == expected
             assert _flights() == 0
-            assert not handles.tape(0).piece
+            assert not handles.tape(0).chunk
     finally:
         marid.settings.asynchronous = before

@@ -416,7 +416,7 @@ def test_a_run_that_stops_anywhere_goes_on_as_recorded(name: str) -> None:
             flat.steps(frame, start, len(flat.program.instructions), outputs)
             return [*[frame.tensors[slot] for slot in flat.program.output_slots], *inputs]
 
-        executable = found._form._owner
+        executable = found._specialisation._owner
         whole = run(0)
         for stop in range(1, len(executable.program.instructions), 5):
             assert _equal(run(stop), whole), stop

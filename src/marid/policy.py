@@ -27,18 +27,18 @@ a step counter or a learning rate. A condition of such a kind has a handful."""
 # --- running ahead ---------------------------------------------------------------------------------------------------
 
 AHEAD_TURNS = 2
-"""Turns in a row of which nearly all had run, after which a loop is handed over in pieces. The first turn of a loop has
+"""Turns in a row of which nearly all had run, after which a loop is handed over in chunks. The first turn of a loop has
 state to make that the others have not; one turn like the others is chance."""
 AHEAD_SHARE = 0.95
 """Of the operations recorded in a turn, how many must have run: a loop that drops more would do work that nobody
 asked for."""
-AHEAD_PIECES = 6
-"""Pieces of one turn. More of them start the device sooner; fewer have less that crosses from one program to the next
+AHEAD_CHUNKS = 6
+"""Chunks of one turn. More of them start the device sooner; fewer have less that crosses from one program to the next
 and is held until then."""
-AHEAD_PIECE = 192
-"""Operations of little memory that are worth a piece: handing one over takes some 60 us, as long as 30 to 60 of them.
-With one thread for kernels and pieces of 128, 192 and 256, a step of a small BERT took 0.78, 0.70 and 0.80 of eager
-PyTorch's time (1.06 without pieces), MAML's inner loop 1.82, 1.78 and 1.70 (1.66)."""
+AHEAD_CHUNK = 192
+"""Operations of little memory that are worth a chunk: handing one over takes some 60 us, as long as 30 to 60 of them.
+With one thread for kernels and chunks of 128, 192 and 256, a step of a small BERT took 0.78, 0.70 and 0.80 of eager
+PyTorch's time (1.06 without chunks), MAML's inner loop 1.82, 1.78 and 1.70 (1.66)."""
 AHEAD_OPERATIONS = 64
 """Operations in a turn that is worth it: what is handed over is bound, launched and waited for."""
 AHEAD_LINES = 256

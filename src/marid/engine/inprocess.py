@@ -79,7 +79,7 @@ class InProcessEngine:
     thread; everything else on the calling thread, once that one is idle."""
 
     name = "in-process engine"
-    pieces = True
+    runs_ahead = True
     elsewhere = False
     local = True
 

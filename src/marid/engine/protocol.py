@@ -72,8 +72,8 @@ class Engine(Protocol):
 
     name: str
     """How the device is called."""
-    pieces: bool
-    """Whether it gains from work that is handed over early, piece by piece."""
+    runs_ahead: bool
+    """Whether it gains from work that is handed over early, chunk by chunk."""
     elsewhere: bool
     """Whether what it runs leaves the processors of this process alone."""
     local: bool

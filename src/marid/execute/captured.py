@@ -1,13 +1,13 @@
 """Programs on a device that work is launched on: an operation at a time, and what repeats as captured graphs.
 
 Launching a kernel takes the host as long as a small one runs, so a program that came a few times with the same specs is
-captured: in *pieces*, stretches of instructions that launch the same work on the same addresses in each run. Between
+captured: in *segments*, stretches of instructions that launch the same work on the same addresses in each run. Between
 them run, one by one, instructions that draw, that take numbers which change from run to run, or that wait for the
 device.
 
-A captured piece reads and writes fixed addresses. An input that lies somewhere else in each run and is only read is
-copied into a buffer of the piece; where any other has moved, the piece runs one by one, or is captured again. What it
-makes lies in memory that its next run overwrites, so what leaves a run is copied out of that. Capturing executes
+A captured segment reads and writes fixed addresses. An input that lies somewhere else in each run and is only read is
+copied into a buffer of the segment; where any other has moved, the segment runs one by one, or is captured again. What
+it makes lies in memory that its next run overwrites, so what leaves a run is copied out of that. Capturing executes
 nothing: where it fails, nothing has happened.
 """
 
@@ -53,8 +53,8 @@ class CapturedProgram:
         self._others = captured
         able = captured is not None and accelerator.captures and settings.capture_after > 0
         self._captures = able and not any(facts_of(one.op.func).moves_memory for one in self.program.instructions)
-        self._whole = _Piece(0, len(self.program.instructions))
-        self._pieces = [self._whole]
+        self._whole = _Segment(0, len(self.program.instructions))
+        self._segments = [self._whole]
         self._cuts = 0
         self._varying: set[int] = set()
         self._refused: set[int] = set()
@@ -66,9 +66,9 @@ class CapturedProgram:
         frame = Frame.of(task, task.params, generator)
         self._cut(task.params)
         try:
-            for piece in self._pieces:
-                if not piece.captures or not self._replayed(piece, frame):
-                    self.executable.steps(frame, piece.start, piece.stop)
+            for segment in self._segments:
+                if not segment.captures or not self._replayed(segment, frame):
+                    self.executable.steps(frame, segment.start, segment.stop)
         except Interrupted as stop:
             stop.tensors = dict(zip(stop.tensors, self._owned(stop.tensors.values()), strict=True))
             raise
@@ -78,18 +78,18 @@ class CapturedProgram:
 
     @property
     def graphs(self) -> int:
-        """How many pieces are captured now."""
-        return sum(piece.graph is not None for piece in self._pieces)
+        """How many segments are captured now."""
+        return sum(segment.graph is not None for segment in self._segments)
 
     def forget(self) -> None:
         """Give back the memory of what is captured; it may be captured again."""
-        for piece in self._pieces:
-            piece.graph = None
+        for segment in self._segments:
+            segment.graph = None
 
-    # --- pieces ---
+    # --- segments ---
 
     def _cut(self, params: list[Any]) -> None:
-        """Cut the program into pieces when it has come often enough, and anew where a number has changed."""
+        """Cut the program into segments when it has come often enough, and anew where a number has changed."""
         changed = {index for index, (a, b) in enumerate(zip(self._params, params, strict=False)) if differ(a, b)}
         self._params = list(params)
         self.runs += 1
@@ -98,94 +98,94 @@ class CapturedProgram:
             return
         new = changed - self._varying
         self._varying |= changed
-        renewed = any(new & piece.params for piece in self._pieces)
+        renewed = any(new & segment.params for segment in self._segments)
         if self._cuts and not renewed and not self._stale:
             return
         self._cuts += renewed or not self._cuts
         self._stale = False
         given_up = self._cuts > policy.CAPTURE_ATTEMPTS or len(self._refused) > policy.CAPTURE_REFUSALS
-        self._pieces = [self._whole] if given_up else self._cut_up()
+        self._segments = [self._whole] if given_up else self._cut_up()
 
-    def _cut_up(self) -> list[_Piece]:
+    def _cut_up(self) -> list[_Segment]:
         instructions = self.program.instructions
         able = [_is_capturable(one, self._varying) for one in instructions]
         able = [one and index not in self._refused for index, one in enumerate(able)]
-        pieces: list[_Piece] = []
+        segments: list[_Segment] = []
         start = 0
         while start < len(able):
             stop = next((i for i in range(start, len(able)) if able[i] is not able[start]), len(able))
             launches = sum(not one.op.view for one in instructions[start:stop])
             captures = able[start] and launches >= policy.CAPTURE_LAUNCHES
-            if captures or not pieces or pieces[-1].captures:
-                pieces.append(_Piece(start, stop, captures))
+            if captures or not segments or segments[-1].captures:
+                segments.append(_Segment(start, stop, captures))
             else:
-                pieces[-1].stop = stop
+                segments[-1].stop = stop
             start = stop
-        for piece in pieces:
-            if piece.captures:
-                piece.describe(self.program)
-        return pieces
+        for segment in segments:
+            if segment.captures:
+                segment.describe(self.program)
+        return segments
 
-    def _replayed(self, piece: _Piece, frame: Frame) -> bool:
-        """Run a piece by its graph, captured now if it is time; False when it has to be run one by one."""
+    def _replayed(self, segment: _Segment, frame: Frame) -> bool:
+        """Run a segment by its graph, captured now if it is time; False when it has to be run one by one."""
         tensors = frame.tensors
-        places = [tensors[slot].data_ptr() for slot in piece.reads]
-        before, piece.places = piece.places, places
-        if piece.graph is not None and not piece.graph.is_for(places):
-            piece.drop()
-        if piece.graph is None:
+        places = [tensors[slot].data_ptr() for slot in segment.reads]
+        before, segment.places = segment.places, places
+        if segment.graph is not None and not segment.graph.is_for(places):
+            segment.drop()
+        if segment.graph is None:
             if len(before) != len(places):  # nothing to compare with
                 return False
-            moving = piece.moving | {s for s, a, b in zip(piece.reads, before, places, strict=True) if a != b}
-            piece.moving = {slot for slot in moving - piece.written if _is_all(tensors[slot])}
-            if piece.moving != moving:  # others have moved
-                piece.drop()
+            moving = segment.moving | {s for s, a, b in zip(segment.reads, before, places, strict=True) if a != b}
+            segment.moving = {slot for slot in moving - segment.written if _is_all(tensors[slot])}
+            if segment.moving != moving:  # others have moved
+                segment.drop()
                 return False
-            if not self._capture(piece, frame):
-                piece.drop()
+            if not self._capture(segment, frame):
+                segment.drop()
                 return False
-        assert piece.graph is not None
-        piece.graph.run(tensors)
+        assert segment.graph is not None
+        segment.graph.run(tensors)
         assert self._others is not None
         self._others.replays += 1
         return True
 
-    def _capture(self, piece: _Piece, frame: Frame) -> bool:
+    def _capture(self, segment: _Segment, frame: Frame) -> bool:
         tensors = frame.tensors
-        for one in self._pieces:
-            if one.start > piece.start:  # what these run on may lie where the results of this one will
+        for one in self._segments:
+            if one.start > segment.start:  # what these run on may lie where the results of this one will
                 one.graph = None
-        buffers = {slot: tensors[slot].clone() for slot in piece.reads if slot in piece.moving}
+        buffers = {slot: tensors[slot].clone() for slot in segment.reads if slot in segment.moving}
         inside = {**tensors, **buffers}
         captured = replace(frame, tensors=inside)
         try:
-            replay = self._accelerator.capture(lambda: self.executable.steps(captured, piece.start, piece.stop))
+            replay = self._accelerator.capture(lambda: self.executable.steps(captured, segment.start, segment.stop))
         except (Interrupted, RuntimeError) as error:
             cause = error.error if isinstance(error, Interrupted) else error
             if not isinstance(cause, Exception):
-                raise Interrupted(piece.start, False, tensors, cause) from cause
-            logger.info("instructions %d to %d are not captured: %s", piece.start, piece.stop, cause)
-            piece.captures = False
+                raise Interrupted(segment.start, False, tensors, cause) from cause
+            logger.info("instructions %d to %d are not captured: %s", segment.start, segment.stop, cause)
+            segment.captures = False
             if isinstance(error, Interrupted):  # the rest may be, without this one
                 self._refused.add(error.index)
                 self._stale = True
             return False
-        at = {_memory(tensors[slot]): slot for slot in piece.reads}
+        at = {_memory(tensors[slot]): slot for slot in segment.reads}
         at |= {_memory(buffer): slot for slot, buffer in buffers.items()}
         made = {slot: tensor for slot, tensor in inside.items() if slot not in tensors}
         if any(tensor.is_conj() or tensor.is_neg() for tensor in made.values()):
-            piece.captures = False
+            segment.captures = False
             return False
         results = {slot: _Made(tensor, at.get(_memory(tensor))) for slot, tensor in made.items()}
-        fixed = [None if slot in buffers else place for slot, place in zip(piece.reads, piece.places, strict=True)]
-        piece.graph = _Graph(replay, fixed, buffers, results, [slot for slot in tensors if slot not in inside])
+        fixed = [None if slot in buffers else place for slot, place in zip(segment.reads, segment.places, strict=True)]
+        segment.graph = _Graph(replay, fixed, buffers, results, [slot for slot in tensors if slot not in inside])
         return True
 
     # --- results ---
 
     def _owned(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
-        held = {memory for piece in self._pieces if piece.graph is not None for memory in piece.graph.held}
+        held = {memory for segment in self._segments if segment.graph is not None for memory in segment.graph.held}
         blocks = {memory: one.untyped_storage() for one in tensors if (memory := _memory(one)) in held}
         copies = dict(zip(blocks, _copied(list(blocks.values())), strict=True))
         found: list[torch.Tensor] = []
@@ -205,7 +205,7 @@ class CapturedPrograms:
 
     def __init__(self) -> None:
         self.replays = 0
-        """How many times a captured piece was run."""
+        """How many times a captured segment was run."""
         self._programs: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
 
     def ran(self, program: CapturedProgram) -> None:
@@ -223,7 +223,7 @@ class CapturedPrograms:
 
 
 @dataclass
-class _Piece:
+class _Segment:
     """Instructions ``start`` to before ``stop``.
 
     ``reads`` are the slots that it takes from before, ``params`` the numbers it takes, ``places`` where the reads were
@@ -277,7 +277,7 @@ class _Made:
 
 @dataclass
 class _Graph:
-    """A captured piece. ``fixed`` are the addresses of what it reads, None for what is copied into ``buffers``;
+    """A captured segment. ``fixed`` are the addresses of what it reads, None for what is copied into ``buffers``;
     ``results`` are what it makes, by slot, and ``gone`` the slots that are not needed behind it. ``held`` is the memory
     that belongs to it."""
 

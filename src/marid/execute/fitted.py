@@ -48,9 +48,7 @@ class _Variant:
     @property
     def nbytes(self) -> int:
         """What a run holds at once: as was seen of its kernels, where that is more than its results."""
-        seen = [
-            form.planned.plan.held for form in self.executable.specialisations if form.planned and form.planned.plan
-        ]
+        seen = [one.planned.plan.held for one in self.executable.specialisations if one.planned and one.planned.plan]
         return max([self.rewritten.nbytes, *seen])
 
 
@@ -147,16 +145,16 @@ class _Run:
         nodes = [task.nodes[origin] for origin in self._rewritten.origins]
         prepared = Prepared(self._rewritten.program, self._rewritten.specs, nodes, variant.nbytes)
         self._replay = Replay(prepared, task.inputs, task.params)
-        self._form = variant.executable.specialised(self._replay)
+        self._specialisation = variant.executable.specialised(self._replay)
         self.transient_bytes = variant.nbytes
 
     @property
     def placement(self) -> Placement | None:
-        return self._form.placement
+        return self._specialisation.placement
 
     def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
         try:
-            return self._form.run(self._replay, generator)
+            return self._specialisation.run(self._replay, generator)
         except Interrupted as stop:
             raise self._recorded(stop, task, generator) from stop.error
         finally:

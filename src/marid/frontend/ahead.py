@@ -2,7 +2,7 @@
 
 Lazy means that what nobody reads is never run. But a loop that comes to the same read again and again, and of which
 nearly all that it recorded had run by then, will need what it records now as well. From its third turn on it is handed
-to the engine in pieces: whenever so much has been recorded as makes a fixed part of a turn, and what is left at the
+to the engine in chunks: whenever so much has been recorded as makes a fixed part of a turn, and what is left at the
 read itself. The places depend on what is recorded alone, never on time, so the same programs recur.
 
 What an optimizer has been asked to do will be asked for too, whatever comes next: it runs with the first value that is
@@ -41,7 +41,7 @@ def has_stepped(tape: Tape) -> bool:
     steps, tape.steps = tape.steps, 0
     if not steps:
         return False
-    tape.skips = steps > policy.UNREAD_STEPS
+    tape.rarely_reads = steps > policy.UNREAD_STEPS
     return any(node.scope is not None and node.scope.phase == OPTIMIZER for node in tape.pending())
 
 
@@ -50,7 +50,7 @@ def takes_steps_unread(tape: Tape) -> bool:
     if tape.charged != tape.stepped_at:  # and something of that is on this tape
         tape.stepped_at = tape.charged
         tape.steps += 1
-    return tape.skips or tape.steps > policy.UNREAD_STEPS
+    return tape.rarely_reads or tape.steps > policy.UNREAD_STEPS
 
 
 def share() -> int:
@@ -66,13 +66,13 @@ def _processors() -> int:
 class _ReadSite:
     """A line that reads: the counts of the tape at its last turn of a loop, and when it last read."""
 
-    __slots__ = ("charged", "charged_at_read", "little", "piece", "read", "recorded", "relapses", "run", "turns")
+    __slots__ = ("charged", "charged_at_read", "chunk", "little", "read", "recorded", "relapses", "run", "turns")
 
     def __init__(self, tape: Tape) -> None:
         self.read = self.recorded = tape.recorded
         self.run = tape.run
         self.charged = self.charged_at_read = tape.charged
-        self.piece = self.turns = self.little = self.relapses = 0
+        self.chunk = self.turns = self.little = self.relapses = 0
 
     def relapse(self) -> None:
         """Operations do not run at once, or do not any more: it takes twice as many turns until they may."""
@@ -109,8 +109,8 @@ class ReadLoop:
         if self._latest is not None:
             self._latest.relapse()
 
-    def piece(self, site: Any, tape: Tape) -> int:
-        """A value is read at ``site``: how much, in units of ``Tape.room``, the tape may hold until it is handed over;
+    def chunk(self, site: Any, tape: Tape) -> int:
+        """A value is read at ``site``: how much the tape may hold until it is handed over, in units of ``Tape.budget``;
         0 to wait until it is asked for."""
         if self._began is not None:  # they are recorded again
             self._began.relapse()
@@ -125,13 +125,13 @@ class ReadLoop:
         self.wants_immediate = line.wants_immediate(tape)
         since, line.read = tape.recorded - line.read, tape.recorded
         if since < policy.AHEAD_OPERATIONS:  # the same turn, or a loop too short to be worth it
-            return tape.piece
+            return tape.chunk
         recorded, run, charged = tape.recorded - line.recorded, tape.run - line.run, tape.charged - line.charged
         line.recorded, line.run, line.charged = tape.recorded, tape.run, tape.charged
         line.turns = line.turns + 1 if run >= policy.AHEAD_SHARE * recorded else 0
         if line.turns < policy.AHEAD_TURNS:
             return 0
-        piece = max(charged // policy.AHEAD_PIECES, policy.AHEAD_PIECE * share(), 1)
-        if abs(piece - line.piece) > line.piece // 4:  # else the places would move with every small change
-            line.piece = piece
-        return line.piece
+        chunk = max(charged // policy.AHEAD_CHUNKS, policy.AHEAD_CHUNK * share(), 1)
+        if abs(chunk - line.chunk) > line.chunk // 4:  # else the places would move with every small change
+            line.chunk = chunk
+        return line.chunk

@@ -50,7 +50,7 @@ def _lowered(laid: MemoryLayout) -> MemoryLayout:
     return MemoryLayout((*laid.shape[:2], laid.shape[3]), (*laid.stride[:2], laid.stride[3]))
 
 
-def _form_of(input: MemoryLayout, weight: MemoryLayout) -> torch.memory_format:
+def _memory_format_of(input: MemoryLayout, weight: MemoryLayout) -> torch.memory_format:
     """The memory format in which kernels in two dimensions, other than oneDNN's, calculate on these."""
     asked = input.look(torch.float32), weight.look(torch.float32)
     return torch._C._conv_determine_backend_memory_format(*asked, _Backend.Slow2d)
@@ -83,13 +83,13 @@ class _Convolution:
         asked = self.input.look(input.dtype), self.weight.look(weight.dtype)
         options = stride, padding, dilation, transposed, output_padding, groups
         self.backend = torch._C._select_conv_backend(*asked, None, *options, None)  # pyright: ignore
-        self.form = torch._C._conv_determine_backend_memory_format(*asked, self.backend)
+        self.memory_format = torch._C._conv_determine_backend_memory_format(*asked, self.backend)
         # Of all that are left on the CPU; for oneDNN's transposed convolutions Python has no name.
         self.onednn = self.backend not in (_Backend.Empty, _Backend.Slow3d, *_OF_ONE_GROUP)
-        self.input, self.weight = self.input.contiguous(self.form), self.weight.contiguous(self.form)
+        self.input, self.weight = self.input.contiguous(self.memory_format), self.weight.contiguous(self.memory_format)
         if self.onednn:  # asks again: operands of single elements that are laid out in a format may not look like it
             asked = self.input.look(input.dtype), self.weight.look(weight.dtype)
-            self.form = torch._C._conv_determine_backend_memory_format(*asked, self.backend)
+            self.memory_format = torch._C._conv_determine_backend_memory_format(*asked, self.backend)
         shape = self.input.shape, self.weight.shape
         sizes = zip(*(of[2:] for of in shape), *(_each(of, len(shape[0]) - 2) for of in options[:3]), strict=True)
         if transposed:
@@ -108,25 +108,25 @@ class _Convolution:
 
     def output(self) -> MemoryLayout:
         if self.backend not in _OF_ONE_GROUP:
-            return dense(self.output_shape, self.form)
-        form = _PLAIN
+            return dense(self.output_shape, self.memory_format)
+        memory_format = _PLAIN
         if len(self.output_shape) == 4 and self.backend != _Backend.NnpackSpatial:
-            form = _form_of(*self.part())
+            memory_format = _memory_format_of(*self.part())
         batch, channels, *sizes = self.output_shape
-        return _joined(dense((batch, channels // self.groups, *sizes), form), self.output_shape)
+        return _joined(dense((batch, channels // self.groups, *sizes), memory_format), self.output_shape)
 
     def gradients(self) -> tuple[MemoryLayout, MemoryLayout] | None:
         """Of input and weight; None where the CPU refuses to calculate them."""
         if self.backend not in _OF_ONE_GROUP:
-            return dense(self.input.shape, self.form), dense(self.weight.shape, self.form)
+            return dense(self.input.shape, self.memory_format), dense(self.weight.shape, self.memory_format)
         input, weight = self.part()
-        form = of_weight_form = _PLAIN
+        memory_format = weight_format = _PLAIN
         if len(self.output_shape) == 4:
-            form = _form_of(input, weight)
+            memory_format = _memory_format_of(input, weight)
             same = self.backend in (_Backend.NnpackSpatial, _Backend.SlowDilated2d)
-            of_weight_form = form if same else weight.suggested()
-        of_input, of_weight = dense(input.shape, form), dense(weight.shape, of_weight_form)
-        if of_weight.contiguous(form) is not of_weight:
+            weight_format = memory_format if same else weight.suggested()
+        of_input, of_weight = dense(input.shape, memory_format), dense(weight.shape, weight_format)
+        if of_weight.contiguous(memory_format) is not of_weight:
             return None
         return _joined(of_input, self.input.shape), _joined(of_weight, self.weight.shape)
 

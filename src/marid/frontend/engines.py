@@ -34,7 +34,7 @@ class _LeftBehind:
     """What a forked child has in place of its parent's connections."""
 
     name = "connection of the parent process"
-    pieces = False
+    runs_ahead = False
     elsewhere = True
     local = False
 

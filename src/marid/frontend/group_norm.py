@@ -23,17 +23,17 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 _PLAIN = torch.contiguous_format
-_forms: WeakKeyDictionary[Value, torch.memory_format] = WeakKeyDictionary()
+_memory_formats: WeakKeyDictionary[Value, torch.memory_format] = WeakKeyDictionary()
 
 
 @special(aten.native_group_norm.default, in_formats=True)
 def _record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     returned = recorder.record(args, kwargs)
     of = args[0]._value.spec
-    form = _PLAIN if of.is_contiguous else MemoryLayout(of.shape, of.stride).suggested()
-    if form is not _PLAIN:
+    memory_format = _PLAIN if of.is_contiguous else MemoryLayout(of.shape, of.stride).suggested()
+    if memory_format is not _PLAIN:
         recorder_of(aten.native_group_norm_backward.default).at_once = False  # what it does depends on this from now on
-        _forms[returned[1]._value] = form
+        _memory_formats[returned[1]._value] = memory_format
     return returned
 
 
@@ -41,9 +41,9 @@ def _record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _record_backward(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, input, mean, *others = args
     # Where the gradient of the input is not wanted, the CPU's kernel for other formats writes to it all the same.
-    form = _forms.get(mean._value) if current_graph_task() >= 0 and others[-1][0] else None
-    if form is not None:
-        grad, input = (tensor.contiguous(memory_format=form) for tensor in (grad, input))
+    memory_format = _memory_formats.get(mean._value) if current_graph_task() >= 0 and others[-1][0] else None
+    if memory_format is not None:
+        grad, input = (tensor.contiguous(memory_format=memory_format) for tensor in (grad, input))
     return recorder.record((grad, input, mean, *others), kwargs)
 
 
@@ -63,8 +63,8 @@ def _one_dtype(*values: Value | None) -> bool:
 def _in_form(of: Spec) -> MemoryLayout | None:
     """As a new tensor in the memory format of this one; None where it is not contiguous in that."""
     laid = MemoryLayout(of.shape, of.stride)
-    form = laid.suggested()
-    return dense(of.shape, form) if laid.contiguous(form) is laid else None
+    memory_format = laid.suggested()
+    return dense(of.shape, memory_format) if laid.contiguous(memory_format) is laid else None
 
 
 def _described(laid: MemoryLayout, dtype: torch.dtype) -> Any:

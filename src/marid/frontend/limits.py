@@ -27,11 +27,11 @@ def overflow(tape: Tape) -> None:
     no charge exceeds, it happens anyway.
     """
     if observer() is not None:
-        tape.give_room(settings.max_pending_bytes)  # a function under marid.compile is one program
+        tape.set_budget(settings.max_pending_bytes)  # a function under marid.compile is one program
         return
-    if tape.piece and not is_held_back():
+    if tape.chunk and not is_held_back():
         run_everything(tape, wait=False)
-        tape.give_room(tape.piece)
+        tape.set_budget(tape.chunk)
         return
     newest = tape.entries[-1]()
     here = None if newest is None else (newest.site, newest.scope, newest.op, newest.spec)
@@ -39,14 +39,14 @@ def overflow(tape: Tape) -> None:
         nodes, nbytes = tape.measure()
         used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
         # Charges add up bytes and nodes, so half of what is left is safe for both.
-        tape.give_room(int((1 - used) / 2 * settings.max_pending_bytes))
+        tape.set_budget(int((1 - used) / 2 * settings.max_pending_bytes))
         if used < policy.CUT_AT:
             return
-        tape.grace = tape.room if tape.cut_at is not None else 0
+        tape.grace = tape.budget if tape.cut_at is not None else 0
     else:
-        tape.grace += tape.room
+        tape.grace += tape.budget
     if tape.grace > 0 and here != tape.cut_at:
-        tape.give_room(0)  # to be asked again at the next node
+        tape.set_budget(0)  # to be asked again at the next node
         return
     tape.cut_at = here
     _cut_unasked(tape, None if newest is None else newest.site)
@@ -59,7 +59,7 @@ def optimizer_stepped(*_: Any) -> None:
         tape = handles.tape(index)
         parts = policy.CUT_SHARE_UNREAD if takes_steps_unread(tape) else policy.CUT_SHARE_AFTER_STEP
         # Measuring takes as long as recording a few operations, so only when so much was added since the last time.
-        if waits or tape.piece or (tape.charged - tape.measured_at) * parts < settings.max_pending_bytes:
+        if waits or tape.chunk or (tape.charged - tape.measured_at) * parts < settings.max_pending_bytes:
             continue
         nodes, nbytes = tape.measure()
         if nodes * parts > settings.max_pending_nodes or nbytes * parts > settings.max_pending_bytes:
@@ -70,4 +70,4 @@ def _cut_unasked(tape: Tape, site: Site | None) -> None:
     counters.count_automatic_cut(site)
     tape.grace = 0
     run_everything(tape, wait=False)  # a failure is raised where its value is read
-    tape.give_room(settings.max_pending_bytes // 2)
+    tape.set_budget(settings.max_pending_bytes // 2)

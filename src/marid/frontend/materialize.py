@@ -31,7 +31,7 @@ _read_loops = [ReadLoop() for _ in range(handles.device_count)]
 def _settings_changed() -> None:
     handles.record_again()
     for index in range(handles.device_count):
-        handles.tape(index).give_room(0)  # measured again, by the new limits, at the next operation
+        handles.tape(index).set_budget(0)  # measured again, by the new limits, at the next operation
 
 
 settings.when_changed(_settings_changed)
@@ -118,13 +118,13 @@ def _count_wait(site: Site | None, reason: str, seconds: float) -> None:
 def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, need: Need) -> bool:
     """Have what these tensors need run, and wait for it; whether that was more than arithmetic on the host."""
     waited = alone = False
-    piece = _plan(tape, site)
+    chunk = _plan(tape, site)
     while True:
         tape.fail_dependents()  # what was recorded since the failure
         asked = [node for tensor in tensors for node in pending_nodes(tensor)]
         can_run = bool(asked) and all(node.args is not None for node in asked)  # none of them has failed
         stepped = has_stepped(tape)
-        everything = can_run and not (_restraint.holding or alone) and bool(piece or stepped or tape.immediate)
+        everything = can_run and not (_restraint.holding or alone) and bool(chunk or stepped or tape.immediate)
         if everything:
             nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
         else:
@@ -138,13 +138,13 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
         waited |= not quiet
         immediate = _read_loops[tape.device].wants_immediate and may_be_immediate(tape)
         is_little = immediate and traffic(nodes) <= settings.immediate_bytes * len(nodes)
-        ahead = bool(tape.piece) and not _restraint.holding
+        ahead = bool(tape.chunk) and not _restraint.holding
         try:
             if nodes:
                 run_pending(tape, nodes, ahead)
             if ahead:  # the engine is given what will be asked for next before it is waited for
                 run_everything(tape, wait=False)
-                tape.give_room(tape.piece)
+                tape.set_budget(tape.chunk)
             waited |= wait_for(tensors, need)
             if is_little:
                 _begin_immediate(tape)
@@ -162,16 +162,16 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
 
 
 def _plan(tape: Tape, site: Site | None) -> int:
-    """A value is read at ``site``: how much may be recorded until it runs unasked, in units of ``Tape.room``."""
+    """A value is read at ``site``: how much may be recorded until it runs unasked, in units of ``Tape.budget``."""
     if tape.immediate:
         module.allow_immediate(settings.immediate_bytes)
         return 0
     if site is None:
         return 0
-    piece = _read_loops[tape.device].piece(site, tape)
-    goes_ahead = engine_of(tape.device).pieces and may_go_ahead() and not settings.memory_limit
-    tape.piece = piece if goes_ahead else 0  # what one piece leaves to the next cannot be computed again
-    return piece
+    chunk = _read_loops[tape.device].chunk(site, tape)
+    goes_ahead = engine_of(tape.device).runs_ahead and may_go_ahead() and not settings.memory_limit
+    tape.chunk = chunk if goes_ahead else 0  # what one chunk leaves to the next cannot be computed again
+    return chunk
 
 
 def may_be_immediate(tape: Tape) -> bool:
@@ -186,7 +186,7 @@ def _begin_immediate(tape: Tape) -> None:
     wait_anyway()
     _read_loops[tape.device].begins_immediate()
     module.allow_immediate(settings.immediate_bytes)
-    tape.piece = 0
+    tape.chunk = 0
     tape.immediate = True
 
 

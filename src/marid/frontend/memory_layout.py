@@ -31,13 +31,13 @@ class MemoryLayout(NamedTuple):
         """A tensor of the CPU without memory."""
         return torch.Tensor._make_wrapper_subclass(_Look, self.shape, self.stride, dtype=dtype, device="cpu")  # pyright: ignore
 
-    def contiguous(self, form: torch.memory_format) -> MemoryLayout:
+    def contiguous(self, memory_format: torch.memory_format) -> MemoryLayout:
         """As ``Tensor.contiguous`` leaves it: strides of what is contiguous already are kept."""
         step = 1
-        for dim in _order(form, len(self.shape)):
+        for dim in _order(memory_format, len(self.shape)):
             if self.shape[dim] != 1:
                 if self.stride[dim] != step:
-                    return dense(self.shape, form)
+                    return dense(self.shape, memory_format)
                 step *= self.shape[dim]
         return self
 
@@ -50,16 +50,16 @@ class MemoryLayout(NamedTuple):
         return torch._C._conv_determine_backend_memory_format(asked, asked, _ONEDNN)
 
 
-def _order(form: torch.memory_format, rank: int) -> Sequence[int]:
+def _order(memory_format: torch.memory_format, rank: int) -> Sequence[int]:
     """Dimensions from the innermost one outwards."""
     inwards = range(rank - 1, -1, -1)
-    return inwards if form is _PLAIN else (1, *inwards[:-2], 0)
+    return inwards if memory_format is _PLAIN else (1, *inwards[:-2], 0)
 
 
-def dense(shape: Sizes, form: torch.memory_format) -> MemoryLayout:
+def dense(shape: Sizes, memory_format: torch.memory_format) -> MemoryLayout:
     """A new tensor in a memory format."""
     stride, step = [0] * len(shape), 1
-    for dim in _order(form, len(shape)):
+    for dim in _order(memory_format, len(shape)):
         stride[dim] = step
-        step *= max(shape[dim], 1) if form is _PLAIN else shape[dim]
+        step *= max(shape[dim], 1) if memory_format is _PLAIN else shape[dim]
     return MemoryLayout(shape, tuple(stride))

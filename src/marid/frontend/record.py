@@ -243,7 +243,7 @@ class Recorder:
         if self.bumps:
             torch.autograd.graph.increment_version([tensors[index] for index in known.writes])
         tape.append(node, known.cost)
-        if tape.room < 0:
+        if tape.budget < 0:
             overflow(tape)
         return returned
 

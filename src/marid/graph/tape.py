@@ -21,14 +21,14 @@ from marid.native import module
 class Tape:
     """Pending nodes of one device.
 
-    ``room`` is what the recorder may still add before it has to ``measure``: cheap to keep, and never too large,
+    ``budget`` is what the recorder may still add before it has to ``measure``: cheap to keep, and never too large,
     because nodes that die give nothing back. While ``grace`` is positive, the tape is full but waits for a node like
     ``cut_at``, where it was last run for being full: a loop that never reads is cut once around, at one place, so that
-    what is run repeats. ``piece``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
+    what is run repeats. ``chunk``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
     the nodes that were run. While ``immediate``, operations whose arguments exist run at once and are not added.
-    ``measured_at`` is what had been ``charged`` when the tape was last measured. ``steps``,
-    ``stepped_at`` and ``skips`` are for who decides what runs (``frontend/ahead.py``): how many times an optimizer has
-    stepped since the last read, what had been charged then, and whether such reads are far apart.
+    ``measured_at`` is what had been ``charged`` when the tape was last measured. ``steps``, ``stepped_at`` and
+    ``rarely_reads`` are for ``frontend/ahead.py``, which decides what runs: how many times an optimizer has stepped
+    since the last read, what had been charged then, and whether such reads are far apart.
     """
 
     __slots__ = (
@@ -37,18 +37,18 @@ class Tape:
         "_kept",
         "_recorded",
         "_resident_limit",
+        "budget",
+        "chunk",
         "cut_at",
         "device",
         "entries",
         "grace",
         "immediate",
         "measured_at",
-        "piece",
+        "rarely_reads",
         "resident",
-        "room",
         "run",
         "sequence",
-        "skips",
         "stepped_at",
         "steps",
     )
@@ -58,15 +58,15 @@ class Tape:
         self.sequence = itertools.count(1)
         self.entries: list[weakref.ref[Node]] = []
         self.resident: list[weakref.ref[Value]] = []
-        self.room = 0
+        self.budget = 0
         self.grace = 0
         self.immediate = False
         self.measured_at = 0
-        self.piece = 0
+        self.chunk = 0
         self.run = 0
         self.steps = 0
         self.stepped_at = 0
-        self.skips = False
+        self.rarely_reads = False
         self._given = 0
         self._charged = 0
         self.cut_at: tuple[object, ...] | None = None
@@ -75,9 +75,9 @@ class Tape:
         self._kept = 0
 
     def append(self, node: Node, cost: int) -> None:
-        """Add a node; ``cost`` is what the recorder charges for it against ``room``."""
+        """Add a node; ``cost`` is what the recorder charges for it against ``budget``."""
         self.entries.append(weakref.ref(node))
-        self.room -= cost
+        self.budget -= cost
 
     def take_back(self, nodes: list[Node]) -> None:
         """Nodes that counted as run are pending again."""
@@ -87,15 +87,15 @@ class Tape:
         self._recorded -= len(back)
         self.run -= len(nodes)
 
-    def give_room(self, room: int) -> None:
+    def set_budget(self, budget: int) -> None:
         """Let the recorder add so much before it asks again."""
-        self._charged += self._given - self.room
-        self._given = self.room = room
+        self._charged += self._given - self.budget
+        self._given = self.budget = budget
 
     @property
     def charged(self) -> int:
         """What all nodes that were ever added were charged."""
-        return self._charged + self._given - self.room
+        return self._charged + self._given - self.budget
 
     @property
     def recorded(self) -> int:

@@ -39,7 +39,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
           recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver", "at_once", "in_formats"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
-      tape.find(tape_type, {"sequence", "entries", "room", "immediate"}) && spec.find(spec_type, {"pattern", "device"});
+      tape.find(tape_type, {"sequence", "entries", "budget", "immediate"}) && spec.find(spec_type, {"pattern", "device"});
   if (!found || !marid::set_bounds(bounds)) return nullptr;
   marid::prepare_reading(bucket);
   Py_RETURN_NONE;

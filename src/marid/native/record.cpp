@@ -20,11 +20,11 @@ using namespace marid;
 
 // Add a node for a call to the tape, and its results for the user; false after an error. Until it is added, nothing
 // changes.
-bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results& results) {
+bool add(PyObject* by, PyObject* like, const Call& call, long long budget, Results& results) {
   PyObject* on = known.at(like, kTape);
   Origin origin;
   if (!find_origin(by, &origin)) return false;
-  Ref left(PyLong_FromLongLong(room)), made = new_node(on, origin, known.at(like, kResult));
+  Ref left(PyLong_FromLongLong(budget)), made = new_node(on, origin, known.at(like, kResult));
   if (!left || !made) return false;
   PyObject* of = made.get();
   node.set(of, kArgs, Ref::to(call.args.get()));
@@ -36,7 +36,7 @@ bool add(PyObject* by, PyObject* like, const Call& call, long long room, Results
   // A node on the tape that failed to be ordered dies with this call: only `order` makes others refer to it, at its end.
   if (PyList_Append(tape.at(on, kEntries), entry.get()) < 0) return false;
   if (!order(of, on, call, known.at(like, kWrites))) return false;
-  tape.set(on, kRoom, std::move(left));
+  tape.set(on, kBudget, std::move(left));
   return true;
 }
 
@@ -226,7 +226,7 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
   PyObject* on = known.at(found, kTape);
   bool immediate = draws && recording == 0 && tape.at(on, kImmediate) == Py_True;
-  long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
+  long long left = PyLong_AsLongLong(tape.at(on, kBudget)) - PyLong_AsLongLong(known.at(found, kCost));
   if (left < 0 && !immediate) return false;  // the tape may be full
   if (!store_call(op, given, call)) return false;
   if (immediate) {
@@ -266,6 +266,6 @@ bool marid::recorded_anew(const Operator& op, c10::ArrayRef<c10::IValue> argumen
   PyObject* found = like.get();
   if (known.at(found, kRepeats) != Py_True || known.at(found, kPattern) == Py_None) return false;
   PyObject* on = known.at(found, kTape);
-  long long left = PyLong_AsLongLong(tape.at(on, kRoom)) - PyLong_AsLongLong(known.at(found, kCost));
+  long long left = PyLong_AsLongLong(tape.at(on, kBudget)) - PyLong_AsLongLong(known.at(found, kCost));
   return left >= 0 && store_call(op, arguments.data(), call) && add(by, found, call, left, results);
 }

@@ -17,7 +17,7 @@ enum OperationSlot { kMutates };
 enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
 enum RecorderSlot { kRecorderOp, kPlain, kDraws, kIndexes, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver, kAtOnce, kInFormats };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
-enum TapeSlot { kSequence, kEntries, kRoom, kImmediate };
+enum TapeSlot { kSequence, kEntries, kBudget, kImmediate };
 enum SpecSlot { kSpecPattern, kSpecDevice };
 
 extern PyObject* tapes;  // see frontend/handles.py

@@ -85,7 +85,7 @@ class Run:
                 result = self._function(*args, **kwargs)
         finally:
             for index in range(handles.device_count):
-                handles.tape(index).room = 0  # not cut while the function ran: measured again at the next operation
+                handles.tape(index).budget = 0  # not cut while the function ran: measured again at the next operation
         try:
             self._check(seen, host, impure)
             with self._engine().lock:

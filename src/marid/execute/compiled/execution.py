@@ -92,37 +92,37 @@ class Bound:
 
     compiled = True
 
-    __slots__ = ("_form", "_params", "_program", "_refused", "output_slots", "transient_bytes")
+    __slots__ = ("_params", "_program", "_refused", "_specialisation", "output_slots", "transient_bytes")
 
     def __init__(
-        self, program: CompiledProgram, variant: Specialisation, params: list[Any], refused: Callable[[], None]
+        self, program: CompiledProgram, specialisation: Specialisation, params: list[Any], refused: Callable[[], None]
     ) -> None:
-        self._program, self._form, self._params, self._refused = program, variant, params, refused
+        self._program, self._specialisation, self._params, self._refused = program, specialisation, params, refused
         self.transient_bytes = program.flat.transient_bytes
-        self.output_slots = variant.output_slots
+        self.output_slots = specialisation.output_slots
 
     @property
     def placement(self) -> Placement | None:
-        return self._form.placement
+        return self._specialisation.placement
 
     @property
     def in_cpp(self) -> bool:
-        return self._form.in_cpp
+        return self._specialisation.in_cpp
 
     def run(self, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
-        return self._noticing(self._form.run, task, generator, self._given(task))
+        return self._noticing(self._specialisation.run, task, generator, self._given(task))
 
     def start(self, task: Task | Replay) -> TableRun | None:
-        return self._form.start(task, self._given(task))
+        return self._specialisation.start(task, self._given(task))
 
     def resume(self, run: TableRun, task: Task | Replay, generator: Positioned) -> list[torch.Tensor]:
-        return self._noticing(self._form.resume, run, task, generator, self._given(task))
+        return self._noticing(self._specialisation.resume, run, task, generator, self._given(task))
 
     def draw(self, index: int, params: list[Any]) -> Draw:
-        return self._form.draw(index, params)
+        return self._specialisation.draw(index, params)
 
     def ran(self, seconds: float) -> None:
-        self._form.ran(seconds)
+        self._specialisation.ran(seconds)
 
     def _given(self, task: Task | Replay) -> list[Any]:
         """The task's parameters, and those of the parts."""
@@ -150,8 +150,8 @@ class Checked:
         "_done",
         "_extended",
         "_flat",
-        "_form",
         "_seconds",
+        "_variant",
         "output_slots",
         "placement",
         "transient_bytes",
@@ -166,7 +166,7 @@ class Checked:
         seconds: float,
         done: Callable[[set[int], int], None],
     ) -> None:
-        self._flat, self._form, self._extended, self._done = flat, variant, extended, done
+        self._flat, self._variant, self._extended, self._done = flat, variant, extended, done
         self._seconds = seconds
         self.transient_bytes = flat.transient_bytes
         self.placement: Placement | None = None
@@ -178,9 +178,9 @@ class Checked:
         frame.timing = task.timing = operator_times.timing(flat, task)
         tensors = frame.tensors
         bad: set[int] = set()
-        number, left = self._form.checked, self._seconds
-        while number < len(self._form.parts) and left > 0:
-            part = self._form.parts[number].part
+        number, left = self._variant.checked, self._seconds
+        while number < len(self._variant.parts) and left > 0:
+            part = self._variant.parts[number].part
             flat.steps(frame, position, part.start)
             started = time.perf_counter()
             real = [tensors[slot] for slot in part.inputs]

@@ -53,7 +53,7 @@ _NODES = 4000  # in one program; a request has no more than 16,384 inputs or num
 class RemoteEngine:
     """Runs programs on the worker of ``connection``, or on its replacement when it was lost."""
 
-    pieces = False
+    runs_ahead = False
     elsewhere = True
     local = False
 
