@@ -26,6 +26,7 @@ from torch import nn
 
 import marid
 
+from .indexing import INDEXING
 from .layers import LAYERS
 from .mixers import MIXERS
 from .observed import Difference, Observer, differences
@@ -50,7 +51,7 @@ class Network:
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
-_KINDS = [kind for kind, weight in LAYERS + MIXERS for _ in range(weight)]
+_KINDS = [kind for kind, weight in LAYERS + MIXERS + INDEXING for _ in range(weight)]
 
 
 def network(seed: int) -> Network:
