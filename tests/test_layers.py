@@ -14,7 +14,7 @@ ROOT = Path(marid.__file__).parent
 
 # From the bottom up; the longest matching prefix places a module.
 LAYERS = [
-    {"errors", "policy", "settings", "uninterrupted"},
+    {"errors", "imports", "policy", "settings", "uninterrupted"},
     {"built"},
     {"registration"},
     {"native"},

@@ -11,16 +11,14 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from marid.frontend import handles, late
+from marid.frontend import handles
+from marid.imports import after_loading, on_import
 
 NAME = "marid"
 _TRAINER = "trainer.connectors.accelerator_connector", "_AcceleratorConnector", "AcceleratorRegistry"
@@ -36,7 +34,8 @@ _PACKAGES = {
 def choose_the_device() -> None:
     """Let frameworks that a script imports from now on take the device where the script names none."""
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", handles.DEVICE_TYPE)
-    sys.meta_path.insert(0, _Finder())
+    packages = {f"{package}.{module}": package for package, (module, *_) in _PACKAGES.items()}
+    on_import(packages, lambda spec: after_loading(spec, functools.partial(_register_with, packages[spec.name])))
 
 
 def register_with_lightning() -> None:
@@ -47,25 +46,6 @@ def register_with_lightning() -> None:
     for package in found:
         importlib.import_module(f"{package}.{_PACKAGES[package][0]}")
         _register_with(package)
-
-
-class _Finder(MetaPathFinder):
-    """Finds nothing but the modules in which Lightning chooses its devices, to add to them when they are loaded."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        package = next((name for name, names in _PACKAGES.items() if f"{name}.{names[0]}" == fullname), None)
-        spec = None if package is None else late.other_spec(self, fullname, path, target)
-        if package is not None and spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_register(module: ModuleType) -> None:
-                load(module)
-                _register_with(package)
-
-            spec.loader.exec_module = load_and_register
-        return spec
 
 
 def _register_with(package: str) -> None:

@@ -15,10 +15,8 @@ import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from marid.frontend import handles, late
 from marid.frontend.tensor import LazyTensor
+from marid.imports import after_loading, on_import
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TRIES = 8  # times that a function is traced in vain before it is left to Python for good
@@ -43,9 +42,22 @@ def when_imported(change: Callable[[], Callable[[], None]]) -> Callable[[], None
     """Change Dynamo now or, where it is not there yet, when it has been imported. Returns what undoes it."""
     if late.DYNAMO in sys.modules:
         return change()
-    finder = _Finder(change)
-    sys.meta_path.insert(0, finder)
-    return finder.undo
+    undo: list[Callable[[], None]] = []
+    ended = False
+
+    def loaded() -> None:
+        watch_no_more()
+        if not ended:
+            undo.append(change())
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        for each in (watch_no_more, *undo):
+            each()
+
+    watch_no_more = on_import({late.DYNAMO}, lambda spec: after_loading(spec, loaded, late.require_dynamo))
+    return end
 
 
 def leave_alone() -> Callable[[], None]:
@@ -133,37 +145,3 @@ def refusing_devices(init: Callable[..., None]) -> Callable[..., None]:
             raise _Met
 
     return wrapper
-
-
-class _Finder(MetaPathFinder):
-    """Finds nothing but Dynamo, to change it when it has been loaded."""
-
-    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
-        self._change = change
-        self._undo: Callable[[], None] | None = None
-
-    def undo(self) -> None:
-        """Undo the change, or look no more."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        if self._undo is not None:
-            self._undo()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != late.DYNAMO:
-            return None
-        spec = late.other_spec(self, fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_change(module: ModuleType) -> None:
-                late.require_dynamo()
-                load(module)
-                if self in sys.meta_path:
-                    self._undo = self._change()
-                    sys.meta_path.remove(self)
-
-            spec.loader.exec_module = load_and_change
-        return spec

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from threading import get_ident, main_thread
 from types import ModuleType
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch._compile
 
+from marid.imports import on_import
 from marid.uninterrupted import Uninterrupted
 
 DYNAMO = "torch._dynamo"
@@ -28,38 +29,13 @@ _WHOLE = {
 
 def find_whole() -> Callable[[], None]:
     """Have some packages imported as a whole, or not at all, whoever imports them. Returns what ends that."""
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    return lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None
+    loading: set[str] = set()
 
+    def found(spec: ModuleSpec) -> None:
+        if spec.name not in loading and get_ident() == main_thread().ident:  # where an interruption can come
+            spec.loader = _Loader(loading)
 
-class _Finder(MetaPathFinder):
-    """Finds what others find, and lets it be imported without interruption where that can come: on the main thread."""
-
-    def __init__(self) -> None:
-        self.loading: set[str] = set()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in _WHOLE or fullname in self.loading or get_ident() != main_thread().ident:
-            return None
-        spec = other_spec(self, fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(self)
-        return spec
-
-
-def other_spec(
-    finder: MetaPathFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
-    """What the finders after one of ours find."""
-    for other in sys.meta_path[sys.meta_path.index(finder) + 1 :]:
-        find: Any = getattr(other, "find_spec", None)
-        spec = None if find is None else find(fullname, path, target)
-        if spec is not None:
-            return spec
-    return None
+    return on_import(_WHOLE, found)
 
 
 class _Loader(Loader):
@@ -68,18 +44,18 @@ class _Loader(Loader):
     So what comes after the import, in Python's own code, can be interrupted: the module is there by then.
     """
 
-    def __init__(self, finder: _Finder) -> None:
-        self.finder = finder
+    def __init__(self, loading: set[str]) -> None:
+        self._loading = loading
         self.spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        self.finder.loading.add(spec.name)
+        self._loading.add(spec.name)
         try:
             with Uninterrupted():
                 module = importlib.import_module(spec.name)
                 self.spec = module.__spec__
         finally:
-            self.finder.loading.discard(spec.name)
+            self._loading.discard(spec.name)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
