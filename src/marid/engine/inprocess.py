@@ -108,15 +108,11 @@ class InProcessEngine:
                 self._drain()
             task = bind(nodes)
             program = self.programs.find(task)
-            if room is not None:
-                with concretely():
-                    runnable = self._within(room, program, task)
-            else:
-                with concretely():
-                    launchable = runnable = self._best(program, task)
-                if ahead and self._launch(task, launchable, give_back):
-                    return runnable.transient_bytes
-                self._drain()
+            with concretely():
+                runnable: Any = self._best(program, task) if room is None else self._within(room, program, task)
+            if ahead and room is None and self._launch(task, runnable, give_back):
+                return runnable.transient_bytes
+            self._drain()
             self._perform(task, runnable)
             return runnable.transient_bytes
 
@@ -249,7 +245,8 @@ class InProcessEngine:
     def _perform(self, task: Task, runnable: Runnable) -> None:
         """Run a task on this thread, now that nothing is in flight."""
         task.resolve()
-        began, self._depth = time.perf_counter() if ran.listeners else 0.0, self._depth + 1
+        began = time.perf_counter() if ran.listeners else 0.0
+        self._depth += 1
         try:
             with KernelWarnings(), concretely(), self.arena.run(runnable.placement):
                 self._conclude(task, lambda: runnable.run(task, self._twisters.at))
@@ -260,12 +257,14 @@ class InProcessEngine:
 
     def _launch(self, task: Task, runnable: Launchable | Checked, give_back: GiveBack) -> bool:
         """Hand a task to the device's thread; False when it has to run here."""
-        seen = torch._C._autograd._profiler_enabled()  # profilers see this thread
-        if self._depth or seen or isinstance(runnable, Checked) or not runnable.in_cpp:
+        if isinstance(runnable, Checked) or not runnable.in_cpp:
+            return False
+        if self._depth or torch._C._autograd._profiler_enabled():  # profilers see this thread
             return False
         while len(self._flights) >= policy.IN_FLIGHT:
             self._wait_for(self._flights[0].number)
-        if (run := runnable.start(task)) is None:
+        run = runnable.start(task)
+        if run is None:
             return False
         flight = TaskInFlight(task, runnable, run, give_back)
         self._by_job[flight.job] = flight

@@ -96,7 +96,7 @@ class Tier:
                 continue
             if not variant.is_checked:
                 return self._check(variant, extended, task, room)
-            if self._compares(variant):
+            if self._is_flat_turn(variant):
                 break
             counters.compiled_runs += 1
             program.executable.ran = functools.partial(self._ran, variant, specs)
@@ -139,7 +139,7 @@ class Tier:
             if before is not None and len(before) >= policy.COMPILE_SAMPLES:
                 self._compare(variant, list(times)[policy.COMPILE_WARM :], list(before)[-policy.COMPILE_SAMPLES :])
 
-    def _compares(self, variant: Variant) -> bool:
+    def _is_flat_turn(self, variant: Variant) -> bool:
         """Whether a run is to be flat: in turns with the first ones of a variant, so that both are timed beside the
         same other work. Before, the compiler's process took a processor from the flat tier."""
         variant.turns += 1

@@ -102,7 +102,7 @@ class Variant:
         self.bad: set[int] = set()
         """Those that gave something else."""
         self.turns = 0
-        """Runs that fitted it since then."""
+        """Runs that fitted it since all were compared."""
         self._baked = [index for part in parts for index in part.part.baked]
         self._instances: OrderedDict[Any, _Instances | None] = OrderedDict()
 
