@@ -45,7 +45,7 @@ def indexing(w: Writer) -> Text:
         f"x.scatter_reduce({dim}, {each}, torch.tanh({taken}), {reduced!r})",
         f"x.index_fill({dim}, i, 0.5)",
         f"x.index_copy({dim}, i[:1], x.narrow({dim}, 0, 1) * 2)",
-        "x.index_put((torch.arange(2, device=x.device),), x.flip(0) * 0.5, accumulate=True)",
+        "x.index_put((torch.arange(len(x), device=x.device),), x.flip(0) * 0.5, accumulate=True)",
         f"torch.where({chosen}, x, -x)",
         f"x.masked_fill({chosen}, 0.1)",
         f"{one_hot} @ x.movedim({dim}, -2)" if rank > 2 else f"x @ {one_hot}.mT",
