@@ -66,11 +66,11 @@ def _processors() -> int:
 class _ReadSite:
     """A line that reads: the counts of the tape at its last turn of a loop, and when it last read."""
 
-    __slots__ = ("charged", "charged_at_read", "chunk", "little", "read", "recorded", "relapses", "run", "turns")
+    __slots__ = ("before", "charged", "charged_at_read", "chunk", "last", "little", "read", "relapses", "turns")
 
     def __init__(self, tape: Tape) -> None:
-        self.read = self.recorded = tape.recorded
-        self.run = tape.run
+        self.read = tape.recorded
+        self.last = self.before = tape.recorded, tape.run  # at the last turn, and at the one before it
         self.charged = self.charged_at_read = tape.charged
         self.chunk = self.turns = self.little = self.relapses = 0
 
@@ -126,8 +126,10 @@ class ReadLoop:
         since, line.read = tape.recorded - line.read, tape.recorded
         if since < policy.AHEAD_OPERATIONS:  # the same turn, or a loop too short to be worth it
             return tape.chunk
-        recorded, run, charged = tape.recorded - line.recorded, tape.run - line.run, tape.charged - line.charged
-        line.recorded, line.run, line.charged = tape.recorded, tape.run, tape.charged
+        # Over two turns: where memory is short, one runs with the optimizer's step and the next with the read.
+        recorded, run = tape.recorded - line.before[0], tape.run - line.before[1]
+        line.before, line.last = line.last, (tape.recorded, tape.run)
+        charged, line.charged = tape.charged - line.charged, tape.charged
         line.turns = line.turns + 1 if run >= policy.AHEAD_SHARE * recorded else 0
         if line.turns < policy.AHEAD_TURNS:
             return 0

@@ -169,7 +169,9 @@ def _plan(tape: Tape, site: Site | None) -> int:
     if site is None:
         return 0
     chunk = _read_loops[tape.device].chunk(site, tape)
-    goes_ahead = engine_of(tape.device).runs_ahead and may_go_ahead() and not settings.memory_limit
+    engine = engine_of(tape.device)
+    goes_ahead = engine.runs_ahead and (engine.elsewhere or may_go_ahead()) and not settings.memory_limit
+    goes_ahead = goes_ahead and not tape.rarely_reads  # whole steps are handed over then
     tape.chunk = chunk if goes_ahead else 0  # what one chunk leaves to the next cannot be computed again
     return chunk
 
