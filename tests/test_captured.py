@@ -548,6 +548,84 @@ def _generated(device: str) -> list[Any]:
     return [tokens, cache.cpu()]
 
 
+# --- memory of graphs ------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_holds_is_not_copied(machine: Executor) -> None:
+    """And what is held when its graph runs again keeps its value, its views too, in memory of its own."""
+    repeated = Repeated(machine, _mlp, torch.randn(4, 6), *WEIGHTS)
+    for _ in range(RUNS):
+        repeated(torch.randn(4, 6), *WEIGHTS)
+    assert machine.captured.results.moved == 0
+    x = torch.randn(4, 6)
+    found, expected = repeated(x, *WEIGHTS), _mlp(x, *WEIGHTS)
+    row, before = found[0][1], found[0].data_ptr()
+    repeated(torch.randn(4, 6), *WEIGHTS)
+    assert machine.captured.results.moved == 2
+    assert found[0].data_ptr() != before
+    assert_same(found[0], expected[0])
+    assert_same(row, expected[0][1])
+    row.zero_()
+    assert not found[0][1].any()
+
+
+def test_results_of_later_graphs_survive_earlier_ones(machine: Executor) -> None:
+    """They may lie in memory that an earlier graph uses while it runs."""
+    first = Repeated(machine, lambda x: ((x.exp() + 1).log().tanh().sum(),), torch.randn(8, 8))
+    second = Repeated(machine, lambda x: (x * 2 + 1, (x - 1).sin()), torch.randn(8, 8))
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for run in range(2 * RUNS):
+        x = torch.randn(8, 8)
+        first(x)
+        held += zip(second(x), (x * 2 + 1, (x - 1).sin()), strict=True)
+        first(torch.randn(8, 8))
+        for a, b in held:
+            assert_same(a, b)
+        if run % 3 == 0:
+            del held[:]
+    assert first.program.graphs == second.program.graphs == 1
+    assert machine.captured.results.moved > 0
+
+
+def test_a_graph_reads_the_results_of_another_where_they_lie(machine: Executor) -> None:
+    """From the first time that both are captured, though before that they came from somewhere else in each run."""
+    first = Repeated(machine, lambda x: ((x.exp() + 1).log(), (x + 3).tanh() * 2), torch.randn(8, 8))
+    second = Repeated(machine, lambda a, b: ((a @ b).relu() * 2 + a,), torch.randn(8, 8), torch.randn(8, 8))
+    for _ in range(RUNS):
+        a, b = first(x := torch.randn(8, 8))
+        (found,) = second(a, b)
+        del a, b
+        a, b = (x.exp() + 1).log(), (x + 3).tanh() * 2
+        assert_same(found, (a @ b).relu() * 2 + a)
+        del found
+    (graph,) = [segment.graph for segment in second.program._segments]
+    assert graph is not None
+    assert not graph.buffers
+    assert machine.captured.results.moved == 0
+
+
+def test_a_result_in_the_memory_of_a_graph_can_grow(machine: Executor) -> None:
+    repeated = Repeated(machine, _mlp, torch.randn(4, 6), *WEIGHTS)
+    for _ in range(RUNS):
+        found = repeated(x := torch.randn(4, 6), *WEIGHTS)[0]
+    found.untyped_storage().resize_(2 * found.untyped_storage().nbytes())
+    repeated(torch.randn(4, 6), *WEIGHTS)
+    assert_same(found, _mlp(x, *WEIGHTS)[0])
+
+
+def test_results_outlive_the_graphs_that_made_them(machine: Executor) -> None:
+    repeated = Repeated(machine, _mlp, torch.randn(4, 6), *WEIGHTS)
+    for _ in range(RUNS):
+        found = repeated(x := torch.randn(4, 6), *WEIGHTS)
+    machine.captured.clear()
+    others = [Repeated(machine, lambda x, n=n: ((x + n).exp().tanh() * 2,), torch.randn(4, 6)) for n in range(3)]
+    for _ in range(RUNS):
+        for other in others:
+            other(torch.randn(4, 6))
+    for a, b in zip(found, _mlp(x, *WEIGHTS), strict=True):
+        assert_same(a, b)
+
+
 # --- operators -------------------------------------------------------------------------------------------------------
 
 

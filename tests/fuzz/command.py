@@ -1,6 +1,6 @@
 """Check the networks of a range of seeds, and print what differs.
 
-    python -m tests.fuzz --seeds 0:1000 [--tier flat|tight|immediate|compiled|replayed] [--worker] [--shrink]
+    python -m tests.fuzz --seeds 0:1000 [--tier flat|tight|immediate|compiled|replayed] [--worker|--captured] [--shrink]
 
 They run in a process beside this one, so that a crash, of PyTorch's own kernels too, costs one seed.
 """
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 import marid
+from marid.frontend.engines import assign
 
 from .networks import TIERS, check, network, source, tier_settings, train
 
@@ -39,10 +40,14 @@ class Checked:
     fallbacks: Counter[str] = field(default_factory=Counter)
 
 
-def _prepare(threads: int, worker: bool) -> None:
+def _prepare(threads: int, worker: bool, captured: bool) -> None:
     torch.set_num_threads(threads)
     if worker:
         marid.connect(workers=1)
+    if captured:
+        from tests.simulated_graphs import Apart
+
+        assign([(0, Apart.engine())])
     logging.getLogger("marid").setLevel(logging.ERROR)  # fallbacks are counted
 
 
@@ -83,7 +88,7 @@ def _pool(options: argparse.Namespace) -> ProcessPoolExecutor:
         1,
         multiprocessing.get_context("spawn"),
         initializer=_prepare,
-        initargs=(options.threads, options.worker),
+        initargs=(options.threads, options.worker, options.captured),
         max_tasks_per_child=SEEDS_OF_A_PROCESS,
     )
 
@@ -132,14 +137,17 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:100", help="one seed, or a range such as 0:1000")
     parser.add_argument("--tier", choices=TIERS, default="flat")
     parser.add_argument("--worker", action="store_true", help="the device is a worker process: tiers flat and replayed")
+    parser.add_argument(
+        "--captured", action="store_true", help="the device captures, played by the CPU: the same tiers"
+    )
     parser.add_argument("--shrink", action="store_true", help="print the smallest script that shows each difference")
     parser.add_argument("--source", action="store_true", help="print the source of each network that fails")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of a kernel: one is quickest for small networks"
     )
     options = parser.parse_args()
-    if options.worker and options.tier not in ("flat", "replayed"):
-        parser.error(f"--worker: the tier {options.tier} is one of this process; take flat or replayed")
+    if (options.worker or options.captured) and options.tier not in ("flat", "replayed"):
+        parser.error(f"the tier {options.tier} is one of the processor in this process; take flat or replayed")
     first, _, stop = options.seeds.partition(":")
     seeds = range(int(first), int(stop or int(first) + 1))
     fallbacks: Counter[str] = Counter()
@@ -154,7 +162,7 @@ def main() -> int:
         if seen.lines:
             print("\n".join(seen.lines), flush=True)
     seconds = time.perf_counter() - start
-    tier = options.tier + (" on a worker" if options.worker else "")
+    tier = options.tier + (" on a worker" if options.worker else " captured" if options.captured else "")
     print(f"{checked} networks ({tier}) in {seconds:.0f} s, {failed} differ: {dict(kinds)}")
     print(f"fallbacks: {dict(fallbacks.most_common())}")
     return min(failed, 1)

@@ -35,7 +35,6 @@ _SIZES = 256  # of the tensors of one program, those that came last
 class AcceleratedEngine(InProcessEngine):
     """Runs programs on ``device``, which is made ready at the first use. Buffers are its tensors."""
 
-    runs_ahead = False  # what leaves a captured segment is copied out of it
     elsewhere = local = True
 
     def __init__(self, device: torch.device) -> None:

@@ -6,9 +6,10 @@ them run, one by one, instructions that draw, that take numbers which change fro
 device.
 
 A captured segment reads and writes fixed addresses. An input that lies somewhere else in each run and is only read is
-copied into a buffer of the segment; where any other has moved, the segment runs one by one, or is captured again. What
-it makes lies in memory that its next run overwrites, so what leaves a run is copied out of that. Capturing executes
-nothing: where it fails, nothing has happened.
+copied into a buffer of the segment; where any other has moved, the segment runs one by one, or is captured again. (A
+result of another graph lies where that has put it.) What
+it makes lies in memory that later runs overwrite, so what leaves a run and is held until then is moved out of it
+(``graph_memory.py``). Capturing executes nothing: where it fails, nothing has happened.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from marid import policy
 from marid.execute.accelerator import Accelerator
 from marid.execute.executable import Executable
+from marid.execute.graph_memory import GraphResults
 from marid.execute.interrupted import Interrupted
 from marid.execute.specialisation import Frame, Positioned
 from marid.graph.analysis import analysis_of
@@ -65,16 +67,18 @@ class CapturedProgram:
         """Run on tensors of the device; the results that escape, in order. Raises ``Interrupted``."""
         frame = Frame.of(task, task.params, generator)
         self._cut(task.params)
+        if self._others is not None and self.graphs:
+            self._others.results.move(min(one.graph.number for one in self._segments if one.graph is not None))
         try:
             for segment in self._segments:
                 if not segment.captures or not self._replayed(segment, frame):
                     self.executable.steps(frame, segment.start, segment.stop)
         except Interrupted as stop:
-            stop.tensors = dict(zip(stop.tensors, self._owned(stop.tensors.values()), strict=True))
+            stop.tensors = dict(zip(stop.tensors, self._given(stop.tensors.values()), strict=True))
             raise
         if self._others is not None and self.graphs:
             self._others.ran(self)
-        return self._owned([frame.tensors[slot] for slot in self.program.output_slots])
+        return self._given([frame.tensors[slot] for slot in self.program.output_slots])
 
     @property
     def graphs(self) -> int:
@@ -131,12 +135,14 @@ class CapturedProgram:
         tensors = frame.tensors
         places = [tensors[slot].data_ptr() for slot in segment.reads]
         before, segment.places = segment.places, places
+        assert self._others is not None
         if segment.graph is not None and not segment.graph.is_for(places):
             segment.drop()
         if segment.graph is None:
             if len(before) != len(places):  # nothing to compare with
                 return False
-            moving = segment.moving | {s for s, a, b in zip(segment.reads, before, places, strict=True) if a != b}
+            moved = [slot for slot, a, b in zip(segment.reads, before, places, strict=True) if a != b]
+            moving = segment.moving | {slot for slot in moved if not self._others.results.has(tensors[slot])}
             segment.moving = {slot for slot in moving - segment.written if _is_all(tensors[slot])}
             if segment.moving != moving:  # others have moved
                 segment.drop()
@@ -146,7 +152,6 @@ class CapturedProgram:
                 return False
         assert segment.graph is not None
         segment.graph.run(tensors)
-        assert self._others is not None
         self._others.replays += 1
         return True
 
@@ -178,25 +183,33 @@ class CapturedProgram:
             return False
         results = {slot: _Made(tensor, at.get(_memory(tensor))) for slot, tensor in made.items()}
         fixed = [None if slot in buffers else place for slot, place in zip(segment.reads, segment.places, strict=True)]
-        segment.graph = _Graph(replay, fixed, buffers, results, [slot for slot in tensors if slot not in inside])
+        gone = [slot for slot in tensors if slot not in inside]
+        assert self._others is not None
+        segment.graph = _Graph(self._others.next_number(), replay, fixed, buffers, results, gone)
         return True
 
     # --- results ---
 
-    def _owned(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
-        """These tensors, and copies of those that lie in memory of graphs. What shared memory still does."""
-        held = {memory for segment in self._segments if segment.graph is not None for memory in segment.graph.held}
-        blocks = {memory: one.untyped_storage() for one in tensors if (memory := _memory(one)) in held}
-        copies = dict(zip(blocks, _copied(list(blocks.values())), strict=True))
+    def _given(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
+        """These tensors, for others to hold: what lies in memory of graphs is followed. What shared memory still
+        does."""
+        graphs = [segment.graph for segment in self._segments if segment.graph is not None]
+        held = {memory: graph.number for graph in graphs for memory in graph.held}
+        given: dict[int, torch.Tensor] = {}
         found: list[torch.Tensor] = []
         for tensor in tensors:
             memory = _memory(tensor)
-            if memory not in copies:
+            if memory not in held:
                 found.append(tensor)
-                continue
-            copy = _seen_in(copies[memory], tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
-            copy = torch.conj(copy) if tensor.is_conj() else copy
-            found.append(torch.ops.aten._neg_view.default(copy) if tensor.is_neg() else copy)
+            elif memory not in given:
+                assert self._others is not None
+                given[memory] = self._others.results.give(held[memory], tensor)
+                found.append(given[memory])
+            else:
+                geometry = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+                seen = _seen_in(given[memory].untyped_storage(), *geometry)
+                seen = torch.conj(seen) if tensor.is_conj() else seen
+                found.append(torch.ops.aten._neg_view.default(seen) if tensor.is_neg() else seen)
         return found
 
 
@@ -206,7 +219,14 @@ class CapturedPrograms:
     def __init__(self) -> None:
         self.replays = 0
         """How many times a captured segment was run."""
+        self.results = GraphResults()
+        self._captures = 0
         self._programs: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
+
+    def next_number(self) -> int:
+        """The number of a graph that is captured now: graphs are numbered in the order in which they were."""
+        self._captures += 1
+        return self._captures
 
     def ran(self, program: CapturedProgram) -> None:
         """One of them ran."""
@@ -216,7 +236,8 @@ class CapturedPrograms:
             self._programs.popitem(last=False)[0].forget()
 
     def clear(self) -> None:
-        """Forget all graphs."""
+        """Forget all graphs, and give back their memory."""
+        self.results.move(0)
         for program in self._programs:
             program.forget()
         self._programs.clear()
@@ -277,10 +298,11 @@ class _Made:
 
 @dataclass
 class _Graph:
-    """A captured segment. ``fixed`` are the addresses of what it reads, None for what is copied into ``buffers``;
-    ``results`` are what it makes, by slot, and ``gone`` the slots that are not needed behind it. ``held`` is the memory
-    that belongs to it."""
+    """A captured segment, the ``number``-th graph of its device. ``fixed`` are the addresses of what it reads, None for
+    what is copied into ``buffers``; ``results`` are what it makes, by slot, and ``gone`` the slots that are not needed
+    behind it. ``held`` is the memory that belongs to it."""
 
+    number: int
     replay: Callable[[], None]
     fixed: list[int | None]
     buffers: dict[int, torch.Tensor]
@@ -312,21 +334,6 @@ class _Graph:
 def _memory(tensor: torch.Tensor) -> int:
     """Which storage it lies in, as long as that lives: empty ones have no address."""
     return tensor.untyped_storage()._cdata
-
-
-def _copied(blocks: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-    """Copies of blocks of memory, of which many are made by few launches."""
-    words = [_as_words(block) for block in blocks]
-    copies = [torch.empty_like(one) for one in words]
-    if words:
-        torch.ops.aten._foreach_copy_.default(copies, words)
-    return [copy.untyped_storage() for copy in copies]
-
-
-def _as_words(block: torch.UntypedStorage) -> torch.Tensor:
-    nbytes = block.nbytes()
-    dtype = next(one for one in (torch.int64, torch.int32, torch.uint8) if nbytes % one.itemsize == 0)
-    return torch.empty(0, dtype=dtype, device=block.device).set_(block, 0, (nbytes // dtype.itemsize,), (1,))  # pyright: ignore[reportArgumentType]
 
 
 def _is_all(tensor: torch.Tensor) -> bool:

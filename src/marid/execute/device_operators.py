@@ -11,7 +11,7 @@ of ``linalg_lstsq``), is computed on the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from marid.ops.facts import facts_of
 
 _aten: Any = torch.ops.aten
 _HOST = torch.device("cpu")
+_FLASH_WIDTH = 256  # of a head, at most: TORCH_CHECK in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
 _ROWS = 32  # of logsumexp, at a time: kAlignLSE in aten/src/ATen/native/transformers/cuda/mem_eff_attention
 
 
@@ -146,10 +147,10 @@ def _attention(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``_scaled_dot_product_flash_attention_for_cpu``; (batch, heads, length, width) each."""
-    if _fuses(attn_mask, query, key, value):
-        out, logsumexp, _, _ = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, is_causal, scale=scale
-        )
+    kernel = _kernel_for(is_causal, attn_mask, query, key, value)
+    if kernel is not None:
+        run = _aten._scaled_dot_product_flash_attention if kernel == "flash" else _efficient_attention
+        out, logsumexp, *_ = run(query, key, value, 0.0, is_causal, scale=scale)
         return out, logsumexp[..., : query.size(-2)]
     q, k, v = (_wide(one) for one in (query, key, value))
     scores = _scores(q, k, is_causal, attn_mask, _scale(query, scale))
@@ -172,15 +173,10 @@ def _attention_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Its backward, of the weights made again (Dao et al., "FlashAttention", 2022, appendix B.4)."""
-    if _fuses(attn_mask, grad_out, query, key, value):
-        rows = -query.size(-2) % _ROWS  # whole blocks of rows, those that there are not weighing nothing
-        blocks = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf).contiguous()
-        none = torch.zeros((), dtype=torch.int64, device=query.device)  # there is no dropout
-        return _aten._scaled_dot_product_efficient_attention_backward(
-            *(grad_out, query, key, value, None, out, blocks, none, none, 0.0),
-            *((True, True, True, False), is_causal),
-            scale=scale,
-        )[:3]
+    kernel = _kernel_for(is_causal, attn_mask, query, key, value)
+    if kernel is not None:
+        run = _flash_attention_backward if kernel == "flash" else _efficient_attention_backward
+        return run(_aligned(grad_out), query, key, value, out, logsumexp, is_causal, scale)
     g, q, k, v, o = (_wide(one) for one in (grad_out, query, key, value, out))
     factor = _scale(query, scale)
     weights = _weights(_scores(q, k, is_causal, attn_mask, factor), logsumexp)
@@ -189,17 +185,73 @@ def _attention_backward(
     return tuple([one.to(query.dtype) for one in found])
 
 
-def _fuses(mask: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
-    """Whether CUDA's memory-efficient kernel takes this: float32, rows of 16 bytes, and no mask, whose rows it wants
-    padded. (In bfloat16 it was wrong at lengths that are no multiple of 32; why is not known.)"""
-    return mask is None and all(
-        one.is_cuda
-        and one.dtype is torch.float32
-        and one.numel()
-        and one.stride(-1) == 1
-        and one.size(-1) * one.itemsize % 16 == 0
-        and all(step * one.itemsize % 16 == 0 for step in one.stride()[:-1])
-        for one in tensors
+def _kernel_for(is_causal: bool, mask: torch.Tensor | None, *tensors: torch.Tensor) -> str | None:
+    """Which of CUDA's kernels computes the same, if one does: "flash", "efficient" or None. They take rows of 16 bytes
+    side by side, and no mask here, whose rows one of them wants padded. Flash attention has no float32, and is causal
+    from the last row and column on, where the CPU's is from the first ones."""
+    query, key, _ = tensors
+    if mask is not None or not all(one.is_cuda and one.numel() and _is_aligned(one) for one in tensors):
+        return None
+    if query.dtype is torch.float32:
+        return "efficient"
+    if query.dtype not in (torch.bfloat16, torch.float16) or query.size(-1) > _FLASH_WIDTH:
+        return None
+    return "efficient" if is_causal and query.size(-2) != key.size(-2) else "flash"
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    steps = (tensor.size(-1), *tensor.stride()[:-1])
+    return tensor.stride(-1) == 1 and all(step * tensor.itemsize % 16 == 0 for step in steps)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _is_aligned(tensor) else tensor.contiguous()
+
+
+def _efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> Sequence[torch.Tensor]:
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, dropout_p, is_causal, scale=scale
+    )
+
+
+def _efficient_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    rows = -query.size(-2) % _ROWS  # whole blocks of rows, those that there are not weighing nothing
+    blocks = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf).contiguous()
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # laid out otherwise, gradients of 16-bit types are garbage
+    none = torch.zeros((), dtype=torch.int64, device=query.device)  # there is no dropout
+    return _aten._scaled_dot_product_efficient_attention_backward(
+        *(grad_out, query, key, value, None, out, blocks, none, none, 0.0),
+        *((True, True, True, False), is_causal),
+        scale=scale,
+    )[:3]
+
+
+def _flash_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of random numbers; there is no dropout
+    return _aten._scaled_dot_product_flash_attention_backward(
+        *(grad_out, query, key, value, out, logsumexp.contiguous(), None, None, query.size(-2), key.size(-2)),
+        *(0.0, is_causal, state, torch.empty(0, dtype=torch.uint64, device=query.device)),
+        scale=scale,
     )
 
 
