@@ -21,6 +21,7 @@ import torch
 import marid
 from marid.execute.compiled.workers import compiler
 from marid.frontend.engines import assign, local_engine
+from marid.frontend.materialize import forget_loops
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,10 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _fresh_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test starts with seeded generators and counters at zero, and leaves the global defaults as they were. A
-    result that is not what was recorded is a failure, though it reaches nobody."""
+    """Each test starts with seeded generators, counters at zero and no loop in progress, and leaves the global defaults
+    as they were. A result that is not what was recorded is a failure, though it reaches nobody."""
     torch.manual_seed(0)
     marid.reset_stats()
+    forget_loops()
     marid.settings.verify_passes = True
     yield
     mispredictions = marid.stats().mispredictions

@@ -148,7 +148,8 @@ class _Recording(TorchDispatchMode):
         self._made.add(storage.data_ptr())
         made = torch.empty(0, dtype=tensor.dtype)
         made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore[reportArgumentType]
-        return made.copy_(tensor)
+        _whole(made).copy_(_whole(tensor))
+        return made
 
     def undo(self) -> None:
         """Nothing was executed."""
@@ -200,13 +201,18 @@ class _Call:
         returned, _ = tree_flatten(self._func(*args, **kwargs))
         for address, tensor in zip(self._made, returned, strict=True):
             if address is not None:
-                address.tensor().copy_(tensor)
+                _whole(address.tensor()).copy_(_whole(tensor))
 
     def spoil(self) -> None:
         """The memory of results holds nothing of use."""
         for address in self._made:
             if address is not None:
                 address.spoil()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of its memory: oneDNN's workspaces are one element in front of the rest."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -33,7 +33,7 @@ def test_versions_are_those_of_the_project() -> None:
     assert ARGUMENTS["TORCH"] in torch.specifier
     assert f"TORCH ?= {ARGUMENTS['TORCH']}\n" in (ROOT / "Makefile").read_text()
     assert f"{ARGUMENTS['PYTHON']}.0" in SpecifierSet(PROJECT["requires-python"])
-    assert set(re.findall(r"\[(\w+)\]", FILE)) == {"remote"} <= set(PROJECT["optional-dependencies"])
+    assert set(re.findall(r"\.\[(\w+)\]", FILE)) == {"remote"} <= set(PROJECT["optional-dependencies"])
 
 
 def test_what_it_copies_is_there() -> None:
@@ -43,16 +43,18 @@ def test_what_it_copies_is_there() -> None:
     assert not [name for name in ("README.md", "LICENSE", "setup.py", "pyproject.toml") if name not in copied]
 
 
-@pytest.mark.parametrize("variant", ["cpu", "cuda"])
-def test_each_variant_is_a_worker_with_keys_of_a_user_without_rights(variant: str) -> None:
-    common, _, stages = FILE.partition(f"AS {variant}\n")
-    assert 'ENTRYPOINT ["marid", "worker"]' in common
-    assert re.search(r"^USER [1-9]\d*$", common, re.MULTILINE)
-    arguments = json.loads(re.findall(r"^CMD (.+)$", stages, re.MULTILINE)[0])
-    _parses(arguments)
+@pytest.mark.parametrize(("variant", "device"), [("cpu", "cpu"), ("cuda", "cuda:0")])
+def test_each_variant_is_a_worker_with_keys_of_a_user_without_rights(variant: str, device: str) -> None:
+    assert 'ENTRYPOINT ["worker"]' in FILE
+    assert re.search(rf"\b{variant}\) build=\S+ device={device} ;;", FILE)
+    (entry,) = re.findall(r"exec marid worker (.+?)\\n", FILE)
+    assert re.search(r"^USER [1-9]\d*$", FILE, re.MULTILINE)
+    arguments = json.loads(re.findall(r"^CMD (.+)$", FILE, re.MULTILINE)[0])
+    first = shlex.split(entry.replace("%s", device).replace('"$@"', ""))
+    _parses([*first, *arguments])
+    _parses([*first, "keygen", "laptop"])
     assert arguments[arguments.index("--keys") + 1] == "/keys"
-    assert ("cuda:0" in arguments) == (variant == "cuda")
-    port = re.findall(r"^EXPOSE (\d+)$", common, re.MULTILINE)
+    port = re.findall(r"^EXPOSE (\d+)$", FILE, re.MULTILINE)
     assert [arguments[arguments.index("--bind") + 1]] == [f"0.0.0.0:{port[0]}"]
 
 

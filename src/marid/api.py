@@ -10,7 +10,7 @@ import torch
 from marid.frontend import handles
 from marid.frontend.device import memory_allocated, peak_memory
 from marid.frontend.engines import all_engines, engine_of
-from marid.frontend.materialize import holders, pending_nodes, read_value, wait_anyway
+from marid.frontend.materialize import forget_loops, holders, pending_nodes, read_value, wait_anyway
 from marid.frontend.materialize import materialize as _materialize
 from marid.frontend.meaning import understand
 from marid.frontend.record import forget_calls
@@ -175,7 +175,7 @@ def reset_stats() -> None:
 
 def clear_caches() -> None:
     """Forget, in this process, the programs of all devices with what was planned and compiled of them, what is known of
-    calls, what ``marid.compile`` has recorded, and memory that is kept to be used again. Waits for what runs.
+    calls and loops, what ``marid.compile`` has recorded, and memory that is kept to be used again. Waits for what runs.
 
     Values, what is pending, and counters stay; what comes again is built again, once. Compiled code stays on disk
     (``marid cache clear``), and programs and weights on workers.
@@ -183,6 +183,7 @@ def clear_caches() -> None:
     wait_anyway()
     forget_recordings()
     forget_calls()
+    forget_loops()
     for engine in all_engines():
         engine.forget()
 
