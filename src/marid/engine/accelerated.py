@@ -103,7 +103,8 @@ class AcceleratedEngine(InProcessEngine):
 
     def forget(self) -> None:
         super().forget()
-        self.captured.clear()
+        with self.lock, concretely():
+            self.captured.clear()
         self.accelerator.trim()
 
     def _begin(self, writes: bool) -> None:
