@@ -149,6 +149,71 @@ def test_printed_tensors_are_those_of_python(tmp_path: Path) -> None:
     assert_same(script)
 
 
+def test_random_states_are_those_of_python(tmp_path: Path) -> None:
+    """Of one generator, though the default device has another than the CPU; also where a state comes from elsewhere."""
+    script = write(
+        tmp_path,
+        """
+        import torch
+
+        def look():
+            state = torch.get_rng_state()
+            print(state.dtype, state.shape, state.device, state.long().sum().item())
+            return state
+
+        torch.manual_seed(3)
+        first = look()
+        print(torch.rand(3), torch.randn(5))
+        second = look()
+        print(torch.randn(4), torch.rand(70, 70).sum())
+        torch.random.set_rng_state(first)
+        print(torch.rand(3), torch.randn(5))
+        torch.set_rng_state(second.clone())
+        print(torch.randn(4))
+        look()
+        with torch.random.fork_rng():
+            print(torch.rand(100).sum())
+        print(torch.rand(2))
+        for draws in ((3,), (5000,), (3, 2000), (20, 7)):
+            generator = torch.Generator().manual_seed(2**63 + 5)
+            for count in draws:
+                torch.randn(count, generator=generator, device="cpu")
+            torch.set_rng_state(generator.get_state())
+            print(torch.randn(3), torch.rand(2))
+        torch.manual_seed(1)
+        here, there = torch.rand(2, device="cpu"), torch.get_rng_state()
+        drawn = torch.rand(2, device="cpu")
+        torch.set_rng_state(there)
+        print(torch.equal(torch.rand(2, device="cpu"), drawn))
+        for wrong in (torch.zeros(5, dtype=torch.uint8), torch.zeros(5056)):
+            try:
+                torch.set_rng_state(wrong)
+            except (RuntimeError, TypeError) as error:
+                print(type(error), error)
+        look()
+        """,
+    )
+    assert_same(script)
+
+
+def test_loaders_pin_what_is_made_on_the_default_device(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import torch, warnings
+        from torch.utils.data import DataLoader, TensorDataset
+
+        warnings.simplefilter("ignore")  # without an accelerator, PyTorch says that it does not pin
+        torch.manual_seed(0)
+        for batch in DataLoader([1, 2, 3], batch_size=2, shuffle=True, pin_memory=True, collate_fn=torch.tensor):
+            print(batch)
+        data = TensorDataset(torch.arange(6.0), torch.randn(6))
+        print(list(DataLoader(data, batch_size=3, shuffle=True, pin_memory=True)))
+        """,
+    )
+    assert_same(script)
+
+
 def test_print_materialize_decides_under_marid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sets it means it."""
     monkeypatch.setenv("MARID_PRINT_MATERIALIZE", "0")

@@ -16,7 +16,7 @@ import torch
 
 from marid import frameworks
 from marid.api import explain, stats
-from marid.frontend import handles, printing
+from marid.frontend import handles, printing, script_random
 from marid.registration import first_use
 from marid.report.document import report
 from marid.settings import settings
@@ -76,6 +76,7 @@ class Job:
             as_cuda.install()
         else:
             torch.set_default_device(handles.DEVICE_TYPE)
+            script_random.install()
             frameworks.choose_the_device()
 
 

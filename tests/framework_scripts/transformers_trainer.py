@@ -13,11 +13,14 @@ CONFIG = GPT2Config(
 
 
 class Words(torch.utils.data.Dataset):
+    def __init__(self, tensors):
+        self.tensors = tensors
+
     def __len__(self):
         return 16
 
     def __getitem__(self, index):
-        words = (torch.arange(8, device="cpu") * (index + 1)) % 31
+        words = (torch.arange(8) * (index + 1)) % 31 if self.tensors else [i * (index + 1) % 31 for i in range(8)]
         return {"input_ids": words, "labels": words}
 
 
@@ -26,15 +29,14 @@ class Prints(TrainerCallback):
         print([f"{logs[name]:.5f}" for name in ("loss", "grad_norm") if name in logs])
 
 
-def train(name, resume=None, **options):
+def train(name, resume=None, tensors=True, **options):
     torch.manual_seed(0)
-    with torch.device("cpu"):
-        model = GPT2LMHeadModel(CONFIG)
+    model = GPT2LMHeadModel(CONFIG)
     arguments = TrainingArguments(
         output_dir=name, max_steps=4, per_device_train_batch_size=4, save_steps=2, logging_steps=1, report_to=[],
         disable_tqdm=True, learning_rate=1e-2, seed=1, **options,
     )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=Words(), callbacks=[Prints()])
+    trainer = Trainer(model=model, args=arguments, train_dataset=Words(tensors), callbacks=[Prints()])
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
     assert model.device.type == sys.argv[-1]
@@ -42,4 +44,5 @@ def train(name, resume=None, **options):
 
 train("plain")
 train("plain", resume="plain/checkpoint-2")
+train("lists", tensors=False)
 train("more", gradient_accumulation_steps=2, max_grad_norm=0.5, gradient_checkpointing=True)

@@ -294,12 +294,15 @@ _TAKES: dict[str, Takes] = {
 
 
 def measure(generator: Generator, before: torch.Tensor, reached: torch.Tensor) -> Draw:
-    """Move ``generator`` to where a CPU generator is that went from state ``before`` to state ``reached``."""
+    """Move ``generator`` to where a CPU generator is that went from state ``before`` to state ``reached``. Raises
+    ``RuntimeError`` where that is not found within ``_FARTHEST`` words."""
     walker = torch.Generator()
     walker.set_state(before)
     words = (_left(before) - _left(reached)) % _TWIST
     _skip(walker, words)
     while not torch.equal(_twister(walker.get_state()), _twister(reached)):
+        if words > _FARTHEST:
+            raise RuntimeError(f"a state of the CPU's generator is none of the first {words} behind its seed")
         _skip(walker, _TWIST)
         words += _TWIST
     spare = generator.spare
@@ -308,7 +311,18 @@ def measure(generator: Generator, before: torch.Tensor, reached: torch.Tensor) -
     return generator.advance(words, spare)
 
 
+def position_of(state: torch.Tensor) -> tuple[int, int, int]:
+    """Seed, words and spare of a state of the CPU's generator: it is looked for from its seed on, 10 ms for a million
+    numbers. Raises ``RuntimeError`` as ``measure``."""
+    seed = int(state[:8].view(torch.int64).item()) % (1 << 64)
+    found = Generator(0, seed)
+    measure(found, torch.Generator().manual_seed(seed).get_state(), state)
+    return found.seed, found.offset, found.spare
+
+
 _TWIST = 624
+_FARTHEST = 1 << 31
+_WINDOW = 2048
 _TWISTER_BYTES = 8 + 4 + 4 + 8 + 8 * _TWIST  # seed, left, seeded, next, state: at::CPUGeneratorImplStateLegacy
 
 
@@ -330,14 +344,19 @@ def _skip(generator: torch.Generator, words: int) -> None:
 
 
 def _find_spare(generator: Generator, before: torch.Tensor, words: int, reached: torch.Tensor) -> int:
-    empty = torch.Generator().get_state()
-    if torch.equal(_spare_of(empty)[24:28], _spare_of(reached)[24:28]):
+    nothing = _spare_of(torch.Generator().get_state())
+    if torch.equal(nothing[24:28], _spare_of(reached)[24:28]):
         return -1
-    for back in range(PAIR_WORDS, words + 1):
-        trial = torch.Generator()
-        trial.set_state(torch.cat([before[:_TWISTER_BYTES], _spare_of(empty)]))
-        _skip(trial, words - back)
-        torch.empty(1, dtype=torch.float64, device="cpu").normal_(generator=trial)
-        if torch.equal(_spare_of(trial.get_state()), _spare_of(reached)):
-            return generator.offset + words - back
+    for stop in range(words, 0, -_WINDOW):  # mostly it was made a few words ago
+        start = max(stop - _WINDOW, 0)
+        near = torch.Generator()
+        near.set_state(torch.cat([before[:_TWISTER_BYTES], nothing]))
+        _skip(near, start)
+        state = near.get_state()
+        for at in range(min(stop, words - PAIR_WORDS), start - 1, -1):
+            near.set_state(state)
+            _skip(near, at - start)
+            torch.empty(1, dtype=torch.float64, device="cpu").normal_(generator=near)
+            if torch.equal(_spare_of(near.get_state()), _spare_of(reached)):
+                return generator.offset + at
     raise AssertionError("the generator holds a spare normal number that no drawn pair explains")
