@@ -211,13 +211,13 @@ def test_what_is_written_later_is_not_in_what_was_copied() -> None:
 
 
 @pytest.mark.conformance
+@pytest.mark.parametrize("where", ["in this process"], indirect=True, scope="module")  # a worker has the same kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("check", [check_forward, check_grad])
 @pytest.mark.parametrize("op", operators(), ids=name_of)
-def test_operators_agree_with_the_cpu(op: OpInfo, check: Any, dtype: torch.dtype, where: str) -> None:
+@pytest.mark.usefixtures("where")
+def test_operators_agree_with_the_cpu(op: OpInfo, check: Any, dtype: torch.dtype) -> None:
     """PyTorch's own database: values within tolerances; shapes, dtypes, strides and errors as on the CPU."""
-    if where == "on a worker":
-        pytest.skip("the same kernels")
     if dtype not in op.dtypes or (check is check_grad and not op.supports_autograd) or "empty" in op.name:
         pytest.skip("nothing to compare")
     torch.remote_accelerator.set_device(2)
