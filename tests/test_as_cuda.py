@@ -241,11 +241,33 @@ LEGACY_TYPES = """
     assert torch.ones(1).is_cuda and torch.ones(1).dtype is torch.float64
 """
 
+ACCELERATOR = """
+    import torch
+    accelerator = torch.accelerator
+    assert accelerator.is_available() and accelerator.current_accelerator() == torch.device("cuda")
+    assert accelerator.device_count() == torch.cuda.device_count() == 1
+    for device in (0, "cuda", "cuda:0", torch.device("cuda", 0)):
+        accelerator.set_device_index(device)
+        accelerator.synchronize(device)
+    assert accelerator.current_device_index() == 0
+    for device in (1, "cuda:1", torch.device("cuda", 1)):
+        try:
+            accelerator.set_device_index(device)
+        except torch.AcceleratorError as error:
+            assert "invalid device ordinal" in str(error)
+        else:
+            raise AssertionError(device)
+    assert torch.ones(3, device=accelerator.current_accelerator()).is_cuda
+    with accelerator.device_index(0), torch.random.fork_rng():
+        torch.rand(2, device="cuda")
+    accelerator.synchronize()
+"""
+
 
 @pytest.mark.parametrize(
     "script",
-    [NANO_GPT_STYLE, CUDA_EVERYWHERE, RANDOM_NUMBERS, THE_MODULE, LEGACY_TYPES, CHECKPOINTS, EXPORT],
-    ids=["nano_gpt_style", "cuda_everywhere", "random_numbers", "the_module", "legacy_types", "checkpoints", "export"],
+    [NANO_GPT_STYLE, CUDA_EVERYWHERE, RANDOM_NUMBERS, THE_MODULE, LEGACY_TYPES, CHECKPOINTS, EXPORT, ACCELERATOR],
+    ids="nano_gpt_style cuda_everywhere random_numbers the_module legacy_types checkpoints export accelerator".split(),
 )
 def test_a_script_for_gpus_runs(tmp_path: Path, script: str) -> None:
     path = tmp_path / "script.py"

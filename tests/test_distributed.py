@@ -56,6 +56,13 @@ def test_fully_sharded_and_distributed_tensors(tmp_path: Path, world: int) -> No
     assert _printed("fully_sharded", tmp_path, world, DEVICE) == expected
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_groups_need_no_backend(tmp_path: Path, world: int) -> None:
+    expected = _printed("group_backends", tmp_path, world, "cpu")
+    assert expected.count("\n") == 5
+    assert _printed("group_backends", tmp_path, world, DEVICE) == expected
+
+
 @pytest.mark.parametrize("devices", [[0], [0, 1], [1, 0, 2], None])
 def test_data_parallel(devices: list[int] | None) -> None:
     """Replicas on several devices of this process compute what the module by itself does."""

@@ -295,6 +295,21 @@ def test_tensors_go_to_another_process() -> None:
         assert pool.apply(_double, (torch.arange(3.0, device=DEVICE),)) == [0.0, 2.0, 4.0]
 
 
+def _sums(tensors: list[torch.Tensor], results: Any) -> None:
+    results.put([one.sum().item() for one in tensors])
+
+
+def test_several_tensors_are_arguments_of_a_spawned_process() -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    tensors = [torch.full((1000,), float(number), device=DEVICE) for number in range(3)]
+    process = context.Process(target=_sums, args=(tensors, results))
+    process.start()
+    assert results.get(timeout=120) == [0.0, 1000.0, 2000.0]
+    process.join()
+    assert process.exitcode == 0
+
+
 def test_a_deep_copy_of_a_parameter_is_that_of_pytorch() -> None:
     def copied(device: str) -> tuple[Any, ...]:
         layer = torch.nn.Linear(2, 2).to(device)

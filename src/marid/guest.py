@@ -1,11 +1,11 @@
 """Everything that Marid does to PyTorch and to the process, and how it is undone.
 
 At the import there is a device and nothing else (``registration.py``): a name, its methods, its module, its location in
-files. ``CHANGES`` are made when the first tensor of the device is about to be, and ``uninstall`` undoes them. What is
-not listed there stays once it is there, and is about nothing but Marid: the device, ``KERNELS`` of operators for its
-tensors, operators of the namespace ``marid``, a method of Marid's own class, a device guard, an allocator and a choice
-of attention's kernel for the device, a list of what operators are defined later, and what is called at a fork and at
-the exit of the process, which then finds nothing to do.
+files, its backend in groups of ``torch.distributed``. ``CHANGES`` are made when the first tensor of the device is about
+to be, and ``uninstall`` undoes them. What is not listed there stays once it is there, and is about nothing but Marid:
+the device, ``KERNELS`` of operators for its tensors, operators of the namespace ``marid``, a method of Marid's own
+class, a device guard, an allocator and a choice of attention's kernel for the device, a list of what operators are
+defined later, and what is called at a fork and at the exit of the process, which then finds nothing to do.
 
 Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda/``), which owns its process; ``import
 marid.lightning``, which adds to Lightning (``frameworks.py``); and ``marid.compile``, while it runs a function for the
@@ -245,6 +245,11 @@ CHANGES: list[Change] = [
         "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
         "its reducer compares memory that tensors of the device do not have",
         distributed.telling_gradients_apart,
+    ),
+    Change(
+        "torch.distributed.tensor._random.is_rng_supported_mesh; and sys.meta_path until it is imported",
+        "with a state of random numbers a device is taken for one like CUDA, with Philox's state",
+        distributed.draw_as_on_the_cpu,
     ),
     Change(
         "torch.distributed.device_mesh.init_device_mesh: str.isalpha",

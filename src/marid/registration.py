@@ -8,6 +8,7 @@ the rest of it, all above this file, is loaded at that time too.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import sys
 import threading
@@ -111,6 +112,32 @@ def register() -> None:
         _keep_alive.append(_Hooks())
         torch._C._acc.register_python_privateuseone_hook(_keep_alive[-1])
     torch.serialization.register_package(5, _location_of, _restored)
+    if torch.distributed.is_available():
+        _offer_gloo()
+
+
+def _offer_gloo() -> None:
+    """Have groups of gloo be for the device and the CPU, whichever was named, and such a group be the one that is made
+    where no backend is named. PyTorch takes a registered device for the accelerator of every process, and makes a group
+    for that one alone or, where it knows no backend for it, none.
+
+    A group has a backend for each device that ``BackendConfig`` names. This is the one method that another takes the
+    place of at the import: no table says that a device needs the backend of the CPU too.
+    """
+    from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+    Backend.default_device_backend_map.setdefault(DEVICE_TYPE, Backend.GLOO)
+    initialise = BackendConfig.__init__
+
+    @functools.wraps(initialise)
+    def for_both(self: Any, backend: Any) -> None:
+        initialise(self, backend)
+        chosen = self.device_backend_map
+        if Backend.GLOO in (chosen.get("cpu"), chosen.get(DEVICE_TYPE)):
+            chosen.setdefault("cpu", Backend.GLOO)
+            chosen.setdefault(DEVICE_TYPE, Backend.GLOO)
+
+    BackendConfig.__init__ = for_both
 
 
 # Programs that take whatever ``torch.accelerator`` offers, and PyTorch where it looks after every accelerator that is

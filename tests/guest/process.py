@@ -155,7 +155,11 @@ def distributed() -> Any:
         dist.all_gather_object(gathered, "here")
         found = [parameter.grad for parameter in model.parameters()], whole, gathered
         dist.destroy_process_group()
-    return found
+        dist.init_process_group(init_method=f"file://{folder}/other", rank=0, world_size=1)
+        reduced = data(3)
+        dist.all_reduce(reduced)
+        dist.destroy_process_group()
+    return found, reduced
 
 
 @use

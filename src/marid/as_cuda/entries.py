@@ -1,4 +1,4 @@
-"""What function modes do not see: autocast, generators, default devices, files, storages, fake tensors."""
+"""What function modes do not see: autocast, generators, default devices, files, fake tensors, ``torch.accelerator``."""
 
 from __future__ import annotations
 
@@ -106,6 +106,31 @@ def _replace_loading() -> None:
     torch.UntypedStorage.cuda = cuda
 
 
+_OF_ACCELERATORS = (
+    *("set_device_index", "set_device_idx", "current_stream", "synchronize", "get_memory_info", "memory_allocated"),
+    *("memory_reserved", "memory_stats", "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"),
+    "reset_accumulated_memory_stats",
+)
+
+
+def _replace_accelerator() -> None:
+    """``torch.accelerator``, whose accelerator is CUDA, with one device."""
+
+    def translating(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def translated(*args: Any, **kwargs: Any) -> Any:
+            args = tuple([index_of(arg) for arg in args[:1]]) + args[1:]
+            return function(*args, **{name: index_of(arg) for name, arg in kwargs.items()})
+
+        return translated
+
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device(CUDA)  # noqa: ARG005
+    torch.accelerator.device_count = lambda: COUNT
+    for name in _OF_ACCELERATORS:
+        if hasattr(torch.accelerator, name):  # the versions of PyTorch have not all of them
+            setattr(torch.accelerator, name, translating(getattr(torch.accelerator, name)))
+
+
 def _replace_fake_tensors() -> None:
     """A fake tensor is made for the device that a tensor says it is on; autograd would ask PyTorch's CUDA for it, and
     end the process."""
@@ -132,4 +157,5 @@ def replace_entries() -> None:
     _replace_device_contexts()
     _replace_loading()
     _replace_fake_tensors()
+    _replace_accelerator()
     _replace_cudnn()

@@ -8,6 +8,7 @@ process reduce among themselves through ``marid.process_group``.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from marid.frontend.calls import unsupported
 from marid.frontend.materialize import download
 from marid.frontend.record import Recorder, special
 from marid.frontend.special import handle_for
+from marid.imports import after_loading, on_import
+
+_DRAWS, _DISPATCH = "torch.distributed.tensor._random", "torch.distributed.tensor._dispatch"
 
 
 def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[int, Any]]:
@@ -86,6 +90,36 @@ def _returned(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
 @special("waits")
 def _has_been_waited_for(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     return args[0]
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def draw_as_on_the_cpu() -> Callable[[], None]:
+    """Have ``DTensor`` draw on the device as on the CPU: it takes a device with a state of random numbers for one like
+    CUDA, with Philox's state. Its functions are changed now, or when they are imported. Returns what ends that."""
+    undo: list[Callable[[], None]] = []
+
+    def change() -> None:
+        for module in filter(None, map(sys.modules.get, (_DRAWS, _DISPATCH))):
+            supported = getattr(module, "is_rng_supported_mesh", None)
+            if supported is not None:
+                module.is_rng_supported_mesh = functools.partial(_is_like_cuda, supported)
+                undo.append(functools.partial(setattr, module, "is_rng_supported_mesh", supported))
+
+    undo.append(on_import({_DRAWS}, lambda spec: after_loading(spec, change)))
+    if _DRAWS in sys.modules:
+        change()
+
+    def end() -> None:
+        for each in undo:
+            each()
+
+    return end
+
+
+def _is_like_cuda(supported: Callable[[Any], bool], mesh: Any) -> bool:
+    return mesh.device_type != handles.DEVICE_TYPE and supported(mesh)
 
 
 # --- DistributedDataParallel -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ and ``map_location`` work, and aliases in it stay aliases.
 from __future__ import annotations
 
 from collections import OrderedDict
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -63,6 +64,9 @@ class _DeviceStorage(torch.TypedStorage):
     def __reduce__(self) -> Any:
         untyped = self._untyped_storage
         plain = torch.TypedStorage(wrap_storage=untyped.clone(), dtype=self.dtype, _internal=True)
+        child: Any = get_spawning_popen()
+        if child is not None:  # it is given the memory itself, by a descriptor, after all arguments are pickled
+            child.tensors = [*getattr(child, "tensors", []), plain]
         return _storage_at, (plain, getattr(untyped, _LOCATION))
 
 
