@@ -181,9 +181,8 @@ _AUTOLOADED = "import os, marid_autoload; os.environ['MARID_AUTOLOAD'] = '1'; ma
 
 @pytest.mark.parametrize(("how", "count"), [("import marid", 200), (_AUTOLOADED, 30)])
 def test_the_import_changes_nothing(how: str, count: int) -> None:
-    """Nothing that PyTorch's modules and classes had is another object, but what makes a group of processes where no
-    backend is named: it would make none, for want of one for the device. Large packages are not imported; and where it
-    is PyTorch that imports Marid, few files are."""
+    """Nothing that PyTorch's modules and classes had is another object; its registries have one entry more. Large
+    packages are not imported; and where it is PyTorch that imports Marid, few files are."""
     [*changed, imported] = _lines(
         _SNAPSHOT
         + textwrap.dedent(
@@ -199,9 +198,10 @@ def test_the_import_changes_nothing(how: str, count: int) -> None:
     )
     renamed = ("DeviceType", "ProfilerActivity")  # PyTorch's enumerations, by its own `rename_privateuse1_backend`
     changed = [name for name in _changed(changed) if name and not any(part in renamed for part in name.split("."))]
-    places, names = ("", "distributed_c10d."), ("Backend.default_device_backend_map", "BackendConfig.__init__")
-    groups = {f"torch.distributed.{place}{name}" for place in places for name in names}
-    assert {*changed} - groups == {"torch.serialization._package_registry"}
+    tables = ("default_device_backend_map", "backend_capability", "backend_list", "backend_type_map", "_plugins")
+    places = ("torch.distributed.Backend", "torch.distributed.distributed_c10d.Backend")
+    registered = {f"{place}.{name}" for place in places for name in (*tables, "MARID_GLOO")}
+    assert {*changed} - registered == {"torch.serialization._package_registry"}
     modules = set(imported.split())
     assert len(modules) < count
     assert not {name.partition(".")[0] for name in modules} & {"sympy", "networkx", "rich", "zmq"}

@@ -247,6 +247,16 @@ CHANGES: list[Change] = [
         distributed.telling_gradients_apart,
     ),
     Change(
+        "torch.distributed.Backend.default_device_backend_map",
+        "groups are gloo's where a script names no backend",
+        distributed.offer_gloo,
+    ),
+    _replaced(
+        "torch.distributed.distributed_c10d.BackendConfig.__init__",
+        "a group's backend for the CPU does the work of the device",
+        distributed.for_device_and_cpu,
+    ),
+    Change(
         "torch.distributed.tensor._random.is_rng_supported_mesh; and sys.meta_path until it is imported",
         "with a state of random numbers a device is taken for one like CUDA, with Philox's state",
         distributed.draw_as_on_the_cpu,

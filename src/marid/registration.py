@@ -8,7 +8,6 @@ the rest of it, all above this file, is loaded at that time too.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import sys
 import threading
@@ -112,32 +111,32 @@ def register() -> None:
         _keep_alive.append(_Hooks())
         torch._C._acc.register_python_privateuseone_hook(_keep_alive[-1])
     torch.serialization.register_package(5, _location_of, _restored)
-    if torch.distributed.is_available():
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
         _offer_gloo()
 
 
+GROUPS = "marid_gloo"
+"""The backend of groups that are made without one in a process that has not used the device."""
+
+
 def _offer_gloo() -> None:
-    """Have groups of gloo be for the device and the CPU, whichever was named, and such a group be the one that is made
-    where no backend is named. PyTorch takes a registered device for the accelerator of every process, and makes a group
-    for that one alone or, where it knows no backend for it, none.
+    """Let there be a backend for the device. PyTorch takes a registered device for the accelerator of every process,
+    and makes a group without a named backend for that one alone or, where it knows no backend for it, none."""
+    from torch.distributed.distributed_c10d import Backend
 
-    A group has a backend for each device that ``BackendConfig`` names. This is the one method that another takes the
-    place of at the import: no table says that a device needs the backend of the CPU too.
-    """
-    from torch.distributed.distributed_c10d import Backend, BackendConfig
+    Backend.register_backend(GROUPS, _gloo, devices=[DEVICE_TYPE])
 
-    Backend.default_device_backend_map.setdefault(DEVICE_TYPE, Backend.GLOO)
-    initialise = BackendConfig.__init__
 
-    @functools.wraps(initialise)
-    def for_both(self: Any, backend: Any) -> None:
-        initialise(self, backend)
-        chosen = self.device_backend_map
-        if Backend.GLOO in (chosen.get("cpu"), chosen.get(DEVICE_TYPE)):
-            chosen.setdefault("cpu", Backend.GLOO)
-            chosen.setdefault(DEVICE_TYPE, Backend.GLOO)
+def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """Gloo, for the CPU too: a group is asked for the backend of the tensors that it is given. The group is not among
+    the arguments, but the caller has it."""
+    from torch.distributed import ProcessGroup, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 
-    BackendConfig.__init__ = for_both
+    made = ProcessGroupGloo(store, rank, size, timeout=timeout)
+    group = sys._getframe(1).f_locals.get("pg")
+    if isinstance(group, ProcessGroup):
+        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, made)
+    return made
 
 
 # Programs that take whatever ``torch.accelerator`` offers, and PyTorch where it looks after every accelerator that is

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map
 
 from marid.frontend import handles
@@ -93,6 +94,33 @@ def _has_been_waited_for(_recorder: Recorder, args: tuple[Any, ...], _kwargs: di
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def offer_gloo() -> Callable[[], None]:
+    """Have gloo be the device's backend where none is named, by its own name. Returns what ends that."""
+    chosen = distributed_c10d.Backend.default_device_backend_map
+    before = chosen.get(handles.DEVICE_TYPE)
+    chosen[handles.DEVICE_TYPE] = distributed_c10d.Backend.GLOO
+
+    def end() -> None:
+        if before is not None:
+            chosen[handles.DEVICE_TYPE] = before
+
+    return end
+
+
+def for_device_and_cpu(initialise: Callable[..., Any]) -> Callable[..., Any]:
+    """``BackendConfig.__init__``. Groups of gloo are for both: the CPU's backend does the work of the device."""
+
+    @functools.wraps(initialise)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        chosen, gloo = self.device_backend_map, distributed_c10d.Backend.GLOO
+        if gloo in (chosen.get("cpu"), chosen.get(handles.DEVICE_TYPE)):
+            chosen.setdefault("cpu", gloo)
+            chosen.setdefault(handles.DEVICE_TYPE, gloo)
+
+    return wrapper
 
 
 def draw_as_on_the_cpu() -> Callable[[], None]:
