@@ -204,8 +204,9 @@ def test_generation_of_a_model_made_on_the_device() -> None:
     assert_same(_generate(case, model, _moved(_inputs(case))), expected)
 
 
-def test_one_program_serves_every_token_with_a_static_cache() -> None:
+def test_one_program_serves_every_token_with_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes stay the same from token to token, so nothing new is built once it is known that the loop comes again."""
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)  # so small a model would run at once
     case = _BY_NAME["llama"]
     model, inputs = _build(case).eval().to(DEVICE), _moved(_inputs(case))
     model.generation_config.eos_token_id = None  # run to the end
