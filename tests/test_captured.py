@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from marid.execute import accelerator
+from marid.execute import accelerator, device_operators
 from marid.execute.captured import CapturedProgram
 from marid.execute.device_operators import HostOperator, WrittenOut, operator_on
 from marid.execute.interrupted import Interrupted
@@ -666,3 +666,18 @@ def test_attention_written_out_is_the_cpus(kind: str, dtype: torch.dtype) -> Non
     expected = backward(grad, query, key, value, *expected, 0.0, causal, **options)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("flash", torch.bfloat16), ("efficient", torch.float32)])
+def test_kernels_of_cuda_for_attention_take_what_they_are_given(
+    kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By PyTorch's meta kernels of these; a GPU says whether they compute the same (``test_cuda.py``)."""
+    monkeypatch.setattr(device_operators, "_kernel_for", lambda *_: kernel)
+    query, key, value = (torch.randn(2, 3, length, 64, device="meta", dtype=dtype) for length in (37, 50, 50))
+    out, logsumexp = device_operators._attention(query, key, value, 0.0, False, scale=0.5)
+    assert (out.shape, logsumexp.shape, logsumexp.dtype) == (query.shape, (2, 3, 37), torch.float32)
+    found = device_operators._attention_backward(
+        torch.empty_like(out), query, key, value, out, logsumexp, 0.0, False, scale=0.5
+    )
+    assert [one.shape for one in found] == [query.shape, key.shape, value.shape]

@@ -16,6 +16,7 @@ thread that uses the device first (``execute/cuda.py``).
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ from marid.frontend import (
 )
 from marid.frontend.limits import optimizer_stepped
 from marid.frontend.tensor import LazyTensor
+from marid.imports import changed_when_imported
 from marid.semantics import scopes
 
 Undo = Callable[[], None]
@@ -127,6 +129,23 @@ def _listed(target: str, why: str, item: Any) -> Change:
     return Change(target, why, apply)
 
 
+def _entered(target: str, why: str, key: str, item: Any) -> Change:
+    def apply() -> Undo:
+        found = _found(target)
+        entries = {} if found is None else getattr(*found)
+        before, entries[key] = entries.get(key, _ABSENT), item
+
+        def undo() -> None:
+            if before is _ABSENT:
+                entries.pop(key, None)
+            else:
+                entries[key] = before
+
+        return undo
+
+    return Change(target, why, apply)
+
+
 def _all_or_nothing(applies: Iterator[Undo]) -> Undo:
     undos: list[Undo] = []
 
@@ -162,6 +181,17 @@ def _letters_of_device_meshes() -> Undo:
             init_device_mesh.__code__ = made
 
     return undo
+
+
+def _draw_as_on_the_cpu() -> Undo:
+    draws = "torch.distributed.tensor._random"
+
+    def change() -> Undo:  # the other module has it by name, where it has been imported already
+        places = [name for name in (draws, "torch.distributed.tensor._dispatch") if name in sys.modules]
+        targets = [f"{place}.is_rng_supported_mesh" for place in places]
+        return _all_or_nothing(_replace(target, distributed.drawing_as_on_the_cpu) for target in targets)
+
+    return changed_when_imported(draws, change)
 
 
 def _change_dynamo() -> Undo:
@@ -246,10 +276,11 @@ CHANGES: list[Change] = [
         "its reducer compares memory that tensors of the device do not have",
         distributed.telling_gradients_apart,
     ),
-    Change(
+    _entered(
         "torch.distributed.Backend.default_device_backend_map",
         "groups are gloo's where a script names no backend",
-        distributed.offer_gloo,
+        registration.DEVICE_TYPE,
+        distributed.GLOO,
     ),
     _replaced(
         "torch.distributed.distributed_c10d.BackendConfig.__init__",
@@ -257,9 +288,9 @@ CHANGES: list[Change] = [
         distributed.for_device_and_cpu,
     ),
     Change(
-        "torch.distributed.tensor._random.is_rng_supported_mesh; and sys.meta_path until it is imported",
+        "torch.distributed.tensor: is_rng_supported_mesh; and sys.meta_path until it is imported",
         "with a state of random numbers a device is taken for one like CUDA, with Philox's state",
-        distributed.draw_as_on_the_cpu,
+        _draw_as_on_the_cpu,
     ),
     Change(
         "torch.distributed.device_mesh.init_device_mesh: str.isalpha",
@@ -314,7 +345,7 @@ CHANGES: list[Change] = [
         "torch._dynamo: CatchErrorsWrapper.__call__, VariableBuilder._wrap, TensorVariable.__init__, SKIP_DIRS; and "
         "sys.meta_path until it is imported",
         "what uses tensors of the device is left to Python",
-        lambda: dynamo.when_imported(_change_dynamo),
+        lambda: changed_when_imported(late.DYNAMO, _change_dynamo, late.require_dynamo),
     ),
 ]
 

@@ -30,6 +30,31 @@ def after_loading(spec: ModuleSpec, act: Callable[[], None], before: Callable[[]
     loader.exec_module = load_and_act
 
 
+def changed_when_imported(
+    name: str, change: Callable[[], Callable[[], None]], before: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Change a module now or, where it is not there yet, when it has been imported; ``before`` is called when that
+    begins. ``change`` returns what undoes it. Returns what ends all of it."""
+    if name in sys.modules:
+        return change()
+    undo: list[Callable[[], None]] = []
+    ended = False
+
+    def loaded() -> None:
+        watch_no_more()
+        if not ended:
+            undo.append(change())
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        for each in (watch_no_more, *undo):
+            each()
+
+    watch_no_more = on_import({name}, lambda spec: after_loading(spec, loaded, before))
+    return end
+
+
 class _Finder(MetaPathFinder):
     """Finds what the finders behind it find."""
 

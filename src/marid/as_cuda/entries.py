@@ -16,16 +16,18 @@ from marid.as_cuda.functions import legacy_type
 from marid.frontend import autocast, serialize
 
 
-def _translate_first(function: Callable[..., Any], default: str | None = None) -> Callable[..., Any]:
+def _translate_first(
+    function: Callable[..., Any], default: str | None = None, translate: Callable[[Any], Any] = from_cuda
+) -> Callable[..., Any]:
     """``function`` with its first argument, a device or its type, translated; ``default`` stands for none given."""
 
     @functools.wraps(function)
     def translated(*args: Any, **kwargs: Any) -> Any:
         if args:
-            args = (from_cuda(args[0]), *args[1:])
+            args = (translate(args[0]), *args[1:])
         elif default is not None and not kwargs:
             args = (default,)
-        return function(*args, **{name: from_cuda(arg) for name, arg in kwargs.items()})
+        return function(*args, **{name: translate(arg) for name, arg in kwargs.items()})
 
     return translated
 
@@ -115,20 +117,12 @@ _OF_ACCELERATORS = (
 
 def _replace_accelerator() -> None:
     """``torch.accelerator``, whose accelerator is CUDA, with one device."""
-
-    def translating(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def translated(*args: Any, **kwargs: Any) -> Any:
-            args = tuple([index_of(arg) for arg in args[:1]]) + args[1:]
-            return function(*args, **{name: index_of(arg) for name, arg in kwargs.items()})
-
-        return translated
-
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device(CUDA)  # noqa: ARG005
     torch.accelerator.device_count = lambda: COUNT
     for name in _OF_ACCELERATORS:
         if hasattr(torch.accelerator, name):  # the versions of PyTorch have not all of them
-            setattr(torch.accelerator, name, translating(getattr(torch.accelerator, name)))
+            function = getattr(torch.accelerator, name)
+            setattr(torch.accelerator, name, _translate_first(function, translate=index_of))
 
 
 def _replace_fake_tensors() -> None:

@@ -11,7 +11,7 @@ of ``linalg_lstsq``), is computed on the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ from marid.ops.facts import facts_of
 
 _aten: Any = torch.ops.aten
 _HOST = torch.device("cpu")
+_flash_attention = _aten._scaled_dot_product_flash_attention.default
+_flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward.default
+_efficient_attention = _aten._scaled_dot_product_efficient_attention.default
+_efficient_attention_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 _FLASH_WIDTH = 256  # of a head, at most: TORCH_CHECK in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
 _ROWS = 32  # of logsumexp, at a time: kAlignLSE in aten/src/ATen/native/transformers/cuda/mem_eff_attention
 
@@ -149,8 +153,8 @@ def _attention(
     """``_scaled_dot_product_flash_attention_for_cpu``; (batch, heads, length, width) each."""
     kernel = _kernel_for(is_causal, attn_mask, query, key, value)
     if kernel is not None:
-        run = _aten._scaled_dot_product_flash_attention if kernel == "flash" else _efficient_attention
-        out, logsumexp, *_ = run(query, key, value, 0.0, is_causal, scale=scale)
+        run, given = (_flash_attention, ()) if kernel == "flash" else (_efficient_attention, (None, True))
+        out, logsumexp, *_ = run(query, key, value, *given, 0.0, is_causal, scale=scale)
         return out, logsumexp[..., : query.size(-2)]
     q, k, v = (_wide(one) for one in (query, key, value))
     scores = _scores(q, k, is_causal, attn_mask, _scale(query, scale))
@@ -175,8 +179,12 @@ def _attention_backward(
     """Its backward, of the weights made again (Dao et al., "FlashAttention", 2022, appendix B.4)."""
     kernel = _kernel_for(is_causal, attn_mask, query, key, value)
     if kernel is not None:
-        run = _flash_attention_backward if kernel == "flash" else _efficient_attention_backward
-        return run(_aligned(grad_out), query, key, value, out, logsumexp, is_causal, scale)
+        given = _aligned(grad_out), query, key, value
+        if kernel == "flash":
+            return _flash_attention_backward(
+                *given, *_kept_for_flash(query, key, out, logsumexp, is_causal), scale=scale
+            )
+        return _efficient_attention_backward(*given, *_kept_for_efficient(out, logsumexp, is_causal), scale=scale)[:3]
     g, q, k, v, o = (_wide(one) for one in (grad_out, query, key, value, out))
     factor = _scale(query, scale)
     weights = _weights(_scores(q, k, is_causal, attn_mask, factor), logsumexp)
@@ -208,51 +216,20 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _is_aligned(tensor) else tensor.contiguous()
 
 
-def _efficient_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> Sequence[torch.Tensor]:
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, True, dropout_p, is_causal, scale=scale
-    )
-
-
-def _efficient_attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor, ...]:
-    rows = -query.size(-2) % _ROWS  # whole blocks of rows, those that there are not weighing nothing
+def _kept_for_efficient(out: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool) -> tuple[Any, ...]:
+    rows = -out.size(-2) % _ROWS  # whole blocks of rows, those that there are not weighing nothing
     blocks = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf).contiguous()
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # laid out otherwise, gradients of 16-bit types are garbage
-    none = torch.zeros((), dtype=torch.int64, device=query.device)  # there is no dropout
-    return _aten._scaled_dot_product_efficient_attention_backward(
-        *(grad_out, query, key, value, None, out, blocks, none, none, 0.0),
-        *((True, True, True, False), is_causal),
-        scale=scale,
-    )[:3]
+    none = torch.zeros((), dtype=torch.int64, device=out.device)  # there is no dropout
+    return None, out, blocks, none, none, 0.0, (True, True, True, False), is_causal
 
 
-def _flash_attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor, ...]:
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of random numbers; there is no dropout
-    return _aten._scaled_dot_product_flash_attention_backward(
-        *(grad_out, query, key, value, out, logsumexp.contiguous(), None, None, query.size(-2), key.size(-2)),
-        *(0.0, is_causal, state, torch.empty(0, dtype=torch.uint64, device=query.device)),
-        scale=scale,
-    )
+def _kept_for_flash(
+    query: torch.Tensor, key: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool
+) -> tuple[Any, ...]:
+    none = torch.zeros(2, dtype=torch.uint64, device=out.device)  # there is no dropout
+    lengths = None, None, query.size(-2), key.size(-2)
+    return out, logsumexp.contiguous(), *lengths, 0.0, is_causal, none, none[:0]
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

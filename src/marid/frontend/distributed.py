@@ -8,12 +8,10 @@ process reduce among themselves through ``marid.process_group``.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map
 
 from marid.frontend import handles
@@ -21,9 +19,8 @@ from marid.frontend.calls import unsupported
 from marid.frontend.materialize import download
 from marid.frontend.record import Recorder, special
 from marid.frontend.special import handle_for
-from marid.imports import after_loading, on_import
 
-_DRAWS, _DISPATCH = "torch.distributed.tensor._random", "torch.distributed.tensor._dispatch"
+GLOO = "gloo"
 
 
 def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[int, Any]]:
@@ -96,58 +93,29 @@ def _has_been_waited_for(_recorder: Recorder, args: tuple[Any, ...], _kwargs: di
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
-def offer_gloo() -> Callable[[], None]:
-    """Have gloo be the device's backend where none is named, by its own name. Returns what ends that."""
-    chosen = distributed_c10d.Backend.default_device_backend_map
-    before = chosen.get(handles.DEVICE_TYPE)
-    chosen[handles.DEVICE_TYPE] = distributed_c10d.Backend.GLOO
-
-    def end() -> None:
-        if before is not None:
-            chosen[handles.DEVICE_TYPE] = before
-
-    return end
-
-
 def for_device_and_cpu(initialise: Callable[..., Any]) -> Callable[..., Any]:
     """``BackendConfig.__init__``. Groups of gloo are for both: the CPU's backend does the work of the device."""
 
     @functools.wraps(initialise)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
-        chosen, gloo = self.device_backend_map, distributed_c10d.Backend.GLOO
-        if gloo in (chosen.get("cpu"), chosen.get(handles.DEVICE_TYPE)):
-            chosen.setdefault("cpu", gloo)
-            chosen.setdefault(handles.DEVICE_TYPE, gloo)
+        devices = "cpu", handles.DEVICE_TYPE
+        if GLOO in map(self.device_backend_map.get, devices):
+            for device in devices:
+                self.device_backend_map.setdefault(device, GLOO)
 
     return wrapper
 
 
-def draw_as_on_the_cpu() -> Callable[[], None]:
-    """Have ``DTensor`` draw on the device as on the CPU: it takes a device with a state of random numbers for one like
-    CUDA, with Philox's state. Its functions are changed now, or when they are imported. Returns what ends that."""
-    undo: list[Callable[[], None]] = []
+def drawing_as_on_the_cpu(supported: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """``is_rng_supported_mesh`` of ``DTensor``, which takes a device with a state of random numbers for one like CUDA,
+    with Philox's state."""
 
-    def change() -> None:
-        for module in filter(None, map(sys.modules.get, (_DRAWS, _DISPATCH))):
-            supported = getattr(module, "is_rng_supported_mesh", None)
-            if supported is not None:
-                module.is_rng_supported_mesh = functools.partial(_is_like_cuda, supported)
-                undo.append(functools.partial(setattr, module, "is_rng_supported_mesh", supported))
+    @functools.wraps(supported)
+    def wrapper(device_mesh: Any) -> bool:
+        return device_mesh.device_type != handles.DEVICE_TYPE and supported(device_mesh)
 
-    undo.append(on_import({_DRAWS}, lambda spec: after_loading(spec, change)))
-    if _DRAWS in sys.modules:
-        change()
-
-    def end() -> None:
-        for each in undo:
-            each()
-
-    return end
-
-
-def _is_like_cuda(supported: Callable[[Any], bool], mesh: Any) -> bool:
-    return mesh.device_type != handles.DEVICE_TYPE and supported(mesh)
+    return wrapper
 
 
 # --- DistributedDataParallel -----------------------------------------------------------------------------------------

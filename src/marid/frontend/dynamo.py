@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import os
 import pkgutil
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import CodeType
@@ -23,9 +22,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._pytree import tree_leaves
 
-from marid.frontend import handles, late
+from marid.frontend import handles
 from marid.frontend.tensor import LazyTensor
-from marid.imports import after_loading, on_import
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TRIES = 8  # times that a function is traced in vain before it is left to Python for good
@@ -36,28 +34,6 @@ class _Met(BaseException):
 
 
 _converting = threading.local()  # ``frame``: whether Dynamo is at work on a frame, and not on an export
-
-
-def when_imported(change: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Change Dynamo now or, where it is not there yet, when it has been imported. Returns what undoes it."""
-    if late.DYNAMO in sys.modules:
-        return change()
-    undo: list[Callable[[], None]] = []
-    ended = False
-
-    def loaded() -> None:
-        watch_no_more()
-        if not ended:
-            undo.append(change())
-
-    def end() -> None:
-        nonlocal ended
-        ended = True
-        for each in (watch_no_more, *undo):
-            each()
-
-    watch_no_more = on_import({late.DYNAMO}, lambda spec: after_loading(spec, loaded, late.require_dynamo))
-    return end
 
 
 def leave_alone() -> Callable[[], None]:
