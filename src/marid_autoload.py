@@ -19,7 +19,15 @@ __all__ = ["autoload"]
 
 
 def autoload() -> None:
-    """Register the device, as ``import marid`` does; the rest is loaded by that import, or by the first tensor."""
+    """Register the device, as ``import marid`` does; the rest is loaded by that import, or by the first tensor.
+
+    In processes that a script under ``marid run`` has spawned, go on with that.
+    """
+    if "MARID_RUN" in os.environ:
+        if _is_spawned():
+            importlib.import_module("marid.runner").go_on_in_child()
+            return
+        del os.environ["MARID_RUN"]  # a program of its own, whose children are its own too
     if os.environ.get("MARID_AUTOLOAD", "1").strip().lower() in ("", "0", "false", "no", "off"):
         return
     if "marid" in sys.modules:  # whose own import has imported PyTorch
@@ -32,6 +40,12 @@ def autoload() -> None:
         importlib.import_module("marid.registration").register()
     finally:
         del sys.modules["marid"]  # an import of it is still to come
+
+
+def _is_spawned() -> bool:
+    """Whether ``multiprocessing`` has started this process, or the server that is forked for it."""
+    starts = "--multiprocessing-fork", "from multiprocessing.forkserver import "
+    return any(argument.startswith(starts) for argument in sys.orig_argv)
 
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of CUDA, of ROCm, and of either under Windows

@@ -241,6 +241,46 @@ LEGACY_TYPES = """
     assert torch.ones(1).is_cuda and torch.ones(1).dtype is torch.float64
 """
 
+HOOKS = """
+    import torch
+    seen = []
+    def pack(x):
+        seen.append(x.device.type)
+        return x.device, x.cpu()
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.device = x.device
+            return x * 2
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(grad.device.type)
+            return grad * torch.full((3,), 2.0, device=ctx.device)
+    x = torch.ones(3, device='cuda', requires_grad=True)
+    x.register_hook(lambda grad: grad + torch.ones(3, device='cuda'))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0])):
+        y = Double.apply(x).square().sum()
+    y.backward()
+    assert x.grad.tolist() == [9, 9, 9] and set(seen) == {'cuda'}, (x.grad, seen)
+    assert torch.autograd.grad(Double.apply(x).sum(), x)[0].tolist() == [3, 3, 3]
+"""
+
+DEVICES_SHOWN = """
+    import torch
+    generator = torch.Generator('cuda').manual_seed(1)
+    assert generator.device == torch.device('cuda', 0) and isinstance(generator, torch.Generator)
+    assert torch.randn(2, device='cuda', generator=generator).is_cuda
+    assert torch.Generator().device == torch.device('cpu') and torch.device(0) == torch.device('cuda', 0)
+    x = torch.ones(2, device='cuda')
+    assert x.untyped_storage().device == x.device and torch.ones(2).untyped_storage().device.type == 'cpu'
+    assert torch.range(0, 2, device='cuda').is_cuda
+    assert torch.nested.nested_tensor([x, x], layout=torch.jagged, device='cuda').is_cuda
+    torch.save(x, 'x.pt')
+    seen = []
+    torch.load('x.pt', map_location=lambda storage, place: seen.append(place) or storage)
+    assert seen == ['cuda:0'] and torch.load('x.pt').is_cuda
+"""
+
 ACCELERATOR = """
     import torch
     accelerator = torch.accelerator
@@ -263,11 +303,24 @@ ACCELERATOR = """
     accelerator.synchronize()
 """
 
+GPU_SCRIPTS = {
+    "nano_gpt_style": NANO_GPT_STYLE,
+    "cuda_everywhere": CUDA_EVERYWHERE,
+    "random_numbers": RANDOM_NUMBERS,
+    "the_module": THE_MODULE,
+    "legacy_types": LEGACY_TYPES,
+    "checkpoints": CHECKPOINTS,
+    "export": EXPORT,
+    "hooks": HOOKS,
+    "devices_shown": DEVICES_SHOWN,
+    "accelerator": ACCELERATOR,
+}
+
 
 @pytest.mark.parametrize(
     "script",
-    [NANO_GPT_STYLE, CUDA_EVERYWHERE, RANDOM_NUMBERS, THE_MODULE, LEGACY_TYPES, CHECKPOINTS, EXPORT, ACCELERATOR],
-    ids="nano_gpt_style cuda_everywhere random_numbers the_module legacy_types checkpoints export accelerator".split(),
+    list(GPU_SCRIPTS.values()),
+    ids=list(GPU_SCRIPTS),
 )
 def test_a_script_for_gpus_runs(tmp_path: Path, script: str) -> None:
     path = tmp_path / "script.py"

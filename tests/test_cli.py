@@ -390,6 +390,57 @@ def test_data_loaders(tmp_path: Path) -> None:
     assert "[0.0, 1.0, 4.0] [0, 1, 2]" in assert_same(write(tmp_path, _LOADERS)).stdout
 
 
+_WARNINGS = """
+import torch
+import torch.nn.functional as F
+
+x = torch.ones(2, device=DEVICE)
+wide = torch.ones(2, 1, device=DEVICE)
+torch.ones(2, 3, 2, device=DEVICE).T
+F.mse_loss(x, wide)
+torch.nn.MSELoss()(x, wide)
+F.softmax(x)
+torch.nn.Softmax()(x)
+F.binary_cross_entropy(x, x, reduce=True)
+torch.tensor(x)
+torch.range(0, 3, device=DEVICE)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--as-cuda"]], ids=["run", "as_cuda"])
+def test_warnings_name_the_lines_that_they_name_under_python(tmp_path: Path, options: list[str]) -> None:
+    """Where functions are called through a function mode, which each of the two commands enters."""
+    device = "cuda" if options else None
+    script = tmp_path / "script.py"
+    script.write_text(_WARNINGS.replace("=DEVICE", "='cpu'"))
+    expected = run([sys.executable, str(script)]).stderr
+    script.write_text(_WARNINGS.replace("=DEVICE", f"={device!r}"))
+    got = run([*MARID[:-1], *options, "--no-summary", str(script)]).stderr
+    assert expected.count("Warning") == 8
+    assert got.replace(f"={device!r}", "='cpu'") == expected
+
+
+_CHILDREN = """
+import multiprocessing, subprocess, sys
+import torch
+
+def made(_):
+    return torch.ones(2).device.type
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(pool.map(made, [0]))
+    print(subprocess.check_output([sys.executable, "-c", "import torch; print(torch.ones(2).device)"], text=True))
+"""
+
+
+def test_processes_that_a_script_spawns_use_the_device(tmp_path: Path) -> None:
+    """And no others that it starts."""
+    got = run([*MARID[:-1], "--no-summary", str(write(tmp_path, _CHILDREN))])
+    assert got.stdout == "['remote_accelerator']\n['remote_accelerator']\ncpu\n\n"
+
+
 def test_the_summary_says_that_nothing_ran_on_the_device(tmp_path: Path) -> None:
     """Where a framework has taken another one."""
     script = write(tmp_path, "import torch\nprint(torch.ones(2, device='cpu').sum())\n")

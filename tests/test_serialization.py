@@ -304,7 +304,9 @@ def test_several_tensors_are_arguments_of_a_spawned_process() -> None:
     results = context.Queue()
     tensors = [torch.full((1000,), float(number), device=DEVICE) for number in range(3)]
     process = context.Process(target=_sums, args=(tensors, results))
-    process.start()
+    with pytest.warns(UserWarning, match="what either of the two writes to them the other does not see") as warned:
+        process.start()
+    assert len(warned) == 1
     assert results.get(timeout=120) == [0.0, 1000.0, 2000.0]
     process.join()
     assert process.exitcode == 0

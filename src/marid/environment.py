@@ -134,7 +134,7 @@ def _engines() -> dict[str, list[str]]:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    known = {f"MARID_{field.name.upper()}" for field in fields(Settings)} | {"MARID_AUTOLOAD"}
+    known = {f"MARID_{field.name.upper()}" for field in fields(Settings)} | {"MARID_AUTOLOAD", "MARID_RUN"}
     for name in sorted(os.environ):
         if name.startswith("MARID_"):
             yield name, os.environ[name] if name in known else "set, but no setting"

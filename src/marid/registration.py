@@ -110,7 +110,7 @@ def register() -> None:
     else:
         _keep_alive.append(_Hooks())
         torch._C._acc.register_python_privateuseone_hook(_keep_alive[-1])
-    torch.serialization.register_package(5, _location_of, _restored)
+    torch.serialization.register_package(5, location_of, _restored)
     if torch.distributed.is_available() and torch.distributed.is_gloo_available():
         _offer_gloo()
 
@@ -200,7 +200,7 @@ def _manual_seed_all(seed: int) -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _location_of(storage: Any) -> str | None:
+def location_of(storage: Any) -> str | None:
     return getattr(storage, "_marid_location", None)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from marid import frameworks
 from marid.api import explain, stats
-from marid.frontend import handles, printing, script_random
+from marid.frontend import handles, printing, script_random, script_warnings
 from marid.registration import first_use
 from marid.report.document import report
 from marid.settings import settings
@@ -44,7 +44,7 @@ class Job:
         """
         path = os.path.join(os.getcwd(), self.script)  # not normalised, as python does it
         source = _read(path)
-        self._prepare_device()
+        use_the_device(self.as_cuda)
         if self.report is not None:
             settings.profile_operators = True
             settings.immediate_bytes = 0  # what runs at once is in no program
@@ -65,19 +65,32 @@ class Job:
             _hide_own_frames(error)
             raise
 
-    def _prepare_device(self) -> None:
-        first_use()
-        printing.show_as_python_does(names_device=self.as_cuda)
-        # Marid compiles what it records; a second compiler in front of it would only see opaque tensors.
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        if self.as_cuda:
-            from marid import as_cuda  # changes PyTorch's modules: only on request
 
-            as_cuda.install()
-        else:
-            torch.set_default_device(handles.DEVICE_TYPE)
-            script_random.install()
-            frameworks.choose_the_device()
+_FOR_CHILDREN = "MARID_RUN"
+"""The variable from which processes that the script spawns know what they are part of."""
+
+
+def use_the_device(as_cuda: bool) -> None:
+    """Have the rest of this process use the device, and what ``multiprocessing`` starts from it."""
+    first_use()
+    printing.show_as_python_does(names_device=as_cuda)
+    script_warnings.install()
+    # Marid compiles what it records; a second compiler in front of it would only see opaque tensors.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    os.environ[_FOR_CHILDREN] = "--as-cuda" if as_cuda else ""
+    if as_cuda:
+        from marid import as_cuda as cuda  # changes PyTorch's modules: only on request
+
+        cuda.install()
+    else:
+        torch.set_default_device(handles.DEVICE_TYPE)
+        script_random.install()
+        frameworks.choose_the_device()
+
+
+def go_on_in_child() -> None:
+    """Use the device in a process that ``multiprocessing`` has started from one under ``marid run``."""
+    use_the_device(os.environ[_FOR_CHILDREN] == "--as-cuda")
 
 
 def _read(path: str) -> bytes:

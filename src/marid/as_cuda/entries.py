@@ -11,6 +11,7 @@ from torch._subclasses import fake_tensor
 from torch.amp import autocast_mode
 from torch.utils import _device
 
+from marid import registration
 from marid.as_cuda.devices import COUNT, CUDA, OURS, from_cuda, index_of, to_cuda
 from marid.as_cuda.functions import legacy_type
 from marid.frontend import autocast, serialize
@@ -58,7 +59,15 @@ def _replace_generator() -> None:
 
     class Generator(torch._C.Generator, metaclass=Kind):
         def __new__(cls, device: Any = "cpu") -> Any:
-            return torch._C.Generator(device=from_cuda(device))
+            make: Any = super().__new__
+            return make(cls, device=from_cuda(device))
+
+        def __init__(self, device: Any = "cpu") -> None:
+            pass  # what is there already
+
+        @property
+        def device(self) -> torch.device:
+            return to_cuda(super().device)
 
     torch.Generator = Generator
 
@@ -88,7 +97,11 @@ def _replace_device_contexts() -> None:
 
 
 def _replace_loading() -> None:
-    """Files whose tensors were on a GPU, and ``torch.load(map_location="cuda")``."""
+    """Files whose tensors were on a GPU, and ``torch.load(map_location="cuda")``. What is saved is for GPUs too."""
+
+    def location(storage: Any) -> str | None:
+        device = registration.location_of(storage)
+        return None if device is None else device.replace(OURS, CUDA)
 
     def restore(storage: Any, location: str) -> Any:
         if not location.startswith(CUDA):
@@ -104,8 +117,17 @@ def _replace_loading() -> None:
     def cuda(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> Any:  # noqa: ARG001
         return serialize.restore(self, f"{OURS}:{index_of(device)}")
 
-    torch.serialization.register_package(4, lambda _storage: None, restore)  # before the one of PyTorch's CUDA, at 20
+    torch.serialization.register_package(4, location, restore)  # before the one of PyTorch's CUDA, at 20
     torch.UntypedStorage.cuda = cuda
+    device = torch.UntypedStorage.device.__get__
+    torch.UntypedStorage.device = property(lambda self: to_cuda(device(self)))
+
+
+def _replace_factories() -> None:
+    """Functions that make tensors and that modes do not see."""
+    torch.range = _translate_first(torch.range)
+    torch.nested.nested_tensor = _translate_first(torch.nested.nested_tensor)
+    torch.nested.as_nested_tensor = _translate_first(torch.nested.as_nested_tensor)
 
 
 _OF_ACCELERATORS = (
@@ -118,6 +140,7 @@ _OF_ACCELERATORS = (
 def _replace_accelerator() -> None:
     """``torch.accelerator``, whose accelerator is CUDA, with one device."""
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device(CUDA)  # noqa: ARG005
+    setattr(torch._C, "_get_accelerator", lambda check=None: torch.device(CUDA))  # noqa: ARG005, B010
     torch.accelerator.device_count = lambda: COUNT
     for name in _OF_ACCELERATORS:
         if hasattr(torch.accelerator, name):  # the versions of PyTorch have not all of them
@@ -150,6 +173,7 @@ def replace_entries() -> None:
     _replace_generator()
     _replace_device_contexts()
     _replace_loading()
+    _replace_factories()
     _replace_fake_tensors()
     _replace_accelerator()
     _replace_cudnn()

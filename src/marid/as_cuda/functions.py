@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from marid.as_cuda.devices import CUDA, OURS, from_cuda, index_of, to_cuda
 from marid.frontend import handles
@@ -41,8 +41,13 @@ def _device_of(func: Any, tensor: torch.Tensor, *_: Any) -> torch.device:
     return to_cuda(func(tensor))
 
 
+def _shown_device(device: torch.device, first: Any = None, *_: Any) -> torch.device:
+    """A script's device object keeps saying "cuda", and one of a number is PyTorch's accelerator."""
+    return to_cuda(device) if isinstance(first, int) else device
+
+
 def _is_cuda(_func: Any, tensor: torch.Tensor, *_: Any) -> bool:
-    return handles.is_lazy(tensor)
+    return tensor.device.type == OURS  # also where it is a tensor of such tensors: nested, distributed
 
 
 def _tensor_cuda(
@@ -92,7 +97,7 @@ def _type(func: Any, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool
 
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
-    torch.device: lambda func, *args, **kwargs: func(*args, **kwargs),  # a script's device object keeps saying "cuda"
+    torch.device: lambda func, *args, **kwargs: _shown_device(func(*args, **kwargs), *args),
     torch.Tensor.device.__get__: _device_of,
     torch.Tensor.is_cuda.__get__: _is_cuda,
     torch.Tensor.cuda: _tensor_cuda,
@@ -102,20 +107,42 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
 }
 
 
-def enter_in_every_thread() -> None:
-    """Function modes are per thread: enter one here, and in every thread that is started from now on."""
+def _translating(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, run in the mode."""
+
+    @functools.wraps(function)
+    def translating(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(mode, _Cuda) for mode in _get_current_function_mode_stack()):
+            return function(*args, **kwargs)
+        with _Cuda():
+            return function(*args, **kwargs)
+
+    return translating
+
+
+def enter_everywhere() -> None:
+    """Function modes are per thread: enter one here, and in every thread that is started from now on. PyTorch leaves
+    the mode for the function that it handles, so enter it again where that one calls a script's functions: hooks, and
+    the backward of autograd functions."""
     start = threading.Thread.start
 
     @functools.wraps(start)
     def start_translating(self: threading.Thread) -> None:
-        run = self.run
-
-        def run_translating() -> None:
-            with _Cuda():
-                run()
-
-        self.run = run_translating
+        self.run = _translating(self.run)
         start(self)
 
     threading.Thread.start = start_translating
+
+    graph: Any = torch.autograd.graph
+    run_backward = _translating(graph._engine_run_backward)
+    graph._engine_run_backward = run_backward
+    setattr(torch.autograd, "_engine_run_backward", run_backward)  # noqa: B010
+
+    initialise = graph.saved_tensors_hooks.__init__
+
+    @functools.wraps(initialise)
+    def __init__(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
+        initialise(self, _translating(pack_hook), _translating(unpack_hook))
+
+    graph.saved_tensors_hooks.__init__ = __init__
     _Cuda().__enter__()

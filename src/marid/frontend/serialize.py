@@ -13,12 +13,17 @@ from typing import Any
 import torch
 
 from marid.errors import UnsupportedOperationError
+from marid.execute.kernel_warnings import warn_of
 from marid.frontend import handles, storage_objects
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import read
 from marid.frontend.subclasses import user_class
 
 _LOCATION = "_marid_location"  # see registration.py
+_COPIED = (
+    f"tensors of {handles.DEVICE_TYPE} are copied for the process that is started: what either of the two writes to "
+    "them the other does not see (keep on the CPU what processes share)"
+)
 
 
 def reduce(tensor: Any) -> Any:
@@ -66,6 +71,8 @@ class _DeviceStorage(torch.TypedStorage):
         plain = torch.TypedStorage(wrap_storage=untyped.clone(), dtype=self.dtype, _internal=True)
         child: Any = get_spawning_popen()
         if child is not None:  # it is given the memory itself, by a descriptor, after all arguments are pickled
+            if not hasattr(child, "tensors"):
+                warn_of([_COPIED])
             child.tensors = [*getattr(child, "tensors", []), plain]
         return _storage_at, (plain, getattr(untyped, _LOCATION))
 
