@@ -28,11 +28,19 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Show a file, when it has been loaded."""
-        _ask("POST", f"{self._session}/url", {"url": path.resolve().as_uri()})
+        self.go(path.resolve().as_uri())
+
+    def go(self, address: str) -> None:
+        """Show a page, when it has been loaded."""
+        _ask("POST", f"{self._session}/url", {"url": address})
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What the body of a JavaScript function returns."""
         return _ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
+
+    def run_until_done(self, script: str, *arguments: Any) -> Any:
+        """What the body of a JavaScript function gives to the function that is its last argument."""
+        return _ask("POST", f"{self._session}/execute/async", {"script": script, "args": list(arguments)})
 
     def complaints(self) -> list[str]:
         """What the page has written to its console since the last time, warnings and worse, and failed loads."""

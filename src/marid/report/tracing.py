@@ -18,8 +18,12 @@ from marid.report.operator_times import operator_times
 from marid.semantics.tracebacks import folded
 
 _PROGRAMS = 50_000  # that are kept; older ones are dropped
-_RECORDING, _QUEUE, _RUNNING, _COMPILING, _FIRST_WORKER = 1, 2, 3, 4, 10
+_RECORDING, _QUEUE, _RUNNING, _COMPILING, _FIRST_WORKER = 1, 100, 200, 300, 400
 _LANES = {_RECORDING: "recording", _QUEUE: "queue", _RUNNING: "running", _COMPILING: "compiling"}
+"""Where the lanes of each begin: what overlaps lies in several, of ``_ROOM`` at most."""
+_ROOM = 100
+
+_Span = tuple[float, float, str, dict[str, Any]]
 
 
 class Trace:
@@ -65,10 +69,12 @@ class Trace:
             handles.close()
             operator_times.traced -= 1
             operator_times.look()
+        events = list(self._converted())
+        names = _LANES | {lane: name for name, lane in self._workers().items()}
         found = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
-            "traceEvents": [*_names(self._workers()), *self._converted()],
+            "traceEvents": [*_named(names, {event["tid"] for event in events}), *events],
         }
         self.path.write_text(json.dumps(found, allow_nan=False))
 
@@ -89,29 +95,34 @@ class Trace:
     def _converted(self) -> Iterator[dict[str, Any]]:
         workers = self._workers()
         busy: list[tuple[float, float]] = []  # what the user's thread did beside recording
-        for number, (told, event) in enumerate(self._events):
+        queued: list[_Span] = []
+        compiling: list[_Span] = []
+        for told, event in self._events:
             if isinstance(event, Compiled):
-                yield from self._compiled(event, number)
+                arguments = {"operators": event.operators, "succeeded": event.succeeded}
+                compiling.append((event.began, event.ended, f"compiling {event.operators} operators", arguments))
             elif isinstance(event, Materialized):
                 arguments = {"source": event.source, "reason": event.reason}
                 busy.append((told - event.seconds, told))
                 yield self._slice(_RECORDING, f"wait: {event.reason}", "marid", *busy[-1], arguments)
             else:
-                yield from self._ran(event, number, workers.get(event.lane, _RUNNING))
+                count = len(event.operators)
+                name = f"program: {count:,} operator{'s' if count != 1 else ''}"
+                arguments = {"operators": count, "compiled": event.compiled, "source": _text(event.places[-2])}
+                if event.began > event.queued:
+                    queued.append((event.queued, event.began, name, arguments))
+                yield from self._ran(event, name, workers.get(event.lane, _RUNNING), arguments)
                 if event.lane == "user":
                     busy.append((event.began, event.ended))
+        yield from self._side_by_side(_QUEUE, queued)
+        yield from self._side_by_side(_COMPILING, compiling)
         until = self._began
         for began, ended in sorted([*busy, (self._ended, self._ended)]):
             if began > until:
                 yield self._slice(_RECORDING, "recording", "marid", until, began, {})
             until = max(until, ended)
 
-    def _ran(self, event: Ran, number: int, lane: int) -> Iterator[dict[str, Any]]:
-        count = len(event.operators)
-        arguments = {"operators": count, "compiled": event.compiled, "source": _text(event.places[-2])}
-        name = f"program: {count:,} operator{'s' if count != 1 else ''}"
-        if event.began > event.queued:
-            yield from self._overlapping(_QUEUE, name, event.queued, event.began, number, arguments)
+    def _ran(self, event: Ran, name: str, lane: int, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield self._slice(lane, name, "user_annotation", event.began, event.ended, arguments)
         if event.timing is None or event.timing.spans is None:
             return
@@ -130,11 +141,6 @@ class Trace:
                     lane, instruction.op.name, "cpu_op", max(began, event.began), min(ended, event.ended) - gap, where
                 )
 
-    def _compiled(self, event: Compiled, number: int) -> Iterator[dict[str, Any]]:
-        arguments = {"operators": event.operators, "succeeded": event.succeeded}
-        name = f"compiling {event.operators} operators"
-        yield from self._overlapping(_COMPILING, name, event.began, event.ended, number, arguments)
-
     def _slice(
         self, lane: int, name: str, category: str, began: float, ended: float, arguments: dict[str, Any]
     ) -> dict[str, Any]:
@@ -149,23 +155,26 @@ class Trace:
             "args": arguments,
         }
 
-    def _overlapping(
-        self, lane: int, name: str, began: float, ended: float, number: int, arguments: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        """What may lie across others in its lane."""
-        common = {"name": name, "cat": _LANES[lane], "id": number, "pid": os.getpid(), "tid": lane}
-        yield {"ph": "b", **common, "ts": self._microseconds(began), "args": arguments}
-        yield {"ph": "e", **common, "ts": self._microseconds(ended)}
+    def _side_by_side(self, first: int, spans: list[_Span]) -> Iterator[dict[str, Any]]:
+        """Spans that may overlap, each in the first lane that is free."""
+        free_from: list[float] = []
+        for began, ended, name, arguments in sorted(spans, key=lambda span: span[:2]):
+            lane = next((lane for lane, until in enumerate(free_from) if until <= began), len(free_from))
+            free_from[lane:] = [ended, *free_from[lane + 1 :]]
+            yield self._slice(first + min(lane, _ROOM - 1), name, _LANES[first], began, ended, arguments)
 
     def _microseconds(self, at: float) -> float:
         """Since the beginning of the trace: what was asked for before that began then."""
         return round(max(at - self._began, 0.0) * 1e6, 3)
 
 
-def _names(workers: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _named(names: dict[int, str], used: set[int]) -> Iterator[dict[str, Any]]:
+    """The names of the process and of its lanes, of which the first of each is there in any case."""
     process = os.getpid()
     yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": "marid"}}
-    for lane, name in [*_LANES.items(), *((lane, name) for name, lane in workers.items())]:
+    for lane in sorted({*names, *used}):
+        first = max(one for one in names if one <= lane)
+        name = names[lane] if lane == first else f"{names[first]} {lane - first + 1}"
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": lane, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": lane, "args": {"sort_index": lane}}
 
