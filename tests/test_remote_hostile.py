@@ -25,11 +25,11 @@ from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.program_records import changes_between, digest_of, geometry_of
 from marid.remote.worker import collectives as groups_of
 from marid.remote.worker import executor as machines
+from marid.remote.worker.chunk_store import ChunkStore
 from marid.remote.worker.collectives import Groups, Job
 from marid.remote.worker.connections import ServerSocket
 from marid.remote.worker.copies import Collectors, Copies, Tickets
 from marid.remote.worker.executor import Executor
-from marid.remote.worker.residency import ChunkStore
 from marid.remote.worker.server import Limits, Worker
 from marid.remote.worker.session import Message, Session
 from marid.remote.worker.workspace import Workspace

@@ -15,12 +15,12 @@ import zmq
 
 import marid
 from marid.errors import MemoryLimitError
+from marid.execute.residency import ROLES, Residency
 from marid.frontend.engines import engine_of
 from marid.remote.client.link import Link
 from marid.remote.launch import connect as connecting
 from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
-from marid.remote.worker.residency import Residency
 from tests.remote_helpers import linked, upload, worker_process
 from tests.remote_runs import decode, same, train
 
@@ -59,7 +59,7 @@ def test_the_least_precious_goes_first_then_the_least_recently_used() -> None:
     residency = Residency(CPU, MEGABYTE)
     weight, cache, old, new = (torch.arange(1000.0) + i for i in range(4))
     for tensor, role in ((weight, "weight"), (cache, "kv cache"), (old, "activation"), (new, "activation")):
-        residency.note(tensor, ask.ROLES.index(role))
+        residency.note(tensor, ROLES.index(role))
     assert residency.bring([old], 0)  # so that it is the newer one
     for gone in ([True, True, True, False], [True, True, False, False], [True, False, False, False], [False] * 4):
         assert residency.bring([], -1)

@@ -30,9 +30,9 @@ from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.program_records import BODY_BYTES, body_of, digest_of, geometry_of, packed, unpacked
 from marid.remote.wire.requests import read_requests
 from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, matches, memory_of, packing_of, spec_of, tensor_of
+from marid.remote.worker.chunk_store import ChunkStore
 from marid.remote.worker.operators import operator_named
 from marid.remote.worker.program_reader import RemoteProgram, geometry_from
-from marid.remote.worker.residency import ChunkStore
 from tests.helpers import DEVICE
 
 CPU = torch.device("cpu")

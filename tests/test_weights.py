@@ -17,7 +17,7 @@ from marid.engine.safetensors import read_file
 from marid.errors import WorkerLostError
 from marid.remote.client import uploads as offers
 from marid.remote.launch.connect import connection_of, disconnect
-from marid.remote.worker.residency import ChunkStore
+from marid.remote.worker.chunk_store import ChunkStore
 from marid.report.traffic import RemoteStats
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}

@@ -81,6 +81,7 @@ def stats() -> Stats:
         programs_built=counters.programs_built,
         programs_reused=counters.programs_reused,
         programs_fitted=counters.programs_fitted,
+        spill_moved=counters.spill_moved,
         materializations=counters.materializations,
         automatic_cuts=counters.automatic_cuts,
         fallbacks=dict(counters.fallbacks),

@@ -74,6 +74,9 @@ class Settings:
     memory_limit: int = 0
     """A run that would make the devices hold more bytes than this computes results again in place of keeping them, or
     is refused before it starts where that does not suffice; 0 for no limit."""
+    spill_limit: int = 0
+    """So many bytes of what such a run does not use may wait in a file (of the folder for temporary files) where that
+    makes it fit; 0 for none. For the device of this process on the CPU."""
     compile_recordings: int = 8
     """A function under ``marid.compile`` is given up, for one kind of arguments, after so many recordings of which no
     two did the same."""

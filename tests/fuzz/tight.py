@@ -1,4 +1,5 @@
-"""Programs run with less memory than they take as recorded, however small they are."""
+"""Programs run with less memory than they take as recorded, however small they are, and all that is idle waits in
+files meanwhile."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import marid
 from marid.engine import memory_limit
 from marid.execute.fitted import fitted
+from marid.frontend.engines import local_engine
 
 __all__ = ["tight"]
 
@@ -24,6 +26,7 @@ def tight() -> Iterator[list[float]]:
     turn = itertools.count()
 
     def as_little(flat: Any, task: Any, room: int, expected: int) -> Any:
+        local_engine._make_room(1 << 60, task)  # pyright: ignore[reportAttributeAccessIssue]
         first = next(turn)
         for number in range(first, first + len(_SHARES)):
             share = _SHARES[number % len(_SHARES)]
@@ -33,11 +36,11 @@ def tight() -> Iterator[list[float]]:
                 return found
         return fitted(flat, task, room, expected)
 
-    before = marid.settings.memory_limit
-    marid.settings.memory_limit = 1 << 60
+    before = marid.settings.memory_limit, marid.settings.spill_limit
+    marid.settings.memory_limit = marid.settings.spill_limit = 1 << 60
     memory_limit.fitted = as_little
     try:
         yield shares
     finally:
         memory_limit.fitted = fitted
-        marid.settings.memory_limit = before
+        marid.settings.memory_limit, marid.settings.spill_limit = before

@@ -82,6 +82,7 @@ class InProcessEngine:
     runs_ahead = True
     elsewhere = False
     local = True
+    spilled = 0
 
     def __init__(self, make: Callable[[Program, tuple[Spec | None, ...]], Any] = Executable.of) -> None:
         self.lock = threading.RLock()

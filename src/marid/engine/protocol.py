@@ -78,6 +78,8 @@ class Engine(Protocol):
     """Whether what it runs leaves the processors of this process alone."""
     local: bool
     """Whether it runs on this machine, so that no message is needed to read a value."""
+    spilled: int
+    """Bytes of values that wait outside of the memory that ``settings.memory_limit`` is about."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -157,7 +159,8 @@ class Engine(Protocol):
         ...
 
     def memory(self, buffer: Buffer) -> tuple[int, int] | None:
-        """An identity for the block of memory that a buffer lies in, and its bytes; None while it is in the making."""
+        """An identity for the block of memory that a buffer lies in, and its bytes; None while it is in the making. The
+        identity is negative, and there are no bytes, where the memory is ``spilled``."""
         ...
 
     def resize(self, buffer: Buffer, nbytes: int) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from marid.engine.inprocess import InProcessEngine
 from marid.engine.protocol import Engine
+from marid.engine.spilling import SpillingEngine
 from marid.errors import LazyTensorError
 from marid.frontend import handles
 from marid.graph.node import Value
@@ -18,10 +19,16 @@ from marid.settings import settings
 
 def _local_engine() -> InProcessEngine:
     if settings.engine == "cpu":
-        return InProcessEngine()
+        return SpillingEngine(_local_values)
     from marid.engine.accelerated import AcceleratedEngine
 
     return AcceleratedEngine(torch.device(settings.engine))
+
+
+def _local_values() -> list[Value]:
+    """Values of the engine of this process that hold memory."""
+    own = [index for index, engine in enumerate(_engines) if engine is local_engine]
+    return [value for index in own for value in handles.tape(index).resident_values()]
 
 
 local_engine = _local_engine()
@@ -37,6 +44,7 @@ class _LeftBehind:
     runs_ahead = False
     elsewhere = True
     local = False
+    spilled = 0
 
     def wait(self, values: Sequence[Value] | None = None, need: str = "run") -> bool:  # noqa: ARG002
         """Nothing runs here."""

@@ -187,7 +187,7 @@ def _plan(tape: Tape, site: Site | None) -> int:
 def may_be_immediate(tape: Tape) -> bool:
     """Whether operations may run at once on the thread that calls them."""
     allowed = settings.immediate_bytes > 0 and not settings.memory_limit and not settings.log_intercepts
-    allowed = allowed and not recorded.listeners
+    allowed = allowed and not recorded.listeners and not engine_of(tape.device).spilled
     return allowed and not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
 
 
@@ -287,8 +287,9 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
         tape.run += len(nodes)
         engine = engine_of(tape.device)
         ahead = ahead and not tape.immediate and (engine.elsewhere or may_go_ahead())
-        taken = engine.run(nodes, tape.take_back, ahead, limit - resident if limit else None)
-        counters.peak_memory = max(counters.peak_memory, resident + taken)
+        resident += engine.spilled
+        taken = engine.run(nodes, tape.take_back, ahead, limit - resident + engine.spilled if limit else None)
+        counters.peak_memory = max(counters.peak_memory, resident - engine.spilled + taken)
     except MaterializationError:
         fail_dependents()
         raise

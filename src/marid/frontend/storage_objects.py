@@ -57,7 +57,7 @@ def _extent(value: Any) -> int:
     if spec is None:
         return 0
     block = None if value.concrete is None else engine_of(spec.device).memory(value.concrete)
-    if block is not None:
+    if block is not None and block[0] >= 0:  # else it waits elsewhere
         return block[1]
     return 0 if 0 in spec.shape else (spec.offset + spec.span) * spec.dtype.itemsize
 

@@ -146,6 +146,8 @@ class Template:
     def _has_room(self) -> bool:
         # Where there is a limit on memory, the Python records, and what does not fit is refused where it is read.
         limit = settings.memory_limit
+        if limit and engine_of(self.recording.device).spilled:
+            return False
         return not limit or bytes_of(range(handles.device_count)) + self._prepared.transient_bytes <= limit
 
     def _upload(self, call: Call, values: dict[Ref, Value]) -> bool:

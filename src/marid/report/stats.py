@@ -69,7 +69,7 @@ class Stats:
 
     ``ops_captured`` operations recorded; ``ops_executed`` of them run; ``ops_immediate`` of these at once, as they were
     written; ``programs_built`` and ``programs_reused``; ``programs_fitted`` programs that were made of others to take
-    less memory, by computing results again;
+    less memory, by computing results again; ``spill_moved`` bytes that went to a file or came back for that;
     ``materializations`` times a read had to run something; ``automatic_cuts`` times the tape was run because it grew
     too large; ``fallbacks`` operator name to count of operations that could not be recorded and ran eagerly;
     ``dynamic`` the same for operations whose output shape depends on data; ``mispredictions`` results that were not
@@ -96,6 +96,7 @@ class Stats:
     programs_built: int
     programs_reused: int
     programs_fitted: int
+    spill_moved: int
     materializations: int
     automatic_cuts: int
     fallbacks: dict[str, int]
@@ -157,6 +158,7 @@ class Counters:
     ops_executed: int = 0
     programs_built: int = 0
     programs_fitted: int = 0
+    spill_moved: int = 0
     programs_reused: int = 0
     materializations: int = 0
     automatic_cuts: int = 0

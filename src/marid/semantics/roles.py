@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Output, Value, root_of
 from marid.semantics.expressions import base_name
-from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
+from marid.semantics.memory_roles import ACTIVATION, BUFFER, GRADIENT, INPUT, MADE_IN, STATE
+from marid.semantics.scopes import FORWARD
 
 if TYPE_CHECKING:
     from marid.semantics.patterns import Match
 
-PARAMETER, BUFFER, GRADIENT, STATE = "parameter", "buffer", "gradient", "optimizer state"
-_MADE_IN = {BACKWARD: GRADIENT, OPTIMIZER: STATE}
+PARAMETER = "parameter"
 _WEIGHTS = {
     "linear": (1, 2), "addmm": (0, 2), "convolution": (1, 2), "embedding": (0,), "native_layer_norm": (2, 3),
     "native_group_norm": (1, 2), "native_batch_norm": (1, 2), "_native_batch_norm_legit": (1, 2),
@@ -36,13 +36,13 @@ def roles_of(recorded: Recorded, known: Mapping[Value, str], matches: Sequence[M
         for node in match.memory:
             if of.get(root_of(node)) not in (PARAMETER, BUFFER, GRADIENT, STATE):
                 of[root_of(node)] = match.name
-    found = {source: _role(source, of) or "input" for source in recorded.sources}
+    found = {source: _role(source, of) or INPUT for source in recorded.sources}
     asked = {value.node for value in recorded.asked}
     for node in recorded.operations:
         role = _role(node, of)
         if role is None:
             phase = node.scope.phase if node.scope is not None else FORWARD
-            role = _MADE_IN.get(phase) or ("output" if node in asked else "activation")
+            role = MADE_IN.get(phase) or ("output" if node in asked else ACTIVATION)
         found[node] = role
     return found
 

@@ -16,9 +16,8 @@ import torch
 from marid.engine.protocol import Geometry
 from marid.graph.node import Node, Spec, Value, fail, failure_of, input_values, root_of, span_of, without_frames
 from marid.graph.program import Task
-from marid.semantics.caches import grows
 from marid.semantics.marks import marks
-from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER
+from marid.semantics.memory_roles import ACTIVATION, INPUT, made_as, written_as
 
 _identities = itertools.count(1 << 62)  # above all addresses, with which they are compared
 
@@ -141,21 +140,13 @@ class Memory:
 # --- what memory is for ----------------------------------------------------------------------------------------------
 
 
-WEIGHT, GRADIENT, STATE, ACTIVATION, CACHE = "weight", "gradient", "optimizer state", "activation", "kv cache"
-BUFFER = "buffer"
-
-_MADE_IN = {BACKWARD: GRADIENT, OPTIMIZER: STATE}
-
-
 def role_of(block: Block) -> str:
     """The role of a block, "input" for what came from the host and was never written."""
-    return block.role or "input"
+    return block.role or INPUT
 
 
 def note_roles(task: Task, step: Any) -> None:
-    """Learn from a run: what it makes is named by the phase that made it, and what an optimizer writes is a weight
-    unless an optimizer has made it; what a forward pass writes in place, or puts behind what it has kept, is a cache,
-    but for what norms count, which are buffers."""
+    """Learn from a run what the memory is for that it makes or writes (``semantics/memory_roles.py``)."""
     made = {block.identity for block in step.makes}
     for value in task.outputs:
         buffer = value.concrete
@@ -165,31 +156,19 @@ def note_roles(task: Task, step: Any) -> None:
         if marked is not None:
             buffer.block.role, buffer.block.marked = marked, True
         elif buffer.block.identity in made and buffer.block.role is None:
-            phase = value.node.scope.phase if value.node.scope is not None else FORWARD
-            buffer.block.role = CACHE if grows(value.node) else _MADE_IN.get(phase, ACTIVATION)
+            buffer.block.role = made_as(value)
     written = {block.identity for block in step.writes if block.role in (None, ACTIVATION) and not block.marked}
     if not written:
         return
     for node in task.nodes:
-        if node.op is None or not node.op.mutates or node.scope is None:
+        role = written_as(node)
+        if role is None:
             continue
-        role = WEIGHT if node.scope.phase == OPTIMIZER else _written_by(node)
         for value in input_values(node):
             root = root_of(value)
             buffer = root.concrete if isinstance(root.concrete, RemoteBuffer) else value.concrete
-            if role is not None and isinstance(buffer, RemoteBuffer) and buffer.block.identity in written:
+            if isinstance(buffer, RemoteBuffer) and buffer.block.identity in written:
                 buffer.block.role = role
-
-
-def _written_by(node: Node) -> str | None:
-    """The role of what an operator writes in a forward and keeps: statistics of norms and counts are buffers."""
-    assert node.op is not None
-    assert node.scope is not None
-    if node.scope.module_path is None:
-        return None
-    target = next(input_values(node), None)
-    counts = target is not None and target.spec is not None and not target.spec.shape
-    return BUFFER if counts or "batch_norm" in node.op.name else CACHE
 
 
 # --- what cannot be had ----------------------------------------------------------------------------------------------

@@ -54,8 +54,7 @@ class RemoteEngine:
     """Runs programs on the worker of ``connection``, or on its replacement when it was lost."""
 
     runs_ahead = False
-    elsewhere = True
-    local = False
+    elsewhere, local, spilled = True, False, 0
 
     def __init__(self, connection: Connection) -> None:
         self.name = connection.name

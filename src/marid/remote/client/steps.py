@@ -13,6 +13,7 @@ import torch
 from marid.engine.plain import as_int, as_list, as_text, spec_from
 from marid.engine.protocol import Called, Returned
 from marid.errors import WireError
+from marid.execute.residency import ROLES
 from marid.graph.node import Operation, Spec, Value, placed
 from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec, role_of
 from marid.remote.client.contents import Content, FileContent
@@ -20,7 +21,7 @@ from marid.remote.client.link import Link
 from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings, current
 from marid.remote.wire.replies import as_tensor
-from marid.remote.wire.requests import ROLES, Call, Configure, Fetch, Free, Request, Roles
+from marid.remote.wire.requests import Call, Configure, Fetch, Free, Request, Roles
 from marid.report.traffic import traffic
 from marid.semantics.scopes import current_site
 

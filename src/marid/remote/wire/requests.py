@@ -15,6 +15,7 @@ import torch
 
 from marid.engine.plain import as_list, check_sizes
 from marid.errors import WireError
+from marid.execute.residency import ROLES
 from marid.graph.node import Spec
 from marid.remote.wire.codec import SEGMENT_BYTES, Buffer
 from marid.remote.wire.fields import (
@@ -45,11 +46,6 @@ from marid.remote.wire.program_records import BODY_BYTES, DIGEST_BYTES
 from marid.remote.wire.tensors import CHUNK_BYTES, packing_of
 
 TICKET_BYTES = 32
-ROLES = (
-    *("activation", "other", "input", "gradient", "optimizer state"),
-    *("recurrent state", "kv cache", "buffer", "weight"),
-)
-"""What memory is for; what is spilled first comes first."""
 OPERATIONS = ("sum", "mean", "max", "min")
 """How tensors may be reduced."""
 

@@ -148,7 +148,7 @@ def elements_of(pieces: Sequence[Any], nbytes: int, dtype: torch.dtype, pinned: 
     block = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=pinned and nbytes > 0)
     if not pinned:
         in_large_pages(block)
-    # Not through numpy, after which the memory could not be resized any more (residency.py does).
+    # Not through numpy, after which the memory could not be resized any more (execute/residency.py does).
     target = memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr() if nbytes else 0)).cast("B")
     start = 0
     for piece, size in zip(pieces, sizes, strict=True):

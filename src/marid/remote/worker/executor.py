@@ -24,6 +24,7 @@ from marid.execute.device_operators import operator_on, takes_device
 from marid.execute.executable import Executable
 from marid.execute.fitted import fitted
 from marid.execute.interrupted import Interrupted
+from marid.execute.residency import Residency
 from marid.execute.specialisation import Frame, Runnable
 from marid.execute.store import ProgramStore
 from marid.graph.analysis import forecast
@@ -34,7 +35,6 @@ from marid.native import module
 from marid.remote.wire.program_records import changed, digest_of, geometry_of
 from marid.remote.wire.tensors import matches
 from marid.remote.worker.program_reader import RemoteProgram, geometry_from
-from marid.remote.worker.residency import Residency
 from marid.report.units import bytes_text
 
 _PROGRAMS = 4096

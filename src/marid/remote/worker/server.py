@@ -29,11 +29,11 @@ from marid.execute.executable import may_be_stopped
 from marid.native import library
 from marid.remote.wire.codec import SEGMENTS, VERSION, decode, encode
 from marid.remote.wire.kernel_settings import apply
+from marid.remote.worker.chunk_store import ChunkStore
 from marid.remote.worker.collectives import Groups
 from marid.remote.worker.connections import PEER, OwnedSocket, ServerSocket
 from marid.remote.worker.copies import Collectors, Copies, Tickets
 from marid.remote.worker.executor import Executor
-from marid.remote.worker.residency import ChunkStore
 from marid.remote.worker.session import Cancelled, Message, Session
 from marid.remote.worker.workspace import Workspace
 

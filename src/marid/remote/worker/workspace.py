@@ -16,17 +16,18 @@ from marid.engine.inprocess import concretely
 from marid.engine.plain import dtype_name, spec_to
 from marid.errors import WireError
 from marid.execute.interrupted import Interrupted
+from marid.execute.residency import ROLES
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES
 from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings, apply
 from marid.remote.wire.program_records import digest_of, unpacked
 from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, spec_of, tensor_of
+from marid.remote.worker.chunk_store import ChunkStore
 from marid.remote.worker.collectives import Groups, WouldBlock
 from marid.remote.worker.copies import Copies
 from marid.remote.worker.executor import Executor, bytes_of
 from marid.remote.worker.operators import check_call, operator_named
-from marid.remote.worker.residency import ChunkStore
 
 _LAST = 64  # programs of which the last run is remembered
 
@@ -214,7 +215,7 @@ class Workspace:
     def _roles(self, request: ask.Roles) -> None:
         for handle, role in request.roles:
             if handle in self.tensors:
-                self.executor.residency.hint(self.tensors[handle], ask.ROLES.index(role))
+                self.executor.residency.hint(self.tensors[handle], ROLES.index(role))
 
     # --- operators, at once ---
 
@@ -321,7 +322,7 @@ class Workspace:
         if self.tensors.setdefault(handle, tensor) is not tensor:
             raise WireError(f"handle {handle} is taken")
         if role is not None:
-            self.executor.residency.note(tensor, ask.ROLES.index(role))
+            self.executor.residency.note(tensor, ROLES.index(role))
 
     def _reserve(self, nbytes: int, *used: torch.Tensor) -> None:
         self.executor.reserve(nbytes, used, self._held)
