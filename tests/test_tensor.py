@@ -716,3 +716,19 @@ def test_comparisons_with_parameters_are_laid_out_as_on_the_cpu(compare: Callabl
             assert torch.equal(got.cpu(), expected)
     with pytest.raises(TypeError, match="not supported"):
         operator.lt(nn.Parameter(rows.to(DEVICE)), "text")
+
+
+@pytest.mark.parametrize("value", [1.0, [1.0, 2.0, 3.0]], ids=["number", "row"])
+def test_masks_are_written_beside_numbers(value: Any) -> None:
+    """How many elements a mask chooses has to go with how many numbers there are, so it is no matter of a trial."""
+    written = []
+    for device in ("cpu", DEVICE):
+        x = torch.zeros(6, 4, device=device, requires_grad=True)
+        y = x * 1
+        mask, numbers = torch.tensor([1, 0, 1, 0, 0, 1], device=device).bool(), torch.tensor([0, 3, 2], device=device)
+        y[mask, numbers] = torch.tensor(value, device=device)
+        y[mask, numbers] += 1
+        y.sum().backward()
+        written.append((y.tolist(), x.grad.tolist()))  # pyright: ignore[reportOptionalMemberAccess]
+    assert written[0] == written[1]
+    assert not marid.stats().fallbacks

@@ -18,9 +18,13 @@ def _is_mask(index: torch.Tensor) -> bool:
 
 def fits_any_count(target: torch.Tensor, indices: Any, values: torch.Tensor) -> bool:
     """Whether values can be written however many elements a mask among the indices chooses."""
-    if indexes_by_number(indices) or values.numel() == 1:
+    if indexes_by_number(indices):
         return True
     (position, mask), *others = [(i, index) for i, index in enumerate(indices) if index is not None]
+    if any(index.numel() != 1 for _, index in others):
+        return False  # they go with as many
+    if values.numel() == 1:
+        return True
     behind = target.dim() - position - mask.dim()  # dimensions of the result to the right of the chosen elements
     return not others and (values.dim() <= behind or values.shape[-1 - behind] == 1)
 
