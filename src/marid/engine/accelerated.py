@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -28,6 +27,7 @@ from marid.graph.analysis import forecast
 from marid.graph.node import Node, Operation, Spec, Value, span_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task
+from marid.recent import Recent
 
 _SIZES = 256  # of the tensors of one program, those that came last
 
@@ -149,18 +149,15 @@ class _OnDevice:
     def __init__(self, engine: AcceleratedEngine, program: Program, specs: tuple[Spec | None, ...]) -> None:  # noqa: ARG002
         self.program = for_device(program, engine.device)
         self._engine = engine
-        self._sized: OrderedDict[tuple[Spec | None, ...], CapturedProgram] = OrderedDict()
+        self._sized: Recent[tuple[Spec | None, ...], CapturedProgram] = Recent(_SIZES)
 
     def sized(self, specs: tuple[Spec | None, ...]) -> CapturedProgram:
         """It with tensors of these specs, by slot."""
-        found = self._sized.get(specs)
+        found = self._sized.used(specs)
         if found is None:
             expected, engine = forecast(self.program, specs).nbytes, self._engine
             found = CapturedProgram(self.program, expected, engine.accelerator, engine.captured)
-            self._sized[specs] = found
-            if len(self._sized) > _SIZES:
-                self._sized.popitem(last=False)
-        self._sized.move_to_end(specs)
+            self._sized.put(specs, found)
         return found
 
 

@@ -15,7 +15,6 @@ it makes lies in memory that later runs overwrite, so what leaves a run and is h
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +31,7 @@ from marid.graph.analysis import analysis_of
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, Param, Program, Task, differ
 from marid.ops.facts import facts_of
+from marid.recent import Recent
 from marid.settings import settings
 
 logger = logging.getLogger("marid")
@@ -221,7 +221,7 @@ class CapturedPrograms:
         """How many times a captured segment was run."""
         self.results = GraphResults()
         self._captures = 0
-        self._programs: OrderedDict[CapturedProgram, None] = OrderedDict()  # the least recently used first
+        self._programs: Recent[CapturedProgram, None] = Recent(policy.CAPTURED_PROGRAMS)
 
     def next_number(self) -> int:
         """The number of a graph that is captured now: graphs are numbered in the order in which they were."""
@@ -230,10 +230,9 @@ class CapturedPrograms:
 
     def ran(self, program: CapturedProgram) -> None:
         """One of them ran."""
-        self._programs[program] = None
-        self._programs.move_to_end(program)
-        if len(self._programs) > policy.CAPTURED_PROGRAMS:
-            self._programs.popitem(last=False)[0].forget()
+        left = self._programs.put(program, None)
+        if left is not None:
+            left[0].forget()
 
     def clear(self) -> None:
         """Forget all graphs, and give back their memory."""

@@ -9,7 +9,6 @@ failed and which results exist by then.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
@@ -29,6 +28,7 @@ from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Spec
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
+from marid.recent import Recent
 from marid.settings import settings
 
 _Range: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore[reportAttributeAccessIssue]
@@ -70,7 +70,7 @@ class Executable:
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(one.op.name.startswith("aten::") or one.op.name == _COMPILED for one in program.instructions)
         self._plain = Specialisation(self, None)
-        self._specialised: OrderedDict[tuple[Any, ...], Specialisation] = OrderedDict()
+        self._specialised: Recent[tuple[Any, ...], Specialisation] = Recent(policy.PLANS)
         self._seen: set[int] = set()
         self._wasted = 0
         self._prepared: Table | None = None
@@ -99,17 +99,14 @@ class Executable:
         if self.transient_bytes < settings.plan_bytes:
             return self._plain
         specs = task.specs
-        found = self._specialised.get(specs)
-        if found is not None:
-            self._specialised.move_to_end(specs)
-        elif self._wasted >= policy.PLAN_WASTES or (not self.takes_much and self._is_new(specs)):
-            return self._plain
-        else:
+        found = self._specialised.used(specs)
+        if found is None:
+            if self._wasted >= policy.PLAN_WASTES or (not self.takes_much and self._is_new(specs)):
+                return self._plain
             found = Specialisation(self, Placement(donors(self.program, specs), self.transient_bytes))
-            self._specialised[specs] = found
-            if len(self._specialised) > policy.PLANS:
-                _, oldest = self._specialised.popitem(last=False)
-                self._wasted += oldest.uses < policy.PLAN_USES
+            left = self._specialised.put(specs, found)
+            if left is not None:
+                self._wasted += left[1].uses < policy.PLAN_USES
         found.uses += 1
         return found
 

@@ -8,12 +8,11 @@ from a checkpoint, is looked for in the stream of its seed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 
 from marid.frontend.random import Generator, default_generator, generator_at, position_of
 from marid.graph.node import Draw
+from marid.recent import Recent
 
 _KEPT = 64  # states, those that were asked for last
 _Position = tuple[int, int, int]
@@ -31,7 +30,7 @@ def install() -> None:
 class _States:
     def __init__(self) -> None:
         self._last = _position(_generator())
-        self._given: OrderedDict[bytes, tuple[_Position, torch.Tensor]] = OrderedDict()
+        self._given: Recent[bytes, tuple[_Position, torch.Tensor]] = Recent(_KEPT)
 
     def get(self) -> torch.Tensor:
         """The state of random numbers as a CPU ``uint8`` tensor of the size of ``torch.Generator().get_state()``."""
@@ -41,9 +40,7 @@ class _States:
             seed, offset, spare = position
             state = generator_at(Draw(seed, offset, spare, offset, spare)).get_state()
         self._last = position
-        self._given[_key(state)] = position, of_cpu.clone()
-        if len(self._given) > _KEPT:
-            self._given.popitem(last=False)
+        self._given.put(_key(state), (position, of_cpu.clone()))
         return state
 
     def set(self, new_state: torch.Tensor) -> None:

@@ -11,11 +11,11 @@ in which they were recorded, so both are rare.
 from __future__ import annotations
 
 import bisect
-from collections import OrderedDict
 
 import torch
 
 from marid.graph.node import Draw
+from marid.recent import Recent
 
 PAIR_WORDS = 4  # a normal pair is made of two doubles in [0, 1), two words each
 _SKIP_CHUNK = 1 << 20
@@ -30,17 +30,14 @@ class MersenneTwisters:
     """CPU generators positioned at draws, one stream for each seed in use. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._streams: OrderedDict[int, _Stream] = OrderedDict()
+        self._streams: Recent[int, _Stream] = Recent(_STREAMS)
 
     def at(self, draw: Draw) -> torch.Generator:
         """A generator from which exactly the numbers of ``draw`` are taken next."""
-        stream = self._streams.get(draw.seed)
+        stream = self._streams.used(draw.seed)
         if stream is None:
-            stream = self._streams[draw.seed] = _Stream(draw.seed)
-            if len(self._streams) > _STREAMS:
-                self._streams.popitem(last=False)
-        else:
-            self._streams.move_to_end(draw.seed)
+            stream = _Stream(draw.seed)
+            self._streams.put(draw.seed, stream)
         stream.seek(draw.offset, draw.spare)
         stream.offset, stream.spare = draw.end, draw.end_spare
         return stream.generator

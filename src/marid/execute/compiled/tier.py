@@ -7,7 +7,7 @@ import logging
 import shutil
 import statistics
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from marid.execute.executable import Executable
 from marid.execute.specialisation import Launchable
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
+from marid.recent import Recent
 from marid.report.stats import counters
 from marid.settings import settings
 
@@ -68,7 +69,7 @@ class Tier:
         self._variants: list[tuple[Variant, CompiledProgram]] = []
         self._requested = 0
         self._request: _Request | None = None
-        self._seen: OrderedDict[Specs, list[Any]] = OrderedDict()
+        self._seen: Recent[Specs, list[Any]] = Recent(policy.COMPILE_EXAMPLES)
         self._asked: set[Specs] = set()
         self._first: list[Any] | None = None
         self._spent = 0.0
@@ -103,10 +104,7 @@ class Tier:
             refused = functools.partial(variant.reject, specs, params)
             return Bound(program, program.executable.specialised(task), extended, refused)
         if not self.over:
-            self._seen[specs] = params
-            self._seen.move_to_end(specs)
-            if len(self._seen) > policy.COMPILE_EXAMPLES:
-                self._seen.popitem(last=False)
+            self._seen.put(specs, params)
             self._first = self._first or params
             if self._request is None and specs not in self._asked:
                 self._try(functools.partial(self._consider, task))

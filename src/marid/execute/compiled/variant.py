@@ -6,7 +6,6 @@ A *variant* is a set of parts of one program, compiled for one shapes rule. It i
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from marid.execute.compiled.partition import Partition, Specs
 from marid.graph.node import Operation
 from marid.graph.program import Instruction, ListOf, Param, Program, Result, Slot
 from marid.native import int64s, library
+from marid.recent import Recent
 
 if TYPE_CHECKING:
     from marid.execute.compiled.disk import Entry
@@ -104,7 +104,7 @@ class Variant:
         self.turns = 0
         """Runs that fitted it since all were compared."""
         self._baked = [index for part in parts for index in part.part.baked]
-        self._instances: OrderedDict[Any, _Instances | None] = OrderedDict()
+        self._instances: Recent[Any, _Instances | None] = Recent(policy.COMPILE_SIZES)
 
     def bind(self, specs: Specs, params: list[Any]) -> list[Any] | None:
         """The parameters of a run with the parts: those of the program, then numbers and name of each part. None when
@@ -113,12 +113,10 @@ class Variant:
             return None
         key = (specs, tuple([params[index] for index in self._baked]))
         if key in self._instances:
-            self._instances.move_to_end(key)
-            found = self._instances[key]
+            found = self._instances.used(key)
         else:
-            found = self._instances[key] = self._fit(specs, params)
-            if len(self._instances) > policy.COMPILE_SIZES:
-                self._instances.popitem(last=False)
+            found = self._fit(specs, params)
+            self._instances.put(key, found)
         if found is None:
             return None
         extended = [*params]

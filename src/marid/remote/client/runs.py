@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Node, Spec, finish
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, differ
+from marid.recent import Recent
 from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
 from marid.remote.client.steps import Sent, Step, configure
 from marid.remote.wire import requests as ask
@@ -39,7 +39,7 @@ class EncodedProgram:
         places = {slot: place for place, slot in enumerate(program.input_slots)}
         self.written_inputs = tuple(sorted(places[slot] for slot in written if slot in places))
         self.places = places
-        self.sizes: OrderedDict[tuple[Spec | None, ...], Specialization] = OrderedDict()
+        self.sizes: Recent[tuple[Spec | None, ...], Specialization] = Recent(_SIZES)
 
 
 class Specialization:
@@ -82,14 +82,11 @@ class EncodedPrograms:
     def find(self, task: Task | Prepared) -> Specialization:
         """The program of ``task`` with its specs, made ready to be sent if it is new."""
         encoded = self._store.find(task)
-        specialization = encoded.sizes.get(task.specs)
+        specialization = encoded.sizes.used(task.specs)
         if specialization is None:
             nbytes = forecast(encoded.program, task.specs).nbytes
-            specialization = encoded.sizes[task.specs] = Specialization(encoded, task.specs, nbytes)
-            if len(encoded.sizes) > _SIZES:
-                encoded.sizes.popitem(last=False)
-        else:
-            encoded.sizes.move_to_end(task.specs)
+            specialization = Specialization(encoded, task.specs, nbytes)
+            encoded.sizes.put(task.specs, specialization)
         return specialization
 
     def forget(self) -> None:

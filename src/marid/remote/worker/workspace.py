@@ -6,7 +6,6 @@ Used on the thread that runs programs.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from marid.engine.plain import dtype_name, spec_to
 from marid.errors import WireError
 from marid.execute.interrupted import Interrupted
 from marid.execute.residency import ROLES
+from marid.recent import Recent
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES
 from marid.remote.wire.fields import Handle
@@ -70,7 +70,7 @@ class Workspace:
         """What the worker counts."""
         self._chunks = chunks
         self._reply_bytes = reply_bytes
-        self._last: OrderedDict[bytes, tuple[tuple[int, ...], tuple[Any, ...]]] = OrderedDict()  # runs, by program
+        self._last: Recent[bytes, tuple[tuple[int, ...], tuple[Any, ...]]] = Recent(_LAST)  # runs, by program
 
     def apply(self, request: ask.Request) -> Any:
         """Do what a request says; the answer, if it has one.
@@ -95,10 +95,7 @@ class Workspace:
         self._run(request.run(*last))
 
     def _run(self, request: ask.Run) -> None:
-        self._last[request.program] = request.inputs, request.params
-        self._last.move_to_end(request.program)
-        if len(self._last) > _LAST:
-            self._last.popitem(last=False)
+        self._last.put(request.program, (request.inputs, request.params))
         executor = self.executor
         if not executor.knows(request.program, request.geometry):
             raise Missing("a program or its geometry is not known", [request.program, request.geometry])
