@@ -23,6 +23,7 @@ import torch
 
 import marid
 from marid.replay.checks import Checks
+from marid.semantics.source_files import is_of_a_package
 from tests.helpers import DEVICE, assert_same
 
 CALLS, CHANGE = 20, 10  # the call before which what is outside changes
@@ -447,3 +448,29 @@ def test_checks_take_no_more_than_their_share() -> None:
             assert spent <= share / 100 * 0.001 * 20_000
     finally:
         marid.settings.compile_verify = before
+
+
+def test_masked_arrays_are_watched_as_others() -> None:
+    """Their own method that gives their bytes writes to them, which the constant of numpy does not let it."""
+    values = np.ma.array([1.0, 2.0], mask=[False, True])
+
+    @marid.compile
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if np.ma.masked is not values else x * float(values.sum())
+
+    @marid.compile
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return x * float(values.sum())
+
+    for call in range(CALLS):
+        if call == CHANGE:
+            values.mask = [False, False]
+        x = torch.ones(2, device=DEVICE)
+        assert scaled(x).tolist() == [2.0, 2.0]
+        assert summed(x).tolist() == ([1.0, 1.0] if call < CHANGE else [3.0, 3.0])
+
+
+def test_packages_of_debians_python_are_packages() -> None:
+    for folder in ("site-packages", "dist-packages"):
+        assert is_of_a_package(f"/usr/lib/python3/{folder}/rich/style.py")
+    assert not is_of_a_package("/home/user/packages/style.py")

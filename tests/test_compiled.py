@@ -21,6 +21,7 @@ import torch
 
 import marid
 from marid import policy
+from marid.built import the_compiler
 from marid.execute.compiled import disk, lower, worker, workers
 from marid.execute.compiled.describe import describe, generalize, solve
 from marid.execute.compiled.disk import DiskCache
@@ -322,6 +323,7 @@ def test_nobody_waits_for_a_worker(compiling: Path, script: Callable[[str], None
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.skipif(the_compiler() is None, reason="there is no C++ compiler")
 def test_a_worker_gives_way_to_the_script(compiling: Path) -> None:
     """Its niceness counts only within the session: Linux gives each session an equal share (sched_autogroup)."""
     marid.settings.compile_niceness = 7
@@ -335,6 +337,7 @@ def test_a_worker_gives_way_to_the_script(compiling: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what a process got")
+@pytest.mark.skipif(the_compiler() is None, reason="there is no C++ compiler")
 def test_a_worker_that_gets_no_processor_gives_way_less(compiling: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that keeps every processor busy is compiled in the end; here the worker is stopped instead."""
     monkeypatch.setattr(policy, "COMPILER_STARVED", 1.0)
@@ -471,6 +474,7 @@ def test_compiled_products_of_one_row_are_right() -> None:
 
 
 @pytest.mark.usefixtures("compiling")
+@pytest.mark.skipif(the_compiler() is None, reason="there is no C++ compiler")
 def test_products_in_parts_are_run_by_the_faster_kernel() -> None:
     """In all the forms in which they come; and with few rows, which are ATen's affair there too."""
     gemm.configure(also_slower=True, share=1.0, uses=0, work=0.0)
@@ -493,6 +497,7 @@ def test_products_in_parts_are_run_by_the_faster_kernel() -> None:
         gemm.configure()
 
 
+@pytest.mark.skipif(the_compiler() is None, reason="there is no C++ compiler")
 def test_a_compiled_chain_is_right_for_other_numbers_and_its_results_are_the_users(compiling: Path) -> None:
     a, b = lazy(70, 30), lazy(70, 30)
     ca, cb = a.cpu(), b.cpu()

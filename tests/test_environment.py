@@ -79,6 +79,7 @@ def test_a_compiler_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     assert _found()["C++ half"]["compiler"] is None
+    assert "compiler: none, so nothing is compiled" in _asked()
 
 
 @pytest.mark.in_process("connects workers of its own")

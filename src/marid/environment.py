@@ -73,12 +73,20 @@ def text_of(found: dict[str, dict[str, Any]]) -> str:
     lines = []
     for topic, facts in found.items():
         lines.append(topic)
-        lines += [f"  {name}: {_shown(name, value)}" for name, value in facts.items() if value is not None]
+        lines += [
+            f"  {name}: {_shown(name, value)}" for name, value in facts.items() if value is not None or name in _ALWAYS
+        ]
         lines += [] if facts else ["  none"]
     return "\n".join(lines)
 
 
+_ALWAYS = {"compiler": "none, so nothing is compiled"}
+"""What is said of facts that are not there; others are left out then."""
+
+
 def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return _ALWAYS[name]
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

@@ -21,7 +21,8 @@ from typing import Any, Self
 import torch
 
 from marid.frontend import handles
-from marid.semantics.scopes import INTERNAL, Site, capture_site, is_of_the_standard_library, site_table
+from marid.semantics.scopes import INTERNAL, Site, capture_site, site_table
+from marid.semantics.source_files import is_of_the_standard_library
 
 _SYSTEM, _CLOCK, _FILE, _NETWORK = "the operating system", "the clock", "a file", "the network"
 _TENSOR = "a tensor of the CPU"

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from marid.frontend import handles
+from marid.semantics.source_files import is_of_a_package
 
 MISSING = object()
 _LIMIT = 200_000  # things looked at; beyond it a function is not one to replay
@@ -286,7 +287,7 @@ class _Attributes:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(_FOLDERS) and not file.startswith("<frozen ") and "site-packages" not in file
+    return not file.startswith(_FOLDERS) and not file.startswith("<frozen ") and not is_of_a_package(file)
 
 
 @functools.lru_cache(4096)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from marid.replay.reachable import LONG, MISSING, Reached, is_plain
 
 
@@ -20,6 +22,11 @@ def same_number(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(same_number(a, b) for a, b in zip(one, other, strict=True))
     return repr(one) == repr(other) if isinstance(one, (float, complex)) else bool(one == other)
+
+
+def _bytes(array: np.ndarray[Any, Any]) -> bytes:
+    content = np.ndarray.tobytes(array)  # masked arrays have a method that writes to them
+    return content + np.ma.getmaskarray(array).tobytes() if isinstance(array, np.ma.MaskedArray) else content
 
 
 class Snapshot:
@@ -35,7 +42,7 @@ class Snapshot:
         self._long = [(one, len(one)) for one in (*dicts, *lists) if len(one) > LONG]
         self._names = [(scope, name) for _, scope, names in reached.names for name in names]
         self._cells = [cell for _, cell in reached.cells]
-        self._arrays = [(one, one.shape, one.dtype, one.tobytes()) for _, one in reached.arrays]
+        self._arrays = [(one, one.shape, one.dtype, _bytes(one)) for _, one in reached.arrays]
         self._kept = list(self._objects())
         self._ids = list(map(id, self._kept))
 
@@ -61,7 +68,7 @@ class Snapshot:
             if len(one) != length:
                 return f"a container of {length} entries changed"
         for (path, _), (one, shape, dtype, content) in zip(self._reached.arrays, self._arrays, strict=True):
-            if one.shape != shape or one.dtype != dtype or one.tobytes() != content:
+            if one.shape != shape or one.dtype != dtype or _bytes(one) != content:
                 return f"the array {path} changed"
         return None
 

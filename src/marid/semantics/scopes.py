@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 import threading
 import weakref
@@ -25,6 +24,7 @@ import torch
 import typing_extensions  # which PyTorch requires
 
 from marid.semantics import notebook_cells
+from marid.semantics.source_files import PACKAGES, is_of_the_standard_library
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
@@ -60,7 +60,7 @@ class Site:
 
     def __str__(self) -> str:
         package = self.package
-        beside = "" if package is None else f"{BESIDE}{_PACKAGES.split(package.file)[-1]}:{package.line})"
+        beside = "" if package is None else f"{BESIDE}{PACKAGES.split(package.file)[-1]}:{package.line})"
         return f"{notebook_cells.name_of(self.file)}:{self.line}{beside}"
 
     def __repr__(self) -> str:
@@ -170,8 +170,6 @@ _INTERNAL_FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
     for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 )
-_STDLIB = os.path.dirname(os.__file__) + os.sep
-_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _BACKPORTS = os.path.normpath(typing_extensions.__file__)
 """What the standard library will have: PyTorch's decorators come from it."""
 
@@ -260,11 +258,6 @@ def working_for(site: Site | None) -> Iterator[None]:
         _state.asked_at = before
 
 
-def is_of_the_standard_library(file: str) -> bool:
-    """Whether a source file is Python's own."""
-    return file.startswith("<frozen ") or (file.startswith(_STDLIB) and "site-packages" not in file)
-
-
 def site_table(code: CodeType) -> Any:
     """``INTERNAL`` for code of PyTorch, Marid and the standard library; else the sites in it, as ``_PackageSites`` for
     code of other installed packages."""
@@ -277,7 +270,7 @@ def _classify(code: CodeType) -> Any:
     table: Any = {}
     if name.startswith(_INTERNAL_FOLDERS) or name == _BACKPORTS or is_of_the_standard_library(name):
         table = INTERNAL
-    elif _PACKAGES.search(name):
+    elif PACKAGES.search(name):
         table = _PackageSites()
     _codes.append(code)
     return _sites.setdefault(id(code), table)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from marid import policy
+from marid.built import the_compiler
 from marid.execute.compiled.compile_request import CompileRequest, request_for
 from marid.execute.compiled.disk import DiskCache, Entry, folder, identity
 from marid.execute.compiled.execution import Bound, Checked, CompiledProgram
@@ -73,6 +74,8 @@ class Tier:
         self._asked: set[Specs] = set()
         self._first: list[Any] | None = None
         self._spent = 0.0
+        self._compiles: bool | None = None
+        """Whether there is a compiler, once one is wanted; what is on disk needs none."""
         self._looked = False
         self._asking: Iterator[None] | None = None
         self._times: dict[tuple[Variant | None, Specs], deque[float]] = {}
@@ -156,9 +159,11 @@ class Tier:
         """Ask for the program to be compiled if its runs took long enough, for the sizes seen so far."""
         wanted = settings.compile_ms / 1000
         if self._asking is None:
-            if self._spent < wanted and (self._looked or self._spent < wanted / policy.COMPILE_LOOKUP):
+            if self._spent >= wanted and self._compiles is None:
+                self._compiles = the_compiler() is not None
+            if not self._compiles and (self._looked or self._spent < wanted / policy.COMPILE_LOOKUP):
                 return
-            self._asking = self._ask(_shared(task), only_cached=self._spent < wanted)
+            self._asking = self._ask(_shared(task), only_cached=not self._compiles)
             self._looked = True
         until = time.perf_counter() + self._patience(task.specs)
         while self._asking is not None:
@@ -208,6 +213,8 @@ class Tier:
         if only_cached and not request.parts:
             return
         self._spent = 0.0
+        self._compiles: bool | None = None
+        """Whether there is a compiler, once one is wanted; what is on disk needs none."""
         self._requested += 1
         any_size = all(asks.for_any_size for asks, _ in request.parts)
         self._asked.update(specs for specs, _ in (examples if any_size else examples[-1:]))
