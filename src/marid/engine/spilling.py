@@ -14,7 +14,7 @@ from marid.engine.protocol import Called, GiveBack
 from marid.engine.snapshot import snapshot
 from marid.execute.residency import ROLES, Residency
 from marid.execute.specialisation import Runnable
-from marid.graph.node import Operation, Value, input_values, root_of
+from marid.graph.node import Operation, Value, input_values, root_of, values_in
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task
 from marid.report.stats import counters
@@ -59,7 +59,8 @@ class SpillingEngine(InProcessEngine):
         self, op: Operation, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], state: torch.Tensor | None
     ) -> Called:
         with self.lock:
-            self._bring_everything()
+            if self.spilled:
+                self._bring([value.concrete for value in values_in((*args, *[arg for _, arg in kwargs]))])
             return super().call(op, args, kwargs, state)
 
     def read(self, buffer: torch.Tensor, whole: bool = False) -> torch.Tensor:
