@@ -64,7 +64,7 @@ class SpillingEngine(InProcessEngine):
             return super().call(op, args, kwargs, state)
 
     def read(self, buffer: torch.Tensor, whole: bool = False) -> torch.Tensor:
-        if not self.spilled and not settings.spill_limit:
+        if not self._residency.spilled and not settings.spill_limit:
             return buffer
         with self.lock, concretely():
             if not whole:
@@ -74,12 +74,12 @@ class SpillingEngine(InProcessEngine):
             return buffer
 
     def download(self, buffer: torch.Tensor) -> torch.Tensor:
-        if not self.spilled and not settings.spill_limit:
+        if not self._residency.spilled and not settings.spill_limit:
             return super().download(buffer)
         return self.read(buffer)
 
     def memory(self, buffer: Any) -> tuple[int, int] | None:
-        if self.spilled and isinstance(buffer, torch.Tensor) and self._residency.away([buffer]):
+        if self._residency.spilled and isinstance(buffer, torch.Tensor) and self._residency.away([buffer]):
             return -buffer.untyped_storage()._cdata, 0
         return super().memory(buffer)
 

@@ -139,8 +139,9 @@ class Residency:
         with self._moving:
             self.forget()
             for block in self._blocks.values():
-                if block.away is not None:
-                    self._fetch(block, _storage_of(block))
+                storage = _storage_of(block)  # None where another thread has just let go of it
+                if block.away is not None and storage is not None:
+                    self._fetch(block, storage)
 
     def away(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of the memory of these tensors that are away."""
