@@ -17,6 +17,7 @@ from marid.remote.client.link import Link
 from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.wire import requests as ask
+from marid.remote.wire.codec import SEGMENT_BYTES
 from marid.remote.wire.endpoints import ClientKey, endpoint, make_client, make_worker, served_endpoint
 from marid.remote.wire.fields import Handle
 from marid.remote.wire.program_records import packed
@@ -515,6 +516,17 @@ def test_keys_let_in_who_has_one(tmp_path: Any) -> None:
         (tmp_path / "keys" / "clients" / "bob.pub").write_bytes(unknown.public)
         with linked(worker, ClientKey(unknown.public, unknown.secret, key.worker)) as link:
             link.wait(link.send([upload(1, torch.ones(2))]))
+
+
+def test_the_longest_segments_fit_behind_keys(tmp_path: Any) -> None:
+    """Encryption makes a frame longer: one of 16 MiB ended the connection, again and again."""
+    key = ClientKey.read(make_client(tmp_path, "ann"))
+    sent = torch.arange((SEGMENT_BYTES * 2 + 4096) // 4, dtype=torch.int32)
+    with worker_process("--keys", str(tmp_path)) as worker, linked(worker, key) as link:
+        link.wait(link.send([upload(1, sent)]), 20)
+        got = link.wait(link.send([ask.Fetch(1)]), 20)
+        assert torch.equal(got, sent)
+        assert link.counts.reconnects == 0
 
 
 def test_secret_keys_are_private(tmp_path: Any) -> None:

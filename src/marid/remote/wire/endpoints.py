@@ -224,6 +224,8 @@ _LINGER = 500  # milliseconds for the last message
 _SIGNATURE = b"\xff"  # with which ZMTP begins
 BURST = 64
 """Messages taken at once."""
+_CURVE_BYTES = 64
+"""More than the 33 that CurveZMQ puts around a frame, and that count as its own (ZeroMQ RFC 26)."""
 _READABLE = int(zmq.POLLIN)  # an enum would be made of the sum
 
 
@@ -256,7 +258,7 @@ class Wake:
 
 
 def set_options(one: zmq.Socket[bytes], interval: int) -> None:
-    one.maxmsgsize = max(HEADER_BYTES, SEGMENT_BYTES)
+    one.maxmsgsize = max(HEADER_BYTES, SEGMENT_BYTES) + _CURVE_BYTES
     one.sndhwm = 0  # what waits to be sent is bounded by those who send
     one.setsockopt(zmq.HEARTBEAT_IVL, interval)
     one.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * interval)
