@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marid.remote.worker.connections import ConnectionLimits
+from marid.remote.worker.connection_limits import ConnectionLimits
 
 
 def test_a_message_after_the_end_of_its_connection_does_not_open_it_again() -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import statistics
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import marid
 from marid.remote.launch.local import LocalWorker
+from marid.remote.wire.endpoints import make_client
 from tests.helpers import DEVICE
 from tests.remote_helpers import worker_process
 
@@ -24,7 +27,7 @@ HERE = 5
 
 PREFILL = f"""
 import sys, torch, marid
-marid.connect(sys.argv[1])
+marid.connect(sys.argv[1], key=sys.argv[2] if len(sys.argv) > 2 else None)
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
 weights = [torch.randn(512, 512) / 23 for _ in range(60)]
@@ -51,9 +54,9 @@ while True:
 
 
 @contextlib.contextmanager
-def _prefilling(worker: LocalWorker) -> Iterator[subprocess.Popen[str]]:
+def _prefilling(worker: LocalWorker, *key: str) -> Iterator[subprocess.Popen[str]]:
     """Another client, which runs one long program after the other, and compares what it gets."""
-    command = [sys.executable, "-c", PREFILL, worker.address]
+    command = [sys.executable, "-c", PREFILL, worker.address, *key]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -118,6 +121,95 @@ def test_brief_work_goes_first() -> None:
     assert went_first >= 10
     assert none == 0
     assert first < in_turn  # a tenth of it on an idle machine
+
+
+def test_long_work_has_a_low_priority(tmp_path: Path) -> None:
+    """Behind keys too, where each owner has a process: the one with the prompts hears that others are brief."""
+    keys = tmp_path / "keys"
+    for name in ("ann", "bob"):
+        make_client(keys, name)
+    with worker_process("--keys", str(keys)) as worker:
+        marid.connect(worker.address, key=keys / "ann.json", first=HERE)
+        try:
+            step = _decoding()
+            _median(step, 10)
+            with _prefilling(worker, str(keys / "bob.json")):
+                _median(step, 20)
+                policies = _policies(_descendants(worker.process.pid))
+            assert set(policies) == {os.SCHED_OTHER, os.SCHED_IDLE}
+        finally:
+            marid.disconnect(HERE, force=True)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [
+        int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()
+    ]
+    return [pid, *(below for child in children for below in _descendants(child))]
+
+
+def _policies(pids: list[int]) -> list[int]:
+    """How each thread is scheduled."""
+    return [os.sched_getscheduler(int(task.name)) for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
+OTHERS_SETTINGS = f"""
+import sys, torch, marid
+marid.connect(sys.argv[1])
+torch.set_float32_matmul_precision("medium")
+torch.manual_seed(0)
+weights = [torch.randn(512, 512) / 23 for _ in range(40)]
+x = torch.randn(512, 512)
+
+def forward(x, weights):
+    for weight in weights:
+        x = torch.nn.functional.dropout(torch.tanh(x @ weight), 0.1)
+    return x
+
+torch.manual_seed(1)
+expected = [forward(x, weights) for _ in range(30)]
+weights, x = [weight.to("{DEVICE}") for weight in weights], x.to("{DEVICE}")
+torch.manual_seed(1)
+print("ready", flush=True)
+for run, one in enumerate(expected):
+    assert torch.equal(forward(x, weights).cpu(), one), run
+    if run == 2:
+        print("running", flush=True)
+print("equal", flush=True)
+"""
+
+
+def test_settings_and_random_numbers_are_those_of_the_session() -> None:
+    """While a program with other settings runs in the background, and draws, too."""
+    with worker_process() as worker:
+        marid.connect(worker.address, first=HERE)
+        try:
+            torch.manual_seed(3)
+            model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Dropout(0.5), torch.nn.Linear(256, 256))
+            there = copy.deepcopy(model).to(f"{DEVICE}:{HERE}")
+            x = torch.randn(8, 256)
+            for _ in range(10):
+                there(x.to(f"{DEVICE}:{HERE}")).cpu()
+            command = [sys.executable, "-c", OTHERS_SETTINGS, worker.address]
+            other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert other.stdout is not None
+            while other.stdout.readline().strip() != "running":
+                assert other.poll() is None
+            steps = 0
+            while other.poll() is None:
+                torch.manual_seed(steps)
+                expected = model(x)
+                torch.manual_seed(steps)
+                assert torch.equal(there(x.to(f"{DEVICE}:{HERE}")).cpu(), expected)
+                steps += 1
+            assert other.stdout.read().strip() == "equal"
+            assert steps > 10
+            other.stdout.close()
+            remote = marid.stats().remote
+            assert remote is not None
+            assert remote.workers[HERE]["went_first"] > 0
+        finally:
+            marid.disconnect(HERE, force=True)
 
 
 @pytest.mark.conformance  # when a signal comes is a matter of load

@@ -133,12 +133,15 @@ UNHEARD_SECONDS = 0.05
 
 # --- sharing a worker ------------------------------------------------------------------------------------------------
 
-BETWEEN_SECONDS = 0.002
-"""How long a run of a worker goes on before it looks whether another session waits for something that is quickly done:
-beside an operation, the longest that this waits."""
+BACKGROUND_SECONDS = 0.01
+"""Messages that take longer are applied in the background of a worker, where those of another session are brief."""
 BRIEF_SHARE = 0.5
-"""Another session's message goes first when those before it took at most this part of what the run has taken so far,
-or those of its session took lately: it is delayed little, and the message much less than by waiting."""
+"""Messages are brief beside those of another session when they take at most this part of what those take."""
+IN_USE_SECONDS = 10.0
+"""For how long after a message of a session long work of others makes way for it."""
+BETWEEN_SECONDS = 0.001
+"""How long the background goes on before it looks whether it is to stop or to pause: beside an operator, the longest
+that this waits."""
 
 # --- learning what operators return ----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from marid.remote.wire import codec as wire
 from marid.remote.wire import requests as ask
 from marid.remote.wire.endpoints import ClientKey, make_client
 from marid.remote.wire.fields import Handle
-from marid.remote.worker.connections import _PENDING
+from marid.remote.worker.connection_limits import _PENDING
 from tests.remote_helpers import upload, worker_process
 
 OWNERS = ("ann", "bob", "eve")

@@ -243,7 +243,7 @@ def may_be_stopped(frame: FrameType | None) -> bool:
 
 
 _STOPPABLE = {Executable._go.__code__, Specialisation._go.__code__}
-_ENDS = {Specialisation.run.__code__, give_way.__code__}
+_ENDS = {Specialisation.run.__code__}
 
 
 def _arguments(

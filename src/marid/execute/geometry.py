@@ -9,6 +9,7 @@ such a call is exact.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,24 +55,21 @@ def when_mispredicted(listener: Callable[[Misprediction], None]) -> None:
 
 
 class Noted:
-    """Context manager: the mispredictions that are found inside, of any thread, but inside of another one."""
-
-    _innermost: Noted | None = None
+    """Context manager: the mispredictions that are found inside, on this thread; not to be nested."""
 
     def __enter__(self) -> list[Misprediction]:
-        self._found: list[Misprediction] = []
-        self._outer, Noted._innermost = Noted._innermost, self
-        self._listener = self._note  # the same object is removed
-        when_mispredicted(self._listener)
-        return self._found
+        _on_thread.noted = found = []
+        return found
 
     def __exit__(self, *_: object) -> None:
-        _listeners.remove(self._listener)
-        Noted._innermost = self._outer
+        _on_thread.noted = None
 
-    def _note(self, misprediction: Misprediction) -> None:
-        if Noted._innermost is self:
-            self._found.append(misprediction)
+
+class _OnThread(threading.local):
+    noted: list[Misprediction] | None = None
+
+
+_on_thread = _OnThread()
 
 
 def report(misprediction: Misprediction) -> None:
@@ -80,6 +78,8 @@ def report(misprediction: Misprediction) -> None:
     counters.count_misprediction(misprediction.instruction.op.name, site, str(misprediction))
     for listener in _listeners:
         listener(misprediction)
+    if _on_thread.noted is not None:
+        _on_thread.noted.append(misprediction)
 
 
 def settle(

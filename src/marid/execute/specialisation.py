@@ -233,7 +233,7 @@ class Specialisation:
 
 
 def give_way(task: Task | Replay) -> None:
-    """Let others run in between; what is raised there is none of this run's."""
+    """Let others run in between, or end the run: what is raised there is what it ends with."""
     if task.between is not None:
         task.between()
 

@@ -84,8 +84,6 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_memory_watch": (None, [_INT64]),
     "marid_memory_follow": (_INT, [_POINTER, _INT64]),
     "marid_memory_end": (_INT, []),
-    "marid_memory_leave": (_POINTER, []),
-    "marid_memory_return": (None, [_POINTER]),
     "marid_memory_release": (None, []),
     "marid_memory_arena_bytes": (_INT64, []),
     "marid_memory_end_watched": (_POINTER, []),
@@ -166,3 +164,11 @@ def _omp_pause() -> int | None:
 
 omp_pause: int | None = _omp_pause()
 """Gives back the OpenMP threads of the calling thread (see ``queue.cpp``), or None where that cannot be done."""
+
+_PAUSE_SOFT = 1  # omp_pause_soft
+
+
+def release_openmp_threads() -> None:
+    """Give back the OpenMP threads of this thread, where that can be done."""
+    if omp_pause is not None:
+        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(omp_pause)(_PAUSE_SOFT)

@@ -349,9 +349,6 @@ int marid_memory_end() {
   delete run;
   return left;
 }
-// Leave the run of this thread for what another one does in between; what to come back with.
-void* marid_memory_leave() { return std::exchange(current, nullptr); }
-void marid_memory_return(void* run) { current = static_cast<Run*>(run); }
 // Give the arena's memory back; between runs.
 void marid_memory_release() {
   std::lock_guard<std::mutex> held(lock);

@@ -22,6 +22,7 @@ import zmq
 from marid.errors import AuthenticationError
 from marid.registration import first_use
 from marid.remote.launch.fork_server import ForkServer, hide_from_others
+from marid.remote.launch.openmp import begin_again
 from marid.remote.wire.endpoints import check_worker, make_client, make_worker, served_endpoint
 from marid.remote.worker.connections import OwnedSocket, ServerSocket
 from marid.remote.worker.operators import admit_namespace
@@ -45,8 +46,10 @@ def serve(
     until_eof: bool,
 ) -> int:
     """Serve until interrupted; with ``until_eof`` until standard input ends, as when who started it is gone."""
-    _keep_freed_memory()
     where = _device(device)
+    if where.type == "cpu":
+        begin_again()
+    _keep_freed_memory()
     # What clients record may be of any operator that is defined for the device. On CUDA the processes that are forked
     # define them: it counts devices, after which a fork could not use them.
     if where.type == "cpu":

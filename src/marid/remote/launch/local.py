@@ -16,6 +16,7 @@ from typing import IO
 import torch
 
 from marid.errors import WorkerLostError
+from marid.remote.launch.openmp import openmp_settings
 
 _KEPT_OUT = ("PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS")
 
@@ -84,6 +85,7 @@ def _start(device: str, transport: str, options: tuple[str, ...], host: str, thr
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_KEPT_OUT)}
     # Kernels split sums by threads: with as many as this process has, results are its own bit for bit.
     environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(threads)
+    environment |= openmp_settings(environment)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and Path(path).exists())
     command = [sys.executable, "-P", "-m", "marid", "worker", "--bind", bind, "--device", device, "--until-eof"]
     process = subprocess.Popen(

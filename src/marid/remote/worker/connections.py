@@ -1,32 +1,21 @@
-"""Where clients connect: a worker's sockets, and the limits for their connections.
-
-ZeroMQ accepts every connection and waits for its handshake. It reports each, and a first message says that its sender
-has proved its key; a connection without one is *pending*. The oldest of too many pending connections, one that is
-pending for too long, and one that has sent more than a handshake takes are shut down, before they have cost much memory
-or the last descriptor.
-
-ZeroMQ delivers a message of several segments when its last one has come, and holds the others until then, without a
-limit of its own. The bytes that a connection has sent since its last message are therefore bounded, for each connection
-and for each owner.
-"""
+"""Where clients connect: a worker's sockets."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
-import resource
-import socket
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from marid.remote.wire.codec import pack_plain
+from marid.engine.plain import as_int
+from marid.remote.wire.codec import pack_plain, unpack_plain
 from marid.remote.wire.endpoints import BURST, REFUSED, Wake, WorkerKeys, events, received, set_options
+from marid.remote.worker.connection_limits import ConnectionLimits
 
 PEER = b"peer:"
 """Owners with names that begin so are other workers, which may only collect what they are offered."""
@@ -37,18 +26,8 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _WORKER_BEATS = 3000  # milliseconds between heartbeats
 _ANSWERS = 4096  # that may wait for one client; one that lets more wait is not sent them
 _WATCHED = 8 << 10  # bytes of a message from which on it is watched until it has left
-_PENDING = 256  # connections that may be there without having said anything
-_PATIENCE = 10.0  # seconds that they may take for it
-_HANDSHAKE_BYTES = 16 << 10  # some 500 are enough for the handshake; a first message comes right behind
-_RESERVE = 128  # descriptors that are kept for the worker itself
-_EVERY = 0.05  # seconds between looks at pending connections
-_EVERY_ADMITTED = 0.25  # seconds between looks at the others
-_INCOMPLETE = 128 << 20  # bytes of one message that may wait for its end: clients send at most 49 MB in one
-_INCOMPLETE_OF_OWNER = 1 << 30  # the same over all connections of an owner
-_BYTES_RECEIVED = slice(128, 136)  # of struct tcp_info (linux/tcp.h): tcpi_bytes_received
-
-
-# --- sockets ---------------------------------------------------------------------------------------------------------
+_NEVER = 1 << 53  # microseconds
+_MUCH = 1.5  # by which a pace changes before others hear of it
 
 
 class ServerSocket:
@@ -78,6 +57,8 @@ class ServerSocket:
         """How many connections were refused."""
         self.admits_peer: Callable[[bytes], bool] = lambda _key: False
         """Whether another worker with that public key (32 bytes) is let in, to collect what it is offered."""
+        self.pace_of_others = math.inf
+        """As in ``OwnedSocket``: there are no others."""
         self._router.bind(address)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.address: str = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)
@@ -137,6 +118,9 @@ class ServerSocket:
     def offered(self, ticket: bytes, key: bytes | None) -> None:
         """Others may collect something with this ticket: whoever reaches this address (there are no keys)."""
 
+    def notify_pace(self, seconds: float) -> None:
+        """The briefest messages take so long here."""
+
     def wake(self) -> None:
         """Have a ``poll`` end; from any thread."""
         self._wake.wake()
@@ -187,6 +171,9 @@ class OwnedSocket:
         for one in (self._pair, self._wake.fileno()):
             self._poller.register(one, zmq.POLLIN)
         self._pair.connect(channel)
+        self.pace_of_others = math.inf
+        """Seconds that the briefest messages of other owners take."""
+        self._notified_pace = math.inf
         self._notify({"kind": "ready", "pid": os.getpid()})
 
     def poll(self, milliseconds: int) -> Iterator[tuple[bytes, bytes, list[Any]]]:
@@ -196,7 +183,10 @@ class OwnedSocket:
             self._wake.clear()
         if self._pair in ready:
             for frames in received(self._pair):
-                yield frames[0].bytes, frames[1].bytes, frames[2:]
+                if len(frames[0]):
+                    yield frames[0].bytes, frames[1].bytes, frames[2:]
+                else:
+                    self.pace_of_others = seconds_from(unpack_plain(frames[1].buffer, 1))
 
     def send(self, route: bytes, header: Any, segments: list[Any]) -> zmq.MessageTracker | None:
         """As ``ServerSocket.send``; it has left when the supervisor has it, which takes no more than it can pass on."""
@@ -205,6 +195,12 @@ class OwnedSocket:
     def offered(self, ticket: bytes, key: bytes | None) -> None:
         """Whoever proves this key may collect something with this ticket; nobody any more, where there is none."""
         self._notify({"kind": "offered", "ticket": ticket, "key": key})
+
+    def notify_pace(self, seconds: float) -> None:
+        """As ``ServerSocket.notify_pace``; where that has changed by much, others hear of it."""
+        if not self._notified_pace / _MUCH <= seconds <= self._notified_pace * _MUCH:
+            self._notified_pace = seconds
+            self._notify({"kind": "pace", "microseconds": microseconds(seconds)})
 
     def _notify(self, fields: dict[str, Any]) -> None:
         self._pair.send_multipart([b"", pack_plain(fields)])
@@ -218,6 +214,17 @@ class OwnedSocket:
         self._pair.close(0)
         self._context.term()
         self._wake.close()
+
+
+def microseconds(seconds: float) -> int:
+    """A pace as supervisors hand it on."""
+    return int(min(seconds * 1e6, _NEVER))
+
+
+def seconds_from(number: Any) -> float:
+    """A pace that was handed on. Raises ``WireError``."""
+    found = as_int(number, 0, _NEVER, "a pace")
+    return math.inf if found == _NEVER else found / 1e6
 
 
 def _sent(one: zmq.Socket[bytes], parts: list[Any]) -> zmq.MessageTracker | None:
@@ -248,142 +255,3 @@ def passed_on(to: ServerSocket, route: bytes, frames: list[Any]) -> tuple[zmq.Me
     if nbytes <= _WATCHED:
         return to.send(route, frames[0], frames[1:]), nbytes
     return to.send(route, frames[0], [frame.buffer for frame in frames[1:]]), nbytes
-
-
-# --- limits ----------------------------------------------------------------------------------------------------------
-
-
-class ConnectionLimits:
-    """Those of one listening socket. Used by one thread at a time."""
-
-    def __init__(self, address: str) -> None:
-        self._port = int(address.rpartition(":")[2]) if address.startswith("tcp://") else 0
-        self._pending: OrderedDict[int, float] = OrderedDict()  # by descriptor: since when
-        self._routes: dict[bytes, int] = {}
-        self._descriptors: dict[int, bytes] = {}
-        self._owners: dict[int, bytes] = {}
-        self._complete: dict[int, int] = {}  # by descriptor: bytes received when a message had come last
-        self._heard: set[int] = set()  # descriptors of which a message has come since the last look
-        self._looked = 0.0
-        self._looked_at_admitted = 0.0
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < hard:
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-                soft = hard
-        self._most = max(soft - _RESERVE, 16) if soft != resource.RLIM_INFINITY else 1 << 20
-
-    def wait(self, milliseconds: int) -> int:
-        """How long to wait until then, at most so long."""
-        return min(milliseconds, int(1000 * _EVERY)) if self._pending else milliseconds
-
-    def accepted(self, descriptor: int) -> None:
-        """A connection was made."""
-        self._forget(descriptor)  # whoever had that number before
-        self._pending[descriptor] = time.monotonic()
-
-    def closed(self, descriptor: int) -> None:
-        """It has ended."""
-        self._forget(descriptor)
-
-    def _forget(self, descriptor: int) -> None:
-        self._pending.pop(descriptor, None)
-        self._owners.pop(descriptor, None)
-        self._complete.pop(descriptor, None)
-        self._heard.discard(descriptor)
-        route = self._descriptors.pop(descriptor, None)
-        if route is not None:
-            self._routes.pop(route, None)
-
-    def is_admitted(self, route: bytes) -> bool:
-        """Whether a message has come from there before."""
-        return route in self._routes
-
-    def admit(self, route: bytes, descriptor: int, owner: bytes) -> None:
-        """A first message has come, from a client of ``owner`` that was let in.
-
-        A message can be taken after the end of its connection was noted: such a connection is not entered again."""
-        if self._pending.pop(descriptor, None) is None:
-            return
-        self._forget(descriptor)
-        self._routes[route], self._descriptors[descriptor], self._owners[descriptor] = descriptor, route, owner
-
-    def note_message(self, route: bytes) -> None:
-        """A whole message has come from there."""
-        descriptor = self._routes.get(route)
-        if descriptor is not None:
-            self._heard.add(descriptor)
-
-    def enforce(self) -> None:
-        """Shut down the connections that are beyond a limit, if it is time to look. To be called when the messages
-        that have come were taken."""
-        now = time.monotonic()
-        if self._pending and now - self._looked > _EVERY:
-            self._looked = now
-            self._look_at_pending(now)
-        if self._descriptors and now - self._looked_at_admitted > _EVERY_ADMITTED:
-            self._looked_at_admitted = now
-            self._look_at_admitted()
-
-    def _look_at_admitted(self) -> None:
-        incomplete: dict[bytes, int] = {}
-        for descriptor, owner in list(self._owners.items()):
-            received = self._received(descriptor)
-            if descriptor in self._heard or descriptor not in self._complete:
-                self._complete[descriptor] = received
-            nbytes = received - self._complete[descriptor]
-            incomplete[owner] = incomplete.get(owner, 0) + nbytes
-            if nbytes > _INCOMPLETE or (nbytes and incomplete[owner] > _INCOMPLETE_OF_OWNER):
-                incomplete[owner] -= nbytes
-                self._shut(descriptor)
-        self._heard.clear()
-
-    def _look_at_pending(self, now: float) -> None:
-        while len(self._pending) > _PENDING or (
-            self._pending and len(self._pending) + len(self._descriptors) > self._most
-        ):
-            self._shut(next(iter(self._pending)))
-        for descriptor, since in list(self._pending.items()):
-            if now - since > _PATIENCE or self._received(descriptor) > _HANDSHAKE_BYTES:
-                self._shut(descriptor)
-
-    def shut_down_route(self, route: bytes) -> None:
-        """End the connection of somebody who was let in."""
-        descriptor = self._routes.get(route)
-        if descriptor is not None:
-            self._shut(descriptor)
-
-    def _received(self, descriptor: int) -> int:
-        connection = self._connection(descriptor)
-        if connection is None:
-            return 0
-        try:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.stop)
-        except (OSError, AttributeError):  # not on this system
-            return 0
-        finally:
-            connection.detach()
-        return int.from_bytes(info[_BYTES_RECEIVED], "little") if len(info) >= _BYTES_RECEIVED.stop else 0
-
-    def _shut(self, descriptor: int) -> None:
-        """ZeroMQ notices, and closes it."""
-        self._forget(descriptor)
-        connection = self._connection(descriptor)
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.detach()
-
-    def _connection(self, descriptor: int) -> socket.socket | None:
-        """The connection of a descriptor of ZeroMQ's, to be detached, if it is still one of this address."""
-        try:
-            connection = socket.socket(fileno=descriptor)
-        except OSError:
-            return None
-        try:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == self._port:
-                return connection
-        except OSError:
-            pass
-        connection.detach()
-        return None

@@ -1,13 +1,13 @@
 """What a worker runs programs with: one device, the programs that were sent, and the memory that sessions hold.
 
-Used on one thread only. Nothing here records: inputs are concrete tensors, and so are results.
+Used with the state of its ``Background``. Nothing here records: inputs are concrete tensors, and so are results.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -32,28 +32,18 @@ from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Node, Operation, Spec
 from marid.graph.prepared import Prepared, Replay
 from marid.native import module
+from marid.remote.wire.kernel_settings import KernelSettings, apply
 from marid.remote.wire.program_records import changed, digest_of, geometry_of
 from marid.remote.wire.tensors import matches
+from marid.remote.worker.background import Background
+from marid.remote.worker.budget import TooLarge, returned_bytes
 from marid.remote.worker.program_reader import RemoteProgram, geometry_from
-from marid.report.units import bytes_text
 
 _PROGRAMS = 4096
 _PROGRAM_BYTES = 1 << 30  # of programs and geometries, as they are kept
 _INSTRUCTION_BYTES, _SLOT_BYTES = 1024, 32  # what an instruction takes, and a slot in a geometry, about
 _GEOMETRIES = 256  # of one program
 _HELD = 8  # of what a run holds at its fullest, how much is reported when it is too much
-
-
-@dataclass
-class TooLarge(Exception):
-    """A run would make the worker hold more than its limit; ``held`` are slots and their bytes, the largest first."""
-
-    nbytes: int
-    available: int
-    held: list[tuple[int, int]]
-
-    def __str__(self) -> str:
-        return f"it would take {bytes_text(self.nbytes)} at once, and the worker has {bytes_text(self.available)} left"
 
 
 class _Kept:
@@ -70,6 +60,14 @@ class _Kept:
         return self.remote.program.instructions
 
 
+class _Lane:
+    """What a thread runs programs with."""
+
+    def __init__(self) -> None:
+        self.twisters = MersenneTwisters()
+        self.arena = Arena()
+
+
 class Executor:
     """One device and what runs on it. ``memory_limit`` are the bytes that all may hold on it together, 0 for no limit;
     ``spill_limit`` those that may wait on the host when it is reached."""
@@ -81,12 +79,12 @@ class Executor:
         self.accelerator = accelerator_of(device)
         if device.type == "cuda":  # float32 is float32: clients set the precision of products, and of nothing else
             torch.backends.cudnn.allow_tf32 = False
-        self.twisters = MersenneTwisters()
+        self.background = Background()
+        self._lanes = _Lane(), _Lane()
         self.runs = 0
         self.refused = 0
         """How many requests were malformed, or made no sense."""
         self._cache = ProgramStore(Executable.of)
-        self._arena = Arena()
         self.captured = CapturedPrograms()
         self._programs: OrderedDict[bytes, _Kept] = OrderedDict()
         self._bytes = 0
@@ -166,18 +164,14 @@ class Executor:
         params: list[Any],
         resident: Any,
         at: Callable[[int], None] | None = None,
-        between: Callable[[], None] | None = None,
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """Run a program; its outputs, in the order of ``prepared.program.output_slots``. ``resident`` is asked for the
-        bytes that are held when there is a limit; ``at`` is called with each operator before it runs. ``between`` is
-        called now and then while it runs and may run others; not where there is a limit, since these may move what
-        this one uses to the host.
+        bytes that are held when there is a limit; ``at`` is called with each operator before it runs.
 
         Raises ``WireError``, ``TooLarge`` before anything has run, and ``Interrupted``.
         """
         kept, prepared, held = self._checked(program, geometry, inputs, params)
-        replay, fitting = Replay(prepared, inputs, params), None
-        replay.between = None if self.memory_limit else between
+        replay, fitting = self._replay(prepared, inputs, params), None
         try:
             self.reserve(prepared.transient_bytes, inputs, resident, held)
         except TooLarge:
@@ -190,7 +184,7 @@ class Executor:
                 if at is None:
                     results = self._execute(ready, replay, fitting)
                 else:
-                    results = self._one_by_one(ready, prepared, inputs, params, at)
+                    results = self._one_by_one(ready, replay, at)
             except Interrupted as stop:
                 self.twisters.forget()
                 if stop.index < len(kept.program):
@@ -198,6 +192,48 @@ class Executor:
                 results = [stop.tensors[slot] for slot in prepared.program.output_slots]
         self.runs += 1
         return prepared, results
+
+    @property
+    def can_share(self) -> bool:
+        """Whether programs of two sessions can run at once: not where there is a limit, since one may move what the
+        other uses to the host."""
+        return not self.memory_limit and isinstance(self.accelerator, Host)
+
+    @property
+    def _lane(self) -> _Lane:
+        return self._lanes[self.background.is_this_thread]
+
+    @property
+    def twisters(self) -> MersenneTwisters:
+        """The generators of this thread."""
+        return self._lane.twisters
+
+    def _replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> Replay:
+        replay = Replay(prepared, inputs, params)
+        replay.between = self._between if self.background.is_this_thread else None
+        return replay
+
+    @contextlib.contextmanager
+    def _kernels(self, program: object = None) -> Iterator[None]:
+        """Around kernels; in the background others may have run with their settings meanwhile."""
+        try:
+            with self.background.kernels(program):
+                yield
+        finally:
+            if self.background.is_this_thread:
+                apply(self.background.settings)
+
+    def _between(self) -> None:
+        self.background.between()
+        apply(self.background.settings)
+
+    def use_settings(self, settings: KernelSettings) -> None:
+        """Let kernels run with these settings as long as the state is held."""
+        if self.background.is_this_thread:
+            self.background.settings = settings
+        elif settings != self.background.settings:
+            self.background.be_alone()
+        apply(settings)
 
     def _ready(self, prepared: Prepared) -> Executable | CapturedProgram:
         if prepared.ready is None and isinstance(self.accelerator, Host):
@@ -225,26 +261,23 @@ class Executor:
     ) -> list[torch.Tensor]:
         if not isinstance(ready, CapturedProgram):
             runnable = best(ready, replay, None) if fitting is None else fitting
-            with self._arena.run(runnable.placement):
+            beside = self.background.is_busy and not self.background.is_this_thread
+            with self._lane.arena.run(None if beside else runnable.placement), self._kernels(ready):
                 return runnable.run(replay, self.twisters.at)
         return ready.run(replay, self.twisters.at)
 
     def _one_by_one(
         self,
         ready: Executable | CapturedProgram,
-        prepared: Prepared,
-        inputs: list[torch.Tensor],
-        params: list[Any],
+        replay: Replay,
         at: Callable[[int], None],
     ) -> list[torch.Tensor]:
-        frame, outputs = (
-            Frame.of(Replay(prepared, inputs, params), params, self.twisters.at),
-            prepared.program.output_slots,
-        )
-        for index in range(len(prepared.program.instructions)):
-            at(index)
-            _executable(ready).steps(frame, index, index + 1, frozenset(outputs))
-        return [frame.tensors[slot] for slot in outputs]
+        frame, program = Frame.of(replay, replay.params, self.twisters.at), _executable(ready).program
+        with self._kernels(ready):
+            for index in range(len(program.instructions)):
+                at(index)
+                _executable(ready).steps(frame, index, index + 1, frozenset(program.output_slots))
+        return [frame.tensors[slot] for slot in program.output_slots]
 
     def run_until(
         self,
@@ -263,8 +296,8 @@ class Executor:
         ready = self._ready(prepared)
         if until > len(prepared.program.instructions):
             raise WireError("a run is to go on behind its end")
-        frame = Frame.of(Replay(prepared, inputs, given), given, self.twisters.at)
-        with concretely():
+        frame = Frame.of(self._replay(prepared, inputs, given), given, self.twisters.at)
+        with concretely(), self._kernels(ready):
             _executable(ready).steps(frame, 0, until, frozenset(keep))
         if any(slot not in frame.tensors for slot in keep):
             raise WireError("a slot that is to be kept does not exist then")
@@ -312,7 +345,7 @@ class Executor:
     ) -> Called:
         """Run one operator now. Raises what it raises, and ``TooLarge`` before it has run."""
         if self.memory_limit:
-            self.reserve(_returned_bytes(op, args, kwargs, tensors), tensors, resident)
+            self.reserve(returned_bytes(op, args, kwargs, tensors), tensors, resident)
         drawn = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if takes_device(op, self.device):
             kwargs = {**kwargs, "device": self.device}
@@ -321,7 +354,8 @@ class Executor:
 
     def trim(self) -> None:
         """Give back memory that is only kept to be used again."""
-        self._arena.trim()
+        if not self.background.is_busy:
+            self._lane.arena.trim()
 
     @property
     def programs(self) -> int:
@@ -343,39 +377,3 @@ class Warned:
 
     def __exit__(self, *_: object) -> None:
         self.texts = module.warnings_end(self._kept)
-
-
-def _returned_bytes(op: Operation, args: list[Any], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> int:
-    """What the results of one operator will take, seen on tensors without memory; where that depends on data, at most
-    a number for each dimension of each element."""
-    if op.view:
-        return 0
-
-    def bare(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
-        return [bare(part) for part in item] if isinstance(item, list) else item
-
-    where = {"device": "meta"} if op.factory and any(a.name == "device" for a in op.func._schema.arguments) else {}
-    try:
-        returned = op.func(*bare(args), **{name: bare(arg) for name, arg in kwargs.items()}, **where)
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ):  # it says so itself, or its result depends on data
-        return sum(tensor.numel() * 8 * max(tensor.dim(), 1) for tensor in tensors)
-    results = [returned] if isinstance(returned, torch.Tensor) else returned
-    if not isinstance(results, (list, tuple)):
-        return 0
-    return sum(one.numel() * one.itemsize for one in results if isinstance(one, torch.Tensor))
-
-
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, each block once."""
-    blocks: dict[int, int] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        blocks[storage.data_ptr()] = storage.nbytes()
-    return sum(blocks.values())

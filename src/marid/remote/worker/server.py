@@ -1,8 +1,9 @@
 """The worker: a process that owns one device and runs programs for its clients.
 
-The main thread takes messages and applies their requests, one message of each session in turn; nothing is handed over
-from thread to thread. A program that runs for long lets sessions go first whose messages are brief. Beside one operator
-that does, a second thread takes messages, keeps sessions alive, and has the run stopped when its client asks for that.
+The main thread takes messages and applies their requests, one message of each session in turn. What takes long beside
+the messages of another session is applied in the background (``background.py``). While the main thread is at one
+operator for long, a second thread takes messages, keeps sessions alive, and has the run stopped when its client asks
+for that.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from marid import policy
 from marid.engine.plain import as_bytes, as_int
 from marid.errors import WireError
 from marid.execute.executable import may_be_stopped
-from marid.native import library
 from marid.remote.wire.codec import SEGMENTS, VERSION, decode, encode
-from marid.remote.wire.kernel_settings import apply
 from marid.remote.worker.chunk_store import ChunkStore
 from marid.remote.worker.collectives import Groups
 from marid.remote.worker.connections import PEER, OwnedSocket, ServerSocket
 from marid.remote.worker.copies import Collectors, Copies, Tickets
 from marid.remote.worker.executor import Executor
-from marid.remote.worker.session import Cancelled, Message, Session
+from marid.remote.worker.session import Answer, Cancelled, Message, Session
 from marid.remote.worker.workspace import Workspace
 
 _IDLE = 500  # milliseconds between looks at leases
 _WATCH = 0.03  # seconds between looks of the second thread
 _SEQ = 1 << 53
+_YEAR = 3.2e7
+"""Seconds that nothing takes."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Worker:
         self.boot = os.urandom(8)
         self.refusals = Refusals()
         self.executor = Executor(device, self.limits.memory, self.limits.spill)
+        self._background = self.executor.background
         self._chunks = ChunkStore(self.limits.chunks)
         self._socket = socket
         self.address = socket.address
@@ -94,9 +96,6 @@ class Worker:
         self._waiting: list[Session] = []
         """Those of which the next message has begun, and waits for others."""
         self._current: Session | None = None
-        self._began = 0.0
-        """When the message that runs began; while others went first this stood still."""
-        self._gave_way = 0.0
         self.went_first = 0
         """How many messages were applied while another one's program was running."""
         self._stopping = False
@@ -114,16 +113,23 @@ class Worker:
         sys.setswitchinterval(1e-3)
         try:
             while not self._stopping:
+                if (behind := self._background.result()) is not None:
+                    self._applied(*behind)
                 if self._waiting:
                     self._go_on()
-                if not self._turns:
-                    with self._using:
+                session = self._next()
+                if session is not None:
+                    self._turn(session)
+                    continue
+                with self._using:
+                    if not self._background.has_ended:
                         self._take(_IDLE, hurry=True)
-                        self._look_after(until)
-                else:
-                    self._turn(self._turns.popleft())
+                    self._look_after(until)
         finally:
             self._stopping = True
+            for session in self._sessions.values():
+                session.end()
+            self._background.close()
             sys.setswitchinterval(interval)
             watching.join()
             signal.signal(signal.SIGUSR1, before)
@@ -141,24 +147,37 @@ class Worker:
             message = session.inbox.popleft()
             session.inbox_bytes -= message.nbytes
         if message.requests is None:
-            session.clear()
+            with self._background.foreground():
+                session.clear()
             if not self._sessions:
                 self.executor.trim()
             return
-        self._began = time.perf_counter()
+        # One that reports its progress waits for the socket, which the main thread has while it waits for messages.
+        if not self._background.is_busy and message.at is None and self._is_long(session):
+            self._background.start(partial(self._answer, session, message), session.check, self._socket.wake)
+            return
+        self.went_first += self._background.is_busy
         self._current = session
         try:
-            answer = session.answer(message)
+            with self._background.foreground():
+                applied = self._answer(session, message)
         finally:
             self._current = None
-        session.took(time.perf_counter() - self._began)
+        self._applied(*applied)
+
+    def _answer(self, session: Session, message: Message) -> tuple[Session, Message, Answer | None, float]:
+        began = time.perf_counter()
+        return session, message, session.answer(message), time.perf_counter() - began
+
+    def _applied(self, session: Session, message: Message, answer: Answer | None, seconds: float) -> None:
+        """A message was applied: send its answer, or let it wait."""
+        session.took(seconds)
         if answer is None:
             with self._using:
                 session.inbox.appendleft(message)
                 session.inbox_bytes += message.nbytes
                 self._waiting.append(session)
             return
-        del message
         try:
             header = self._header(answer.fields)
         except WireError as error:
@@ -166,45 +185,38 @@ class Worker:
             header = self._header(answer.fields)
         with self._using:
             session.sent(self._socket.send(session.route, header, answer.segments), answer.nbytes)
+            self._notify_pace()
             if session.inbox:
                 self._turns.append(session)
                 self._take(0)
             else:
                 session.scheduled = False
 
-    def _between(self) -> None:
-        """Let sessions whose messages are brief go first, while a program runs for another one."""
-        now = time.perf_counter()
-        if len(self._sessions) < 2 or now - self._gave_way < policy.BETWEEN_SECONDS:
-            return
-        running, self._current = self._current, None  # no signal stops it now
-        try:
-            if running is not None:
-                self._let_go_first(running)
-        finally:
-            self._gave_way = time.perf_counter()
-            self._current = running
-
-    def _let_go_first(self, running: Session) -> None:
+    def _next(self) -> Session | None:
+        """Whose turn it is; what is long waits while the background is busy."""
+        busy = self._background.is_busy
         with self._using:
-            self._take(0)
-            taken = time.perf_counter() - self._began
-            most = policy.BRIEF_SHARE * max(taken, running.lately if math.isfinite(running.lately) else 0)
-            brief = [one for one in self._turns if one.lately <= most and one.inbox[0].requests is not None]
-            for session in brief:
-                self._turns.remove(session)
-        if not brief:
-            return
-        began, left = self._began, time.perf_counter()
-        memory = library.marid_memory_leave()
-        try:
-            for session in brief:
-                self._turn(session)
-                self.went_first += 1
-        finally:
-            library.marid_memory_return(memory)
-            apply(running.workspace.settings)
-            self._began = began + time.perf_counter() - left
+            for session in self._turns:
+                if not (busy and self._is_long(session)):
+                    self._turns.remove(session)
+                    return session
+        return None
+
+    def _is_long(self, session: Session) -> bool:
+        """Whether the messages of a session take long beside those of another one."""
+        if session.lately <= policy.BACKGROUND_SECONDS or not self.executor.can_share:
+            return False
+        pace = min(self._paces(session), default=self._socket.pace_of_others)
+        return min(pace, self._socket.pace_of_others) <= policy.BRIEF_SHARE * min(session.lately, _YEAR)
+
+    def _paces(self, but: Session | None = None) -> list[float]:
+        """Seconds that messages have taken lately, of sessions that are in use."""
+        since = time.monotonic() - policy.IN_USE_SECONDS
+        found = [one.lately for one in list(self._sessions.values()) if one is not but and one.seen > since]
+        return [seconds for seconds in found if math.isfinite(seconds)]
+
+    def _notify_pace(self) -> None:  # with the socket
+        self._socket.notify_pace(min(self._paces(), default=math.inf))
 
     def _go_on(self) -> None:
         """Have those that need not wait any longer take turns again."""
@@ -241,6 +253,7 @@ class Worker:
         for session in list(self._sessions.values()):
             if now - session.seen > self.limits.lease:
                 self._end(session)
+        self._notify_pace()
         if until is not None and until():
             self._stopping = True
 
@@ -328,7 +341,6 @@ class Worker:
             one.workspace.nbytes() for one in list(self._sessions.values()) if one.workspace is not made
         )
         made.worker_stats = self.stats
-        made.between = self._between
         return made
 
     def _enqueue(self, route: bytes, session: Session, header: dict[str, Any], frames: list[Any]) -> None:
@@ -358,6 +370,7 @@ class Worker:
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.number, None) is not None:
             session.end()
+            self._notify_pace()
             self._tickets.forget(session.workspace)
             self._schedule(session, Message(0, 0, 0, None, [], 0))
 

@@ -4,8 +4,8 @@ Requests have sequence numbers. The next one is applied, one that was applied be
 its answer, and one that is too early is refused. When a request fails the session *halts*: what was sent behind it is
 refused, because the client took for granted that it would succeed, until the client goes on in a new epoch.
 
-A session is used on the thread that runs programs; the thread of the sockets only puts messages into ``inbox``. What
-requests do is the affair of its workspace.
+A session is used by whoever has the state of the worker (``background.py``); the thread of the sockets only puts
+messages into ``inbox``. What requests do is the affair of its workspace.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from marid.execute.geometry import Noted
 from marid.execute.interrupted import Interrupted
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import MISPREDICTIONS
-from marid.remote.wire.kernel_settings import apply
 from marid.remote.wire.replies import misprediction_to
 from marid.remote.wire.requests import read_requests
+from marid.remote.worker.budget import TooLarge
 from marid.remote.worker.collectives import WouldBlock
-from marid.remote.worker.executor import TooLarge, Warned
+from marid.remote.worker.executor import Warned
 from marid.remote.worker.workspace import Missing, Workspace
 
 _TEXT = 8192  # characters of an error that are sent
@@ -77,7 +77,7 @@ class Session:
         self.route: bytes = b""
         self.seen = time.monotonic()
         self.lately = math.inf
-        """Seconds that its messages have taken lately: the newest, or half of what it was before."""
+        """Seconds that its messages have taken lately: the newest, or three quarters of what it was before."""
         self._ended = False
         self._cancelled = 0, 0  # epoch, and the newest request of it that is to be stopped
         self._answers: OrderedDict[int, Answer] = OrderedDict()  # with payload, by the last request they answer
@@ -103,6 +103,11 @@ class Session:
         in the next epoch has the same numbers, and is not meant."""
         self._cancelled = max(self._cancelled, (epoch, through))
 
+    def check(self) -> None:
+        """Raises ``Cancelled`` where what runs is to be stopped."""
+        if self.is_cancelled:
+            raise Cancelled("the client asked to stop")
+
     def end(self) -> None:
         """Let all that is still to run end."""
         self._ended = True
@@ -114,7 +119,7 @@ class Session:
 
     def took(self, seconds: float) -> None:
         """A message of it has been applied."""
-        self.lately = max(seconds, 0.0 if math.isinf(self.lately) else self.lately / 2)
+        self.lately = max(seconds, 0.0 if math.isinf(self.lately) else self.lately * 0.75)
 
     def sent(self, tracker: Any, nbytes: int) -> None:
         """An answer is on its way."""
@@ -158,7 +163,7 @@ class Session:
         workspace = self.workspace
         results, workspace.segments, warned, mispredicted = self._begun or ([], [], [], [])
         self._begun = self.waiting = None
-        apply(workspace.settings)  # another session may have others
+        workspace.executor.use_settings(workspace.settings)  # another session may have others
         for seq, request in enumerate(requests, message.seq):
             if seq <= self.applied:
                 continue

@@ -8,6 +8,7 @@ that what it held is gone. The supervisor alone has the worker's secret key, and
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -22,9 +23,9 @@ import zmq
 
 from marid.engine.plain import as_bytes, as_text
 from marid.errors import WireError
-from marid.remote.wire.codec import SEGMENTS, VERSION, decode, encode, unpack_plain
+from marid.remote.wire.codec import SEGMENTS, VERSION, decode, encode, pack_plain, unpack_plain
 from marid.remote.wire.endpoints import WorkerKeys, received
-from marid.remote.worker.connections import PEER, ServerSocket, passed_on
+from marid.remote.worker.connections import PEER, ServerSocket, microseconds, passed_on, seconds_from
 
 _IDLE = 500  # milliseconds between looks at keys
 _DRAINING = 10  # the same while a client does not take what it asked for
@@ -48,6 +49,7 @@ class _Process:
         self.tickets: dict[bytes, bytes] = {}
         self.leaving: deque[tuple[zmq.MessageTracker, int]] = deque()
         self.listened = True
+        self.pace = self.pace_of_others = math.inf
         self.pair = context.socket(zmq.PAIR)
         self.pair.linger = 0
         self.pair.rcvhwm = 64
@@ -127,6 +129,7 @@ class Supervisor:
             found, self._spare = self._spare or self._start(), None
             found.owner = owner
             self._by_owner[owner] = found
+            self._share_paces()
             self._spare = self._start()
         return found
 
@@ -151,6 +154,7 @@ class Supervisor:
             del self._by_owner[process.owner]
         if self._spare is process:
             self._spare = None
+        self._share_paces()
         self._ask_keeper("end", process.channel)
 
     def _lost(self, process: _Process) -> None:
@@ -275,6 +279,10 @@ class Supervisor:
                 for parts in process.early:
                     self._give(process, parts)
                 process.early.clear()
+                self._share_paces()
+            elif kind == "pace":
+                process.pace = seconds_from(fields.get("microseconds"))
+                self._share_paces()
             elif kind == "offered":
                 ticket, key = as_bytes(fields.get("ticket"), 32, "a ticket"), fields.get("key")
                 process.tickets.pop(ticket, None)
@@ -282,6 +290,15 @@ class Supervisor:
                     process.tickets[ticket] = as_bytes(key, 32, "a key")
         except (WireError, OSError):
             return
+
+    def _share_paces(self) -> None:
+        """Let each process know how long the briefest messages of other owners take."""
+        for process in self._by_owner.values():
+            others = [one.pace for one in self._by_owner.values() if one is not process]
+            pace = min(others, default=math.inf)
+            if process.ready and pace != process.pace_of_others:
+                process.pace_of_others = pace
+                self._give(process, [b"", pack_plain(microseconds(pace))])
 
 
 def _header(fields: dict[str, Any]) -> bytes:

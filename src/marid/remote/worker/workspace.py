@@ -1,7 +1,7 @@
 """What a client has on a worker, and what its requests do with that: tensors by handle, what it collects from other
 workers, and the groups that it is a member of.
 
-Used on the thread that runs programs.
+Used by whoever has the state of the worker (``background.py``).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from marid.recent import Recent
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES
 from marid.remote.wire.fields import Handle
-from marid.remote.wire.kernel_settings import KernelSettings, apply
+from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.program_records import digest_of, unpacked
 from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, spec_of, tensor_of
+from marid.remote.worker.budget import bytes_of
 from marid.remote.worker.chunk_store import ChunkStore
 from marid.remote.worker.collectives import Groups, WouldBlock
 from marid.remote.worker.copies import Copies
-from marid.remote.worker.executor import Executor, bytes_of
+from marid.remote.worker.executor import Executor
 from marid.remote.worker.operators import check_call, operator_named
 
 _LAST = 64  # programs of which the last run is remembered
@@ -60,8 +61,6 @@ class Workspace:
         """Bytes of answers that the client has not taken yet."""
         self.at: Callable[[int], None] | None = None
         """Told of each operator that a program comes to."""
-        self.between: Callable[[], None] | None = None
-        """Called now and then while a program runs: others may go first."""
         self.leaving: Callable[[], int] = int
         """Bytes of answers that wait for a client that does not read."""
         self.others: Callable[[], int] = int
@@ -112,9 +111,7 @@ class Workspace:
                 self.keep(request.base + slot, tensor)
             return
         params = list(request.params)
-        prepared, results = executor.run(
-            request.program, request.geometry, inputs, params, self._held, self.at, self.between
-        )
+        prepared, results = executor.run(request.program, request.geometry, inputs, params, self._held, self.at)
         for slot, tensor in zip(prepared.program.output_slots, results, strict=True):
             self.keep(request.base + slot, tensor)
 
@@ -146,7 +143,7 @@ class Workspace:
         self.executor.resize(request.program, request.like, request.digest, request.changes)
 
     def _configure(self, request: ask.Configure) -> None:
-        apply(request.settings)
+        self.executor.use_settings(request.settings)
         self.settings = request.settings
 
     # --- the client's tensors ---
