@@ -95,11 +95,11 @@ class Background:
         return threading.get_ident() == self._thread
 
     @contextlib.contextmanager
-    def kernels(self, program: object = None) -> Iterator[None]:
+    def kernels(self, program: object) -> Iterator[None]:
         """Around kernels, with the state. In the background others may have it meanwhile, and run any other program
         than this one."""
         if not self.is_this_thread:
-            if program is not None and program is self._program:
+            if program is self._program:
                 self.be_alone()
             yield
             return

@@ -214,7 +214,7 @@ class Executor:
         return replay
 
     @contextlib.contextmanager
-    def _kernels(self, program: object = None) -> Iterator[None]:
+    def _kernels(self, program: object) -> Iterator[None]:
         """Around kernels; in the background others may have run with their settings meanwhile."""
         try:
             with self.background.kernels(program):

@@ -39,8 +39,6 @@ from marid.remote.worker.workspace import Workspace
 _IDLE = 500  # milliseconds between looks at leases
 _WATCH = 0.03  # seconds between looks of the second thread
 _SEQ = 1 << 53
-_YEAR = 3.2e7
-"""Seconds that nothing takes."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +204,8 @@ class Worker:
         """Whether the messages of a session take long beside those of another one."""
         if session.lately <= policy.BACKGROUND_SECONDS or not self.executor.can_share:
             return False
-        pace = min(self._paces(session), default=self._socket.pace_of_others)
-        return min(pace, self._socket.pace_of_others) <= policy.BRIEF_SHARE * min(session.lately, _YEAR)
+        pace = min([self._socket.pace_of_others, *self._paces(session)])
+        return math.isfinite(pace) and pace <= policy.BRIEF_SHARE * session.lately
 
     def _paces(self, but: Session | None = None) -> list[float]:
         """Seconds that messages have taken lately, of sessions that are in use."""
