@@ -18,6 +18,7 @@ import torch
 
 import marid
 from marid.remote.launch.local import LocalWorker
+from marid.remote.launch.openmp import openmp_settings
 from marid.remote.wire.endpoints import make_client
 from tests.helpers import DEVICE
 from tests.remote_helpers import worker_process
@@ -38,8 +39,10 @@ def forward(x, weights):
         x = torch.tanh(x @ weight)
     return x
 
+weights[0] @ weights[0]  # MKL's first product of a process now and then has other bits (docs/decisions.md)
 expected = forward(x, weights)
 weights, x = [weight.to("{DEVICE}") for weight in weights], x.to("{DEVICE}")
+(weights[0] @ weights[0]).cpu()
 print("ready", flush=True)
 runs = 0
 while True:
@@ -166,9 +169,11 @@ def forward(x, weights):
         x = torch.nn.functional.dropout(torch.tanh(x @ weight), 0.1)
     return x
 
+weights[0] @ weights[0]
 torch.manual_seed(1)
 expected = [forward(x, weights) for _ in range(30)]
 weights, x = [weight.to("{DEVICE}") for weight in weights], x.to("{DEVICE}")
+(weights[0] @ weights[0]).cpu()
 torch.manual_seed(1)
 print("ready", flush=True)
 for run, one in enumerate(expected):
@@ -212,6 +217,20 @@ def test_settings_and_random_numbers_are_those_of_the_session() -> None:
             marid.disconnect(HERE, force=True)
 
 
+def test_a_worker_begins_with_settings_of_openmp() -> None:
+    """Unless its user has chosen: they are read once, so it has to begin again."""
+    assert openmp_settings({"OMP_WAIT_POLICY": "PASSIVE"}) == {}
+    without = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    command = [sys.executable, "-m", "marid", "worker", "--bind", "127.0.0.1:0", "--until-eof"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=without, text=True) as worker:
+        assert worker.stdout is not None
+        assert "marid worker on cpu" in worker.stdout.readline()
+        found = Path(f"/proc/{worker.pid}/environ").read_text().split("\0")
+        assert {f"{name}={value}" for name, value in openmp_settings(without).items()} <= set(found)
+        assert "OMP_WAIT_POLICY=ACTIVE" in found
+
+
 @pytest.mark.conformance  # when a signal comes is a matter of load
 def test_a_program_that_others_go_before_can_be_stopped() -> None:
     """Ctrl-C of its client ends it, and what went first meanwhile is right."""
@@ -219,7 +238,7 @@ def test_a_program_that_others_go_before_can_be_stopped() -> None:
         import signal, sys, threading, time, torch, marid
         marid.connect(sys.argv[1])
         x = torch.randn(512, 512, device="{DEVICE}") / 23
-        x.cpu()
+        (x @ x).cpu()  # MKL's first product of a process now and then has other bits (docs/decisions.md)
         def run(count):
             y = x
             for _ in range(count):
