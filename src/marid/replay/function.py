@@ -21,6 +21,7 @@ from marid.replay.observed_run import Run
 from marid.replay.places import Refused
 from marid.replay.reachable import Wrapper
 from marid.replay.recording import Recording
+from marid.replay.returned_reads import values_read
 from marid.replay.template import Fit, Template
 from marid.report.stats import FunctionStats, functions
 from marid.semantics.tracebacks import folded
@@ -91,9 +92,9 @@ class Compiled(Wrapper):
                     if watched:
                         self._stats.count_fallback("another profiler is in its thread: what it reads is not noticed")
                     elif template is not None:
-                        return self._checked(kind, template, call, args, kwargs)
+                        return values_read(self._checked(kind, template, call, args, kwargs))
                     elif not kind.given_up:
-                        return self._recorded(kind, call, args, kwargs)
+                        return values_read(self._recorded(kind, call, args, kwargs))
             self._stats.plain += 1
         return self._function(*args, **kwargs)
 

@@ -26,7 +26,8 @@ from marid.replay.impure import ImpureWatch
 from marid.replay.pending import run_needed
 from marid.replay.places import ChangesState, Places, Refused, numbers_of
 from marid.replay.reachable import reach
-from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, TENSOR, Origin, Recording, Ref
+from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, READ, TENSOR, Origin, Recording, Ref
+from marid.replay.returned_reads import ReturnedRead, returned_reads
 from marid.replay.state_check import Snapshot
 
 
@@ -74,10 +75,12 @@ class Run:
         run_needed(device, [one for one in known if one._value.spec.device == device], ())
         return next(handles.tape(device).sequence)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
-        """Run the Python; its result. What it raises leaves as it is."""
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool, reads_wait: bool = True) -> Any:
+        """Run the Python; its result, with reads that wait in it (``values_read``) unless these are not to. What it
+        raises leaves as it is."""
         try:
             with (
+                returned_reads(_CALL if reads_wait else None) as waiting,
                 observing(refuse_reads) as seen,
                 HostWatch(self._host, self._reached.host, self._reached.optimizers) as host,
                 ImpureWatch(self._reached.paused) as impure,
@@ -88,10 +91,13 @@ class Run:
                 handles.tape(index).budget = 0  # not cut while the function ran: measured again at the next operation
         try:
             self._check(seen, host, impure)
+            leaves, structure = _pytree.tree_flatten(result)
+            if {id(one) for one in waiting} - {id(leaf) for leaf in leaves}:
+                raise Refused("it reads a value that it does not return")
             with self._engine().lock:
-                if not self._describe(result, seen, host):
+                if not self._describe(leaves, structure, seen, host):
                     gc.collect()  # results in reference cycles that nobody holds
-                    self._describe(result, seen, host)
+                    self._describe(leaves, structure, seen, host)
         except Refused as refused:
             self.refusal = refused.with_traceback(None)
         return result
@@ -148,9 +154,8 @@ class Run:
 
     # --- what happened ---
 
-    def _describe(self, result: Any, seen: Observer, host: HostWatch) -> bool:
+    def _describe(self, leaves: list[Any], structure: Any, seen: Observer, host: HostWatch) -> bool:
         """Whether all results that live on are held by what is known; else nothing is noted the first time."""
-        leaves, structure = _pytree.tree_flatten(result)
         live: dict[int, Any] = {id(leaf): leaf for leaf in leaves if handles.is_lazy(leaf) and self._is_live(leaf)}
         tape = self._tape()
         end = next(tape.sequence)
@@ -202,7 +207,8 @@ class Run:
 
     def _alive(self, leaves: list[Any]) -> list[Any]:
         """The tensors of the device that are there after the run."""
-        results = [leaf for leaf in leaves if handles.is_lazy(leaf)]
+        results = [leaf.tensor if type(leaf) is ReturnedRead else leaf for leaf in leaves]
+        results = [result for result in results if handles.is_lazy(result)]
         grads = [grad for grad in map(grad_of, self._tensors) if grad is not None]
         return [*results, *grads, *self._tensors]
 
@@ -232,6 +238,8 @@ class Run:
         return changed
 
     def _result(self, leaf: Any, places: Places) -> tuple[str, Any]:
+        if type(leaf) is ReturnedRead:
+            return READ, (leaf.method, self._result(leaf.tensor, places))
         if handles.is_lazy(leaf):
             return places.of_tensor(leaf) or places.make(leaf)
         if isinstance(leaf, torch.Tensor):
@@ -266,6 +274,9 @@ class Run:
         if upload.content is None:
             raise Refused(f"it makes a tensor of {upload.tensor.numel()} elements from Python's data")
         return Origin(None, None, upload.content, spec, upload.make)
+
+
+_CALL = Run.call.__code__
 
 
 def _version(tensor: Any) -> int:

@@ -26,6 +26,7 @@ from marid.replay.recording import (
     HOST,
     MADE,
     OUTPUT,
+    READ,
     TENSOR,
     UPLOAD,
     Derivative,
@@ -245,6 +246,9 @@ class _HandOut:
     def _leaf(self, kind: str, of: Any) -> Any:
         if kind == CONSTANT:
             return of
+        if kind == READ:
+            method, ref = of
+            return getattr(self._tensor(ref), method)()
         return self._call.host[of] if kind == HOST else self._tensor((kind, of))
 
     def _handle(self, made: Made) -> Any:

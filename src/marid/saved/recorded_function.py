@@ -70,7 +70,7 @@ def record_function(function: Callable[..., Any], examples: tuple[Any, ...], sta
         before = before or _Before(_met(reach([root], state is None)))
         run = Run(function, call, state)
         try:
-            run.call(arguments, {}, False)
+            run.call(arguments, {}, refuse_reads=False, reads_wait=False)
         except BaseException:
             before.put_back()
             raise

@@ -1,0 +1,294 @@
+"""Reads whose values a function under ``marid.compile`` only returns: they are made behind the replay."""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import marid
+from marid.frontend.tensor import LazyTensor
+from marid.replay.returned_reads import METHODS, _returns
+
+DEVICE = "remote_accelerator"
+
+
+def both(make: Callable[[str], Callable[..., Any]], calls: int = 40, **options: Any) -> Any:
+    """The function of the device under ``marid.compile``, after each call returned what that of the CPU does."""
+    eager, compiled = make("cpu"), marid.compile(make(DEVICE), **options)
+    for turn in range(calls):
+        torch.manual_seed(turn)
+        x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        expected, found = eager(x.clone(), y), compiled(x.to(DEVICE), y.to(DEVICE))
+        assert repr(found) == repr(expected), turn
+        assert same_types(found, expected)
+    return compiled.stats()
+
+
+def same_types(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and all(map(same_types, one, other))
+    if isinstance(one, dict):
+        return type(one) is type(other) and all(same_types(one[key], other[key]) for key in other)
+    return type(one) is type(other)
+
+
+def trained(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_step_that_returns_its_loss_as_a_number_is_replayed() -> None:
+    def make(device: str) -> Callable[..., Any]:
+        model, optimizer = trained(device)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        return step
+
+    stats = both(make)
+    assert stats.replays > 30
+    assert not any("reads a value" in reason for reason in stats.fallbacks)
+
+
+def test_values_come_in_tuples_lists_and_dicts_and_by_variables() -> None:
+    def make(device: str) -> Callable[..., Any]:
+        model, optimizer = trained(device)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            with torch.enable_grad():
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            value = loss.item()
+            right = (out.argmax(1) == y).sum()
+            return value, {"right": right.item(), "each": [out.detach().sum(1).tolist()]}, out.detach().cpu()
+
+        return step
+
+    assert both(make).replays > 30
+
+
+def test_a_value_is_that_of_the_read_although_the_function_goes_on_to_write() -> None:
+    def make(_device: str) -> Callable[..., Any]:
+        def step(x: torch.Tensor, _y: torch.Tensor) -> Any:
+            total = x.sum()
+            return total.item(), total.mul_(0.0).item(), x.add_(1.0).sum().item()
+
+        return step
+
+    assert both(make).replays > 30
+
+
+def test_with_fullgraph_such_a_read_is_no_error() -> None:
+    def make(_device: str) -> Callable[..., Any]:
+        @torch.no_grad()
+        def step(x: torch.Tensor, _y: torch.Tensor) -> list[float]:
+            return [x.mean().item(), x.std().item()]
+
+        return step
+
+    assert both(make, fullgraph=True).replays > 30
+
+
+def returned(x: torch.Tensor) -> Any:
+    return x.item()
+
+
+def returned_beside_calls(x: torch.Tensor) -> Any:
+    return [x.item(), x.sum(dim=0), abs(-3)]
+
+
+def returned_later(x: torch.Tensor) -> Any:
+    value = x.item()
+    again = value
+    return {"value": again}
+
+
+def in_arithmetic(x: torch.Tensor) -> Any:
+    return x.item() / 3
+
+
+def divided_by_a_call(x: torch.Tensor) -> Any:
+    return [x.item() / len(str(x.dim()))]
+
+
+def given_to_a_method(x: torch.Tensor) -> Any:
+    return [].append(x.item())
+
+
+def given_to_a_call(x: torch.Tensor) -> Any:
+    return float(x.item())
+
+
+def in_a_condition(x: torch.Tensor) -> Any:
+    if x.item() > 3:
+        return 1
+    return 2
+
+
+def in_a_text(x: torch.Tensor) -> Any:
+    return f"{x.item()}"
+
+
+def as_a_key(x: torch.Tensor) -> Any:
+    return {x.item(): 1}
+
+
+def inside_try(x: torch.Tensor) -> Any:
+    try:
+        return x.item()
+    except RuntimeError:
+        return 0
+
+
+def before_try(x: torch.Tensor) -> Any:
+    value = x.item()
+    try:
+        abs(2)
+    except RuntimeError:
+        print(value)
+    return value
+
+
+def inside_with(x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return x.item()
+
+
+def kept_by_an_object(x: torch.Tensor) -> Any:
+    in_a_text.value = x.item()  # type: ignore[attr-defined]
+    return 1
+
+
+def kept_by_a_closure(x: torch.Tensor) -> Any:
+    value = x.item()
+    return lambda: value
+
+
+def in_a_loop(x: torch.Tensor) -> Any:
+    value = 0
+    for _ in range(3):
+        value = x.item()
+    return value
+
+
+def printed(x: torch.Tensor) -> Any:
+    value = x.item()
+    print(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (returned, "only"),
+        (returned_later, "only"),
+        (returned_beside_calls, "calls"),
+        *[
+            (function, None)
+            for function in (
+                *(
+                    in_arithmetic,
+                    divided_by_a_call,
+                    given_to_a_method,
+                    given_to_a_call,
+                    in_a_condition,
+                    in_a_text,
+                    as_a_key,
+                    inside_try,
+                    before_try,
+                ),
+                *(inside_with, kept_by_an_object, kept_by_a_closure, in_a_loop, printed),
+            )
+        ],
+    ],
+)
+def test_what_counts_as_only_returned(function: Callable[..., Any], expected: str | None) -> None:
+    instructions = [one for one in dis.get_instructions(function) if one.opname not in ("CACHE", "PRECALL")]
+    [call] = [
+        after.offset
+        for load, after in itertools.pairwise(instructions)
+        if load.argval == "item" and after.opname == "CALL"
+    ]
+    assert _returns(function.__code__, call) == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        in_arithmetic,
+        divided_by_a_call,
+        given_to_a_method,
+        given_to_a_call,
+        in_a_condition,
+        in_a_text,
+        as_a_key,
+        inside_try,
+        before_try,
+        printed,
+    ],
+)
+def test_any_other_read_runs_as_python(function: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    compiled = marid.compile(function)
+    for number in range(4):
+        assert compiled(torch.tensor(float(number), device=DEVICE)) == function(torch.tensor(float(number)))
+    stats = compiled.stats()
+    assert stats.replays == 0
+    assert any("reads a value" in reason for reason in stats.fallbacks)
+
+
+def test_a_read_by_a_function_that_is_called_runs_as_python() -> None:
+    @marid.compile
+    def outer(x: torch.Tensor) -> Any:
+        return [returned(x), x]
+
+    for number in range(4):
+        value, tensor = outer(torch.tensor(float(number), device=DEVICE))
+        assert type(value) is float
+        assert value == number == tensor.item()
+    assert outer.stats().replays == 0
+
+
+def test_methods_are_what_they_were_and_other_threads_read_meanwhile() -> None:
+    before = {name: LazyTensor.__dict__.get(name) for name in METHODS}
+    recording, read = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        assert recording.wait(30)
+        found.append(returned(torch.tensor(2.0, device=DEVICE)))
+        read.set()
+
+    def function(x: torch.Tensor) -> float:
+        recording.set()
+        assert read.wait(30)
+        return (x + 1).item()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    assert marid.compile(function)(torch.tensor(1.0, device=DEVICE)) == 2.0
+    thread.join()
+    assert found == [2.0]
+    assert {name: LazyTensor.__dict__.get(name) for name in METHODS} == before
+
+
+def test_what_a_read_refuses_is_refused_at_once() -> None:
+    compiled = marid.compile(returned)
+    with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
+        compiled(torch.ones(3, device=DEVICE))
