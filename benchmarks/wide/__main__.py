@@ -27,6 +27,7 @@ _WIDTH_OF_FILES = 140
 @click.option("--quick", is_flag=True, help="Three turns and hardly a warm-up, to see that everything works.")
 @click.option("--compile/--no-compile", "compiled", default=True, help="Whether Marid may compile (MARID_COMPILE).")
 @click.option("--cold", is_flag=True, help=f"Measure the first {COLD_SECONDS:.0f} seconds of processes, caches empty.")
+@click.option("--replayed", is_flag=True, help="Have each turn on the device under marid.compile.")
 @click.option("--on", default="cpu", show_default=True, help="What eager PyTorch and Marid run on: cpu, or cuda:N.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch; its own choice without.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds that a workload may take.")
@@ -39,6 +40,7 @@ def wide(
     quick: bool,
     compiled: bool,
     cold: bool,
+    replayed: bool,
     on: str,
     threads: int | None,
     timeout: float,
@@ -52,6 +54,8 @@ def wide(
     """
     if cold and on != "cpu":
         raise click.UsageError("--cold compares every bit with the CPU's, and is for the CPU only")
+    if cold and replayed:
+        raise click.UsageError("--cold and --replayed are two things to measure: functions are recorded first")
     if list_only:
         for workload in WORKLOADS:
             click.echo(f"{workload.name:20} {workload.title}")
@@ -69,6 +73,7 @@ def wide(
         threads=threads or 0,
         timeout=timeout,
         on=on,
+        replayed=replayed,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     about, began = machine(), time.perf_counter()
@@ -80,7 +85,8 @@ def wide(
         return (
             f"{started}, {about['cores']} cores of {about['processor']}, load before the start {load[0]} "
             f"and after {load[1]}; on {device_name(on)}; torch {known['torch']}, marid {known['marid']}; {measured}, "
-            f"{'compiler on' if compiled else 'MARID_COMPILE=0'}; took {time.perf_counter() - began:.0f} s"
+            f"{'compiler on' if compiled else 'MARID_COMPILE=0'}"
+            f"{', turns under marid.compile' if replayed else ''}; took {time.perf_counter() - began:.0f} s"
             f"{'; quick: no figures to quote' if quick else ''}."
         )
 

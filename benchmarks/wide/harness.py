@@ -28,7 +28,8 @@ _ENGINE = Path(marid.__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure: turns, what is compiled, whether first seconds of a process count, on what, and whom to tell."""
+    """How to measure: turns, what is compiled or replayed, whether first seconds of a process count, on what, and whom
+    to tell."""
 
     turns: int = 40
     warmup: int = 30
@@ -38,6 +39,7 @@ class Plan:
     threads: int = 0
     timeout: float = 600.0
     on: str = "cpu"
+    replayed: bool = False
     say: Callable[[str], None] = lambda _text: None
 
 
@@ -50,7 +52,9 @@ def run(workloads: Sequence[Workload], plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _options(workload: Workload, plan: Plan) -> Options:
-    return Options(workload.name, plan.turns, plan.warmup, plan.warmup_seconds, plan.threads, on=plan.on)
+    return Options(
+        workload.name, plan.turns, plan.warmup, plan.warmup_seconds, plan.threads, on=plan.on, replayed=plan.replayed
+    )
 
 
 def _ask(options: Options, plan: Plan, caches: Path | None) -> dict[str, Any]:

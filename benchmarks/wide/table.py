@@ -24,6 +24,7 @@ _COLUMNS = (
     "operations",
     "reads",
     "at once",
+    "replays",
     "fallbacks",
     "outputs",
 )
@@ -74,7 +75,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['ratio']:.2f}",
         f"{row['processor_ratio']:.2f}",
     )
-    names = ("operations", "reads", "at_once")
+    names = ("operations", "reads", "at_once", "replays")
     fallbacks = counts["fallbacks"] + counts["dynamic"]
     counted = [f"{counts[name]:,.0f}" for name in names]
     return (row["workload"], *figures, *counted, f"{fallbacks:,.0f}", row["output"])
