@@ -83,7 +83,9 @@ def _measure(workload: Workload, options: Options) -> dict[str, Any]:
     import marid
 
     square = torch.ones(300, 300)
-    square @ square  # the first product of a process may have other bits than all later ones (docs/decisions.md)
+    torch.mm(
+        square, square
+    )  # the first product of a process may have other bits than all later ones (docs/decisions.md)
     eager, lazy = _Clock(build(workload, options.on)), _Clock(build(workload, "remote_accelerator"))
     if options.replayed:
         lazy.program = replace(lazy.program, turn=marid.compile(lazy.program.turn))

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.optim import Adagrad, Adam, Adamax, Optimizer
 
+from marid.replay.rates import TAKES, Formula, formulas_of, has_followed_rate
 from marid.replay.state_check import same_number
 
-Formula = Callable[[float, dict[str, Any]], float]
-Expression = tuple[
-    Formula, int, int
-]  # of what was read at an event, and a group of parameters: (formula, group, event)
+# Of what was read at an event, and a group of parameters: (formula, group, event). Without an event, of the group's
+# rate alone.
+Expression = tuple[Formula, int, int | None]
 
 aten = torch.ops.aten
 FOLLOWED = (aten._foreach_add_.Tensor, aten._foreach_add_.Scalar, aten.add_.Tensor)
@@ -51,6 +51,11 @@ _FORMULAS: dict[type[Optimizer], tuple[Formula, ...]] = {
     Adamax: (_step_size,),
     Adagrad: (_decayed_rate,),
 }
+_TAKES = TAKES | {
+    _step_size: lambda group: (group["lr"], group["betas"][0]),
+    _root_of_correction: lambda group: (group["betas"][1],),
+    _decayed_rate: lambda group: (group["lr"], group["lr_decay"]),
+}
 FORMULAS = {formula.__name__.removeprefix("_"): formula for formulas in _FORMULAS.values() for formula in formulas}
 """By name, as saved programs have them."""
 _FILES = {str(sys.modules[kind.__module__].__file__) for kind in _FORMULAS}
@@ -70,7 +75,8 @@ class CounterLog:
 
     ``events`` are reads, ``("item", tensor)``, and writes: an operator, whether it takes a list, the counters that it
     writes, the other arguments, the keywords. ``read`` are the numbers that were read, by event; ``groups`` the groups
-    of parameters of the optimizers; ``start`` the values before the run of the counters that were read.
+    of parameters of the optimizers; ``start`` the values before the run of the counters that were read. ``rates`` are
+    the learning rates, by group, that may be others at a replay; there are none unless ``follows_rates``.
     """
 
     tensors: list[torch.Tensor]
@@ -80,20 +86,39 @@ class CounterLog:
     written: dict[int, int] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     start: dict[int, float] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    follows_rates: bool = False
 
     def __post_init__(self) -> None:
-        self._numbers: dict[str, tuple[Expression, Any]] = {}
+        self._numbers: dict[str, tuple[Expression | None, Any]] = {}
+        self._of_rates: dict[tuple[int, Formula], str] = {}
         self._positions = {id(tensor): index for index, tensor in enumerate(self.tensors)}
         self._before = {index: tensor.item() for index, tensor in enumerate(self.tensors) if may_count(tensor)}
         self._uses: dict[int, tuple[int, tuple[Formula, ...]]] = {}
         self._rates: set[int] = set()
         for optimizer in self.optimizers:
             formulas = next((found for kind, found in _FORMULAS.items() if isinstance(optimizer, kind)), ())
-            for group in optimizer.param_groups if formulas else ():
-                if all(type(beta) is float for beta in group.get("betas", ())) and self._has_known_rate(group):
+            for group in optimizer.param_groups:
+                index = len(self.groups)
+                if formulas and self._is_known(group):
                     counters = [optimizer.state[p].get("step") for p in group["params"] if p in optimizer.state]
-                    self._uses |= {id(counter): (len(self.groups), formulas) for counter in counters}
+                    self._uses |= {id(counter): (index, formulas) for counter in counters}
                     self.groups.append(group)
+                if self.follows_rates and has_followed_rate(optimizer, group):
+                    if index == len(self.groups):
+                        self.groups.append(group)
+                    self._note_rate(index, group, formulas_of(optimizer, group))
+
+    def _note_rate(self, index: int, group: dict[str, Any], formulas: tuple[Formula, ...]) -> None:
+        self.rates[index] = group["lr"]
+        for formula in formulas:
+            number, basis = formula(0.0, group).hex(), _basis(formula, group)
+            self._of_rates[index, formula] = number
+            if self._numbers.setdefault(number, ((formula, index, None), basis))[1] != basis:
+                self._numbers[number] = None, basis  # whichever it is: it is explained by none
+
+    def _is_known(self, group: dict[str, Any]) -> bool:
+        return all(type(beta) is float for beta in group.get("betas", ())) and self._has_known_rate(group)
 
     def _has_known_rate(self, group: dict[str, Any]) -> bool:
         rate = group["lr"]
@@ -111,10 +136,10 @@ class CounterLog:
         position = self._positions[id(tensor)]
         self.start[position] = self._before[position]
         index, formulas = self._uses[id(tensor)]
-        basis = (self._before[position], id(self.groups[index]["lr"]))
         self.read[len(self.events)] = value
         for formula in formulas:
             number = formula(value, self.groups[index]).hex()
+            basis = (self._before[position], *_basis(formula, self.groups[index]))
             _, other = self._numbers.setdefault(number, ((formula, index, len(self.events)), basis))
             if other != basis:
                 return "numbers that come of two counters of an optimizer are equal, and may not stay so"
@@ -166,11 +191,35 @@ class CounterLog:
     def evaluate(self, expression: Expression, read: dict[int, float]) -> float:
         """The number that an expression gives for the counters that were read."""
         formula, index, event = expression
-        return formula(read[event], self.groups[index])
+        return formula(0.0 if event is None else read[event], self.groups[index])
 
-    def may_go_on(self) -> bool:
+    def moved_rates(self, other: CounterLog) -> set[int]:
+        """The groups whose rate is another one in the later run ``other``, with all that comes of the rate alone: what
+        did is known to."""
+        moved = {index for index, rate in self.rates.items() if other.rates.get(index) != rate}
+        return moved - {
+            index for (index, formula), n in self._of_rates.items() if other._of_rates.get((index, formula)) == n
+        }
+
+    def rate_changed(self) -> str | None:
+        """A rate that is no more what it was, in words."""
+        for index, rate in self.rates.items():
+            now = self.groups[index]["lr"]
+            if not same_number(now, rate):
+                return f"a learning rate: {rate!r} -> {now!r}"
+        return None
+
+    def may_go_on(self, followed: set[int]) -> bool:
         """Whether numbers that were equal, to each other or from one step to the next, still are: counters that were
-        equal before the run are equal now, and none has gone back."""
+        equal before the run are equal now, and none has gone back; and so for rates, which are what they were but for
+        those of the groups that are ``followed``."""
+        rates: dict[float, float] = {}
+        for index, before in self.rates.items():
+            now = self.groups[index]["lr"]
+            if not (same_number(now, before) or (index in followed and type(now) is float)):
+                return False
+            if not same_number(rates.setdefault(before, now), now):
+                return False
         first: dict[float, float] = {}
         for position, before in self.start.items():
             now = self.tensors[position].item()
@@ -178,7 +227,7 @@ class CounterLog:
                 return False
         return True
 
-    def again(self, wanted: set[int]) -> dict[int, float]:
+    def again(self, wanted: set[int | None]) -> dict[int, float]:
         """Do it again; the numbers that are read at the events that are ``wanted``."""
         read: dict[int, float] = {}
         for index, event in enumerate(self.events):
@@ -194,6 +243,11 @@ class CounterLog:
         """The counters that are written, with what is in them now."""
         counters = [self.tensors[position] for position in self.written]
         return [(counter, counter.item()) for counter in counters]
+
+
+def _basis(formula: Formula, group: dict[str, Any]) -> tuple[Any, ...]:
+    taken = _TAKES[formula](group)
+    return formula, *[id(one) if isinstance(one, torch.Tensor) else one for one in taken]
 
 
 def may_count(tensor: torch.Tensor) -> bool:

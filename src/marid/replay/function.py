@@ -195,7 +195,8 @@ class Compiled(Wrapper):
                 kind.recordings = [other for other in kind.recordings if other is not earlier]
                 writes = run.written(prepared[0].program)
                 computed = earlier.computed(recording)
-                kind.templates.insert(0, Template(recording, computed, prepared, writes, len(call.lazy)))
+                followed = earlier.counters.moved_rates(recording.counters)
+                kind.templates.insert(0, Template(recording, computed, followed, prepared, writes, len(call.lazy)))
                 del kind.templates[policy.REPLAY_TEMPLATES :]
                 return result
         kind.recordings.append(recording)

@@ -24,8 +24,10 @@ class HostWatch:
     """Inside (it is a context manager), what this thread does with tensors of the host is noted. ``refusal`` says why
     there can be no replay."""
 
-    def __init__(self, known: list[torch.Tensor], state: list[torch.Tensor], optimizers: list[Optimizer]) -> None:
-        self.counters = CounterLog(state, optimizers)
+    def __init__(
+        self, known: list[torch.Tensor], state: list[torch.Tensor], optimizers: list[Optimizer], follows_rates: bool
+    ) -> None:
+        self.counters = CounterLog(state, optimizers, follows_rates=follows_rates)
         self.refusal: str | None = None
         self._known = {id(tensor): tensor for tensor in known}
         self._derived: dict[int, torch.Tensor] = {}

@@ -25,6 +25,7 @@ from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
 from marid.replay.pending import run_needed
 from marid.replay.places import ChangesState, Places, Refused, numbers_of
+from marid.replay.rates import rated_groups
 from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, READ, TENSOR, Origin, Recording, Ref
 from marid.replay.returned_reads import ReturnedRead, returned_reads
@@ -44,17 +45,19 @@ def _ran() -> list[int]:
 class Run:
     """One run of a function's Python. ``recording`` is what it did, or None with ``refusal`` saying why not.
 
-    Holds the work that is pending: drop it soon.
+    Holds the work that is pending: drop it soon. A recording ``for_file`` has no reads that wait, and no learning rates
+    that may be others.
     """
 
-    def __init__(self, function: Any, call: Call, state: Any) -> None:
+    def __init__(self, function: Any, call: Call, state: Any, for_file: bool = False) -> None:
         self._function = function
         self._call = call
+        self._for_file = for_file
         self.recording: Recording | None = None
         self.refusal: Refused | None = None
         root = ("the function", function) if state is None else ("state", state)
         self._reached = reach([root, *[("an argument", other) for other in call.others]], state is None)
-        self._snapshot = Snapshot(self._reached)
+        self._snapshot = Snapshot(self._reached, [] if for_file else rated_groups(self._reached.optimizers))
         self._tensors = [*call.lazy, *self._reached.lazy]
         self._host = [*call.host, *self._reached.host]
         self._streams = Streams(self._reached.generators, self._reached.drawing)
@@ -75,14 +78,13 @@ class Run:
         run_needed(device, [one for one in known if one._value.spec.device == device], ())
         return next(handles.tape(device).sequence)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool, reads_wait: bool = True) -> Any:
-        """Run the Python; its result, with reads that wait in it (``values_read``) unless these are not to. What it
-        raises leaves as it is."""
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
+        """Run the Python; its result, with reads that wait in it (``values_read``). What it raises leaves as it is."""
         try:
             with (
-                returned_reads(_CALL if reads_wait else None) as waiting,
+                returned_reads(None if self._for_file else _CALL) as waiting,
                 observing(refuse_reads) as seen,
-                HostWatch(self._host, self._reached.host, self._reached.optimizers) as host,
+                HostWatch(self._host, self._reached.host, self._reached.optimizers, not self._for_file) as host,
                 ImpureWatch(self._reached.paused) as impure,
             ):
                 result = self._function(*args, **kwargs)
@@ -135,7 +137,7 @@ class Run:
         refusal = host.refusal or self._streams.refusal(seen.draws) or impure.refusal
         if refusal is not None:
             raise Refused(refusal)
-        changed = self._snapshot.change()
+        changed = self._snapshot.change() or host.counters.rate_changed()
         if changed is not None:
             raise ChangesState(f"it changes Python state: {changed}")
         written = host.counters.written

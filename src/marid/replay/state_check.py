@@ -30,11 +30,14 @@ def _bytes(array: np.ndarray[Any, Any]) -> bytes:
 
 
 class Snapshot:
-    """The state at one moment. Holds on to it, so that identities stay unique."""
+    """The state at one moment, but for the learning rates of the groups of parameters ``rated``. Holds on to it, so
+    that identities stay unique."""
 
-    def __init__(self, reached: Reached) -> None:
+    def __init__(self, reached: Reached, rated: list[dict[str, Any]]) -> None:
         self._reached = reached
-        dicts = [one for _, one in reached.dicts]
+        self._rated = rated
+        apart = set(map(id, rated))
+        dicts = [one for _, one in reached.dicts if id(one) not in apart]
         lists = [one for _, one in reached.lists]
         self._dicts = [one for one in dicts if 0 < len(one) <= LONG]
         self._lists = [one for one in lists if 0 < len(one) <= LONG]
@@ -53,6 +56,7 @@ class Snapshot:
             chain.from_iterable(self._lists),
             [scope.get(name, MISSING) for scope, name in self._names],
             [_content(cell) for cell in self._cells],
+            [thing for group in self._rated for pair in group.items() if pair[0] != "lr" for thing in pair],
         )
 
     def change(self) -> str | None:
@@ -94,6 +98,8 @@ class Snapshot:
             places += [f"{names[id(one)]}[{position}]" for position in range(len(one))]
         places += [name for _, name in self._names]
         places += [name for name, _ in self._reached.cells]
+        for group in self._rated:
+            places += [f"{names[id(group)]}[{key!r}]" for key in group if key != "lr" for _ in range(2)]
         return places[index] if index < len(places) else "a container"
 
 

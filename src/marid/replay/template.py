@@ -45,7 +45,8 @@ Fit = tuple[list[Any], dict[int, Any], dict[Ref, Value]]
 class Template:
     """A recording whose program is ready to run.
 
-    ``computed`` are the numbers that come of counters (``Recording.computed``), ``writes`` the positions among the
+    ``computed`` are the numbers that come of counters and rates (``Recording.computed``), ``followed`` the groups of
+    parameters whose rate may be another one (``CounterLog.moved_rates``), ``writes`` the positions among the
     tensors that the recording has used of those that are written, ``arguments`` how many tensors a call brings.
     """
 
@@ -53,11 +54,13 @@ class Template:
         self,
         recording: Recording,
         computed: list[tuple[int, Any]],
+        followed: set[int],
         prepared: list[Prepared],
         writes: list[int],
         arguments: int,
     ) -> None:
         self.recording = recording
+        self._followed = followed
         self._writes = writes
         self._computed = computed
         self._counted = {event for _, _, event in expressions(self._computed)}
@@ -94,7 +97,11 @@ class Template:
             return None
         used = [(tensors if kind == TENSOR else grads)[index] for kind, index in recording.used]
         values: dict[Ref, Value] = {ref: tensor._value for ref, tensor in zip(recording.used, used, strict=True)}
-        if not self._shares_as_recorded(values) or not self._has_room() or not recording.counters.may_go_on():
+        if (
+            not self._shares_as_recorded(values)
+            or not self._has_room()
+            or not recording.counters.may_go_on(self._followed)
+        ):
             return None
         if not run_needed(recording.device, used, self._writes):
             return None
@@ -109,7 +116,7 @@ class Template:
         counters = recording.counters
         numbers = recording.numbers
         before = counters.values()
-        if counters.events:
+        if counters.events or self._computed:
             numbers = recording.numbers_for(self._computed, counters.again(self._counted))
         if recording.draws:
             taken = take_again(recording.draws)

@@ -184,14 +184,14 @@ class SavedProgram:
             device=device,
             used=used,
             shared=tuple(range(len(used))),
-            snapshot=Snapshot(reached),
+            snapshot=Snapshot(reached, []),
             reached=reached,
             grads_before=[],
             derivatives=[],
             counters=plan.counting.log(counters),
         )
         writes = [position for position, ref in enumerate(used) if ref in written]
-        self._template = Template(recording, plan.counting.computed, [plan.prepared], writes, len(self._given))
+        self._template = Template(recording, plan.counting.computed, set(), [plan.prepared], writes, len(self._given))
 
     def _root(self, slot: int, plan: Plan, outputs: dict[int, int], refs: dict[int, Ref]) -> Ref | None:
         root = plan.analysis.roots[slot]

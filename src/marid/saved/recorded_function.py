@@ -68,9 +68,9 @@ def record_function(function: Callable[..., Any], examples: tuple[Any, ...], sta
             raise _refused(function, "it is inside of a transform, a mode or hooks on saved tensors") from None
         root = ("the function", function) if state is None else ("state", state)
         before = before or _Before(_met(reach([root], state is None)))
-        run = Run(function, call, state)
+        run = Run(function, call, state, for_file=True)
         try:
-            run.call(arguments, {}, refuse_reads=False, reads_wait=False)
+            run.call(arguments, {}, False)
         except BaseException:
             before.put_back()
             raise
