@@ -12,6 +12,7 @@ from marid.engine.protocol import Engine
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.observe import Observer, Upload, observing
+from marid.frontend.tensor import LazyTensor
 from marid.graph.analysis import analysis_of
 from marid.graph.node import Node, Spec, root_of
 from marid.graph.prepared import Prepared
@@ -27,9 +28,9 @@ from marid.replay.pending import run_needed
 from marid.replay.places import ChangesState, Places, Refused, numbers_of
 from marid.replay.rates import rated_groups
 from marid.replay.reachable import reach
-from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, READ, TENSOR, Origin, Recording, Ref
+from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, READ, TENSOR, Assigned, Origin, Recording, Ref
 from marid.replay.returned_reads import ReturnedRead, returned_reads
-from marid.replay.state_check import Snapshot
+from marid.replay.state_check import Place, Snapshot
 
 
 def grad_of(tensor: Any) -> Any:
@@ -71,6 +72,7 @@ class Run:
         self._host_versions = [_version(tensor) for tensor in self._host]
         self._task: Task | None = None
         self._backwards: list[Task] = []
+        self._replaced: list[tuple[Place, int, Any]] = []
 
     def _begin(self, device: int) -> int:
         """Have there what the function works on, as at a replay; the place on the tape from which on it records."""
@@ -137,6 +139,9 @@ class Run:
         refusal = host.refusal or self._streams.refusal(seen.draws) or impure.refusal
         if refusal is not None:
             raise Refused(refusal)
+        self._replaced = [] if self._for_file else self._replaced_state()
+        for place, _, _ in self._replaced:
+            self._snapshot.expect(place.index, place.get())
         changed = self._snapshot.change() or host.counters.rate_changed()
         if changed is not None:
             raise ChangesState(f"it changes Python state: {changed}")
@@ -154,6 +159,23 @@ class Run:
             if tensor.grad_fn is not history:
                 raise Refused("it changes in place a tensor that has a history of gradients")
 
+    def _replaced_state(self) -> list[tuple[Place, int, Any]]:
+        """The places where there was a tensor of the device, nowhere else, and is another one now: with its position
+        among those reached, and the other one. None if there is a change of another kind."""
+        found: list[tuple[Place, int, Any]] = []
+        for index, before, now in self._snapshot.differences():
+            place = self._snapshot.place(index)
+            alike = handles.is_lazy(before) and type(now) is type(before) is LazyTensor
+            if place is None or not alike or not self._snapshot.is_once(before):
+                return []
+            if any(before is one for one in self._call.lazy):
+                return []
+            position = next((i for i, one in enumerate(self._reached.lazy) if one is before), None)
+            if position is None:
+                return []
+            found.append((place, position, now))
+        return found
+
     # --- what happened ---
 
     def _describe(self, leaves: list[Any], structure: Any, seen: Observer, host: HostWatch) -> bool:
@@ -168,6 +190,10 @@ class Run:
         places = Places(self._tensors, self._grads, seen.uploads, task)
         grads = self._new_grads(places)
         results = [self._result(leaf, places) for leaf in leaves]
+        assigned = [
+            Assigned(place, place.path, position, self._assigned(now, places))
+            for place, position, now in self._replaced
+        ]
         for leaf in live.values():
             if places.of(root_of(leaf._value))[0] != OUTPUT:
                 raise Refused("it returns a view of its argument or state with a history of gradients", for_good=True)
@@ -194,6 +220,7 @@ class Run:
             structure=structure,
             grads=grads,
             bumps=bumps,
+            assigned=assigned,
             draws=seen.draws,
             origins=[self._origin(seen.uploads[value], _spec(value), host) for value in places.uploads],
             device=tape.device,
@@ -210,7 +237,7 @@ class Run:
     def _alive(self, leaves: list[Any]) -> list[Any]:
         """The tensors of the device that are there after the run."""
         results = [leaf.tensor if type(leaf) is ReturnedRead else leaf for leaf in leaves]
-        results = [result for result in results if handles.is_lazy(result)]
+        results = [result for result in (*results, *[now for _, _, now in self._replaced]) if handles.is_lazy(result)]
         grads = [grad for grad in map(grad_of, self._tensors) if grad is not None]
         return [*results, *grads, *self._tensors]
 
@@ -251,6 +278,11 @@ class Run:
             if not any(tensor is leaf for tensor in self._host):
                 raise Refused("it returns a tensor of the CPU that it makes")
         return CONSTANT, leaf
+
+    def _assigned(self, tensor: Any, places: Places) -> Ref:
+        if self._is_live(tensor):
+            raise Refused("it keeps a tensor that gradients can be taken of")
+        return places.of_tensor(tensor) or places.make(tensor)
 
     def _bumps(self, places: Places) -> list[tuple[Ref, int]]:
         found: list[tuple[Ref, int]] = []

@@ -5,7 +5,7 @@ It holds nothing of the run itself: no node, no result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from marid.frontend.observe import Drawn
 from marid.graph.node import Spec
 from marid.replay.counters import CounterLog, Expression
 from marid.replay.reachable import Reached, is_plain
-from marid.replay.state_check import Snapshot, same_number
+from marid.replay.state_check import Place, Snapshot, same_number
 
 # Where a value comes from: a tensor (of the arguments, then of the state), the gradient that it had before, an upload,
 # or an output of the program.
@@ -94,6 +94,16 @@ class Derivative:
         return mine == its and same_number(self.numbers, other.numbers)
 
 
+@dataclass(frozen=True)
+class Assigned:
+    """State that a run replaces: the tensor ``position`` of the state, which is in ``place``, by ``ref``."""
+
+    place: Place = field(compare=False)
+    path: str
+    position: int
+    ref: Ref
+
+
 def _shown(drawn: Drawn) -> Any:
     generator = None if drawn.generator is None else drawn.generator._cdata
     return generator, drawn.device, drawn.name, drawn.spec
@@ -110,8 +120,8 @@ class Recording:
     ``numbers`` are the program's parameters, those of ``draws`` given by position; ``sites`` the line of each.
     ``lines`` are the names of the program's operations, and the line of each.
     ``outputs`` are specs and roots of the program's outputs. ``grads`` says which gradients change to what, ``bumps``
-    which versions grow by how much. ``grads_before`` are the specs of the gradients that were there, ``used`` the
-    tensors that must share memory as they did: ``shared``.
+    which versions grow by how much, ``assigned`` which state is replaced. ``grads_before`` are the specs of the
+    gradients that were there, ``used`` the tensors that must share memory as they did: ``shared``.
     """
 
     key: tuple[Any, ...]
@@ -125,6 +135,7 @@ class Recording:
     structure: Any
     grads: list[tuple[int, Ref | None]]
     bumps: list[tuple[Ref, int]]
+    assigned: list[Assigned]
     draws: list[Drawn]
     origins: list[Origin]
     device: int
@@ -170,18 +181,8 @@ class Recording:
         if number is not None:
             index, a, b = number
             return f"a number changed: {a} -> {b}, {other.sites[index]}"
-        mine = (self.inputs, self.outputs, self.made, self.grads, self.bumps, self.device, self.used, self.shared)
-        its = (
-            other.inputs,
-            other.outputs,
-            other.made,
-            other.grads,
-            other.bumps,
-            other.device,
-            other.used,
-            other.shared,
-        )
-        if mine != its:
+        names = ("inputs", "outputs", "made", "grads", "bumps", "assigned", "device", "used", "shared")
+        if any(getattr(self, name) != getattr(other, name) for name in names):
             return "tensors come from or go to other places"
         if len(self.origins) != len(other.origins) or not all(map(Origin.is_like, self.origins, other.origins)):
             return "other data is uploaded"

@@ -7,7 +7,9 @@ difference are they looked at: a number that was computed again and is equal is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
+from types import CellType
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,31 @@ def same_number(one: Any, other: Any) -> bool:
 def _bytes(array: np.ndarray[Any, Any]) -> bytes:
     content = np.ndarray.tobytes(array)  # masked arrays have a method that writes to them
     return content + np.ma.getmaskarray(array).tobytes() if isinstance(array, np.ma.MaskedArray) else content
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """An entry of a dict or a list, a global, or a variable of a closure: the object ``index`` of a snapshot."""
+
+    container: dict[Any, Any] | list[Any] | CellType
+    key: Any
+    index: int
+    path: str
+
+    def get(self) -> Any:
+        """What is in it; ``MISSING`` where nothing is."""
+        if isinstance(self.container, CellType):
+            return _content(self.container)
+        if isinstance(self.container, dict):
+            return self.container.get(self.key, MISSING)
+        return self.container[self.key] if self.key < len(self.container) else MISSING
+
+    def set(self, thing: Any) -> None:
+        """Put ``thing`` there."""
+        if isinstance(self.container, CellType):
+            self.container.cell_contents = thing
+        else:
+            self.container[self.key] = thing
 
 
 class Snapshot:
@@ -75,6 +102,38 @@ class Snapshot:
             if one.shape != shape or one.dtype != dtype or _bytes(one) != content:
                 return f"the array {path} changed"
         return None
+
+    def differences(self) -> list[tuple[int, Any, Any]]:
+        """The objects that are others now: position, before and now. None where there are more or fewer of them."""
+        now = list(self._objects())
+        if len(now) != len(self._kept):
+            return []
+        pairs = enumerate(zip(self._kept, now, strict=True))
+        return [(index, before, after) for index, (before, after) in pairs if not _unchanged(before, after)]
+
+    def expect(self, index: int, thing: Any) -> None:
+        """From now on, ``thing`` is what is to be at that position."""
+        self._kept[index], self._ids[index] = thing, id(thing)
+
+    def is_once(self, thing: Any) -> bool:
+        """Whether one of the objects is ``thing``, and only one."""
+        return self._ids.count(id(thing)) == 1
+
+    def place(self, index: int) -> Place | None:
+        """Where the object at a position is kept, if something else can be put there."""
+        found = next(item for position, item in enumerate(self._places()) if position == index)
+        return None if found is None else Place(*found, index, self._path(index))
+
+    def _places(self) -> Iterator[tuple[Any, Any] | None]:
+        for one in self._dicts:
+            yield from ((one, key) for key in one)
+        for one in self._dicts:
+            yield from (None for _ in one)
+        for one in self._lists:
+            yield from ((one, position) if type(one) is list else None for position in range(len(one)))
+        yield from ((scope, name) if type(scope) is dict else None for scope, name in self._names)
+        yield from ((cell, None) for cell in self._cells)
+        yield from (None for group in self._rated for key in group if key != "lr" for _ in range(2))
 
     def _what_changed(self) -> str:
         for path, one in (*self._reached.dicts, *self._reached.lists):

@@ -67,6 +67,8 @@ class Template:
         self._prepared, *backwards = prepared
         self._backwards = [*zip(recording.derivatives, backwards, strict=True)]
         own = recording.reached.lazy
+        for assigned in recording.assigned:  # whose memory the next one may need
+            recording.reached.seen.pop(id(own[assigned.position]), None)
         self._state_specs = [tensor._value.spec for tensor in own]
         self._state_flags = [_flags(tensor) for tensor in own]
         tensors = arguments + len(own)
@@ -89,6 +91,7 @@ class Template:
     def fit(self, call: Call) -> Fit | None:
         """What a replay of ``call`` works on, or None (and nothing has happened) where the Python has to run."""
         recording = self.recording
+        self._note_replaced()
         if recording.snapshot.change() is not None or not self._is_state_alike():
             return None
         tensors = [*call.lazy, *recording.reached.lazy]
@@ -135,6 +138,14 @@ class Template:
         return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(
             self._simple
         )
+
+    def _note_replaced(self) -> None:
+        """Take what is in the places that the function assigns to for what is to be there, if it is a tensor."""
+        for assigned in self.recording.assigned:
+            now = assigned.place.get()
+            if handles.is_lazy(now) and type(now) is type(self.recording.reached.lazy[assigned.position]):
+                self.recording.snapshot.expect(assigned.place.index, now)
+                self.recording.reached.lazy[assigned.position] = now
 
     def _is_state_alike(self) -> bool:
         own = self.recording.reached.lazy
@@ -208,6 +219,8 @@ class _HandOut:
             self._connect(backwards)
         for index, ref in recording.grads:
             tensors[index].grad = None if ref is None else self._tensor(ref)
+        for assigned in recording.assigned:
+            assigned.place.set(self._tensor(assigned.ref))
 
     def result(self, simple: bool) -> Any:
         leaves = [self._leaf(kind, of) for kind, of in self._recording.results]

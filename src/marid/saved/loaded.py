@@ -179,6 +179,7 @@ class SavedProgram:
             structure=_pytree.tree_structure(plan.results),
             grads=[],
             bumps=[(ref, 1) for ref in written if ref[0] == TENSOR],
+            assigned=[],
             draws=plan.draws,
             origins=origins,
             device=device,
