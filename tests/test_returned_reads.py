@@ -5,9 +5,11 @@ from __future__ import annotations
 import dis
 import itertools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,60 @@ def test_with_fullgraph_such_a_read_is_no_error() -> None:
     assert both(make, fullgraph=True).replays > 30
 
 
+def test_arithmetic_on_values_is_done_behind_the_replay() -> None:
+    def make(device: str) -> Callable[..., Any]:
+        model, optimizer = trained(device)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y, reduction="sum")
+            loss.backward()
+            optimizer.step()
+            mean = loss.item() / len(x)
+            mean += 1
+            count = (model(x).argmax(1) == y).sum()
+            return {"loss": mean, "right": 100.0 * count.item() / len(y), "both": 2 - (mean - count.item()) * 3}
+
+        return step
+
+    assert both(make).replays > 30
+
+
+@pytest.mark.parametrize("other", [torch.ones(2), np.ones(2), np.float32(2.0), True, 2 + 1j], ids=repr)
+def test_arithmetic_with_other_things_than_numbers_reads_at_once(other: Any) -> None:
+    on_device = other.to(DEVICE) if isinstance(other, torch.Tensor) else other
+
+    def after(x: torch.Tensor) -> Any:
+        return x.sum().item() * other
+
+    def before(x: torch.Tensor) -> Any:
+        return other - x.sum().item()
+
+    for function in (after, before):
+        expected = function(torch.ones(3))
+        code = function.__code__
+        assert "other" in code.co_freevars
+        compiled = marid.compile(types.FunctionType(code, {}, closure=(types.CellType(on_device),)))
+        for _ in range(3):
+            found = compiled(torch.ones(3, device=DEVICE))
+            assert type(found) is (type(on_device) if on_device is not other else type(expected))
+            assert str(found.cpu() if on_device is not other else found) == str(expected)
+        assert compiled.stats().replays == 0
+
+
+def test_a_number_that_changes_beside_a_read_is_noticed() -> None:
+    counts = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    given: list[int] = []
+
+    def mean(x: torch.Tensor) -> float:
+        return x.sum().item() / given[-1]
+
+    compiled = marid.compile(mean)
+    for count in counts:
+        given.append(count)
+        assert compiled(torch.ones(3, device=DEVICE)) == 3.0 / count
+
+
 def returned(x: torch.Tensor) -> Any:
     return x.item()
 
@@ -126,6 +182,14 @@ def in_arithmetic(x: torch.Tensor) -> Any:
 
 def divided_by_a_call(x: torch.Tensor) -> Any:
     return [x.item() / len(str(x.dim()))]
+
+
+def listed_and_added(x: torch.Tensor) -> Any:
+    return [x.item()] + [1]
+
+
+def rounded(x: torch.Tensor) -> Any:
+    return x.item() // 1
 
 
 def given_to_a_method(x: torch.Tensor) -> Any:
@@ -200,12 +264,14 @@ def printed(x: torch.Tensor) -> Any:
         (returned, "only"),
         (returned_later, "only"),
         (returned_beside_calls, "calls"),
+        (in_arithmetic, "only"),
+        (divided_by_a_call, "calls"),
         *[
             (function, None)
             for function in (
                 *(
-                    in_arithmetic,
-                    divided_by_a_call,
+                    listed_and_added,
+                    rounded,
                     given_to_a_method,
                     given_to_a_call,
                     in_a_condition,
@@ -226,15 +292,14 @@ def test_what_counts_as_only_returned(function: Callable[..., Any], expected: st
         for load, after in itertools.pairwise(instructions)
         if load.argval == "item" and after.opname == "CALL"
     ]
-    assert _returns(function.__code__, call) == expected
+    assert _returns(function.__code__, call, True) == expected
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        in_arithmetic,
-        divided_by_a_call,
-        given_to_a_method,
+        listed_and_added,
+        rounded,
         given_to_a_call,
         in_a_condition,
         in_a_text,

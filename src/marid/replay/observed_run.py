@@ -29,7 +29,7 @@ from marid.replay.places import ChangesState, Places, Refused, numbers_of
 from marid.replay.rates import rated_groups
 from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, READ, TENSOR, Assigned, Origin, Recording, Ref
-from marid.replay.returned_reads import ReturnedRead, returned_reads
+from marid.replay.returned_reads import Computed, ReturnedRead, Waiting, reads_in, returned_reads
 from marid.replay.state_check import Place, Snapshot
 
 
@@ -96,7 +96,7 @@ class Run:
         try:
             self._check(seen, host, impure)
             leaves, structure = _pytree.tree_flatten(result)
-            if {id(one) for one in waiting} - {id(leaf) for leaf in leaves}:
+            if {id(one) for one in waiting} - {id(one) for leaf in leaves for one in reads_in(leaf)}:
                 raise Refused("it reads a value that it does not return")
             with self._engine().lock:
                 if not self._describe(leaves, structure, seen, host):
@@ -236,8 +236,8 @@ class Run:
 
     def _alive(self, leaves: list[Any]) -> list[Any]:
         """The tensors of the device that are there after the run."""
-        results = [leaf.tensor if type(leaf) is ReturnedRead else leaf for leaf in leaves]
-        results = [result for result in (*results, *[now for _, _, now in self._replaced]) if handles.is_lazy(result)]
+        read = [one.tensor for leaf in leaves for one in reads_in(leaf)]
+        results = [one for one in (*leaves, *read, *[now for _, _, now in self._replaced]) if handles.is_lazy(one)]
         grads = [grad for grad in map(grad_of, self._tensors) if grad is not None]
         return [*results, *grads, *self._tensors]
 
@@ -267,8 +267,8 @@ class Run:
         return changed
 
     def _result(self, leaf: Any, places: Places) -> tuple[str, Any]:
-        if type(leaf) is ReturnedRead:
-            return READ, (leaf.method, self._result(leaf.tensor, places))
+        if isinstance(leaf, Waiting):
+            return READ, self._read(leaf, places)
         if handles.is_lazy(leaf):
             return places.of_tensor(leaf) or places.make(leaf)
         if isinstance(leaf, torch.Tensor):
@@ -278,6 +278,13 @@ class Run:
             if not any(tensor is leaf for tensor in self._host):
                 raise Refused("it returns a tensor of the CPU that it makes")
         return CONSTANT, leaf
+
+    def _read(self, value: Any, places: Places) -> Any:
+        if isinstance(value, ReturnedRead):
+            return value.method, self._result(value.tensor, places)
+        if isinstance(value, Computed):
+            return value.function, self._read(value.left, places), self._read(value.right, places)
+        return value
 
     def _assigned(self, tensor: Any, places: Places) -> Ref:
         if self._is_live(tensor):

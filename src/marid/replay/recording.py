@@ -21,8 +21,8 @@ from marid.replay.state_check import Place, Snapshot, same_number
 TENSOR, GRAD, UPLOAD, OUTPUT = "tensor", "grad", "upload", "output"
 GIVEN = "given"  # in a backward: a gradient that comes in
 # What a leaf of the result can be beside TENSOR and GRAD: a tensor that the run made (``Recording.made``), anything
-# that is no tensor, a tensor of the CPU that was an argument, or what a read of a tensor gives: (method, where the
-# tensor comes from).
+# that is no tensor, a tensor of the CPU that was an argument, or what comes of reads: (method, where the tensor comes
+# from), or (function of ``operator``, one such or a number, another).
 MADE, CONSTANT, HOST, READ = "made", "constant", "host", "read"
 
 Ref = tuple[str, int]

@@ -2,8 +2,9 @@
 
 A replay runs no Python, so nothing that the Python does with a value can be done again. But where the instructions
 behind a read do nothing with the value except return it, alone or in tuples, lists and dicts, nobody sees when it is
-read. While a function is recorded such a read gives a ``ReturnedRead`` in the place of the value, and the value is read
-when the function has returned; a replay reads it behind its program.
+read. Arithmetic may come in between: ``return loss.item() / len(x)``. While a function is recorded such a read gives a
+``ReturnedRead`` in the place of the value, and the value is read when the function has returned; a replay reads it
+behind its program.
 
 Only the function's own code counts, outside of ``try`` and ``with``. Opcodes are those that ``dis`` documents for
 Python 3.11 to 3.14; one that is not listed here makes a read what it was: a reason to run as Python.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -44,26 +46,84 @@ _POPS_BY_COUNT: dict[str, Callable[[int], int]] = {
 """How many entries of the stack an instruction takes. What is in neither table makes a read a reason to run as Python:
 a branch, a loop, an attribute that is set."""
 _CONTAINERS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP"}
+_SIGNS = {"+", "-", "*", "/"}
+_OTHER, _NUMBER, _VALUE = range(3)  # what an entry of the stack is: another thing, a number that was read, or holds one
 _IN_A_CONTEXT = torch.no_grad()(lambda: None).__code__
 """The code of every function that ``torch.no_grad()`` and its kin decorate; it returns what the function returns."""
 
 
-class ReturnedRead:
-    """A read that waits until the function has returned: the tensor without its history, and the method to call. The
-    tensor is a copy if the function may still write it."""
+class Waiting:
+    """A value that is read when the function has returned. Arithmetic with numbers waits too; with anything else the
+    value is read at once, which the recording notes."""
+
+    __array_ufunc__ = None  # or arrays of numpy took one for an object to put in them
+
+    value: Any
+    """Reads it, or gives what was read. Raises what the method and the arithmetic raise."""
+
+    def __add__(self, other: Any) -> Any:
+        return _computed("add", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _computed("add", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return _computed("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _computed("sub", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return _computed("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _computed("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return _computed("truediv", self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _computed("truediv", other, self)
+
+
+class ReturnedRead(Waiting):
+    """A read: the tensor without its history, and the method to call. The tensor is a copy if the function may still
+    write it."""
 
     def __init__(self, tensor: Any, method: str, copy: bool) -> None:
         self.tensor, self.method = tensor.detach().clone() if copy else tensor.detach(), method
 
     @functools.cached_property
-    def value(self) -> Any:
-        """What the method returns. Raises what it raises."""
+    def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return getattr(self.tensor, self.method)()
+
+
+class Computed(Waiting):
+    """A number that comes of reads: the name of a function of ``operator``, and what it takes."""
+
+    def __init__(self, function: str, left: Any, right: Any) -> None:
+        self.function, self.left, self.right = function, left, right
+
+    @functools.cached_property
+    def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(operator, self.function)(values_read(self.left), values_read(self.right))
+
+
+def _computed(function: str, left: Any, right: Any) -> Any:
+    made = Computed(function, left, right)
+    return made if all(isinstance(one, Waiting) or type(one) in (int, float) for one in (left, right)) else made.value
+
+
+def reads_in(thing: Any) -> list[ReturnedRead]:
+    """The reads of which a value comes."""
+    if isinstance(thing, Computed):
+        return [*reads_in(thing.left), *reads_in(thing.right)]
+    return [thing] if isinstance(thing, ReturnedRead) else []
 
 
 def values_read(result: Any) -> Any:
     """``result`` with values in the place of reads; what holds none stays the same object."""
-    if type(result) is ReturnedRead:
+    if isinstance(result, Waiting):
         return result.value
     if type(result) in (tuple, list):
         items = [values_read(item) for item in result]
@@ -140,19 +200,21 @@ def _behind(tensor: Any, name: str, frame: FrameType) -> str | None:
     while back is not None and back.f_code is _IN_A_CONTEXT:
         back = back.f_back
     ours = back is not None and back.f_code is _here.caller
-    return _returns(frame.f_code, frame.f_lasti) if ours else None
+    return _returns(frame.f_code, frame.f_lasti, name == "item") if ours else None
 
 
 @functools.lru_cache(1024)
-def _returns(code: CodeType, offset: int) -> str | None:
+def _returns(code: CodeType, offset: int, number: bool) -> str | None:
     """``"only"`` if nothing happens behind the call at ``offset`` but that its value is returned, ``"calls"`` if the
-    function does more, but not with that value, else None.
+    function does more, but not with that value, else None. Arithmetic is nothing more, if the value is a ``number``.
 
-    The instructions are followed with a stack and local variables of which only is known whether the value is in them.
+    The instructions are followed with a stack and local variables of which only is known whether the value is in them,
+    or is there as a number.
     """
     instructions = dis.Bytecode(code)
     handled = [range(entry.start, entry.end) for entry in instructions.exception_entries]
-    stack, variables, more = [True], set[str](), False
+    value = _NUMBER if number else _VALUE
+    stack, variables, more = [value], dict[str, int](), False
     for instruction in instructions:
         name, count = instruction.opname, instruction.arg or 0
         if instruction.offset <= offset or name in ("CACHE", "EXTENDED_ARG", "PRECALL"):  # within a call, or at its end
@@ -164,17 +226,19 @@ def _returns(code: CodeType, offset: int) -> str | None:
         pops = _POPS_BY_COUNT[name](count) if name in _POPS_BY_COUNT else _POPS.get(name)
         if pops is None:
             return None
-        stack = [False] * (pops - len(stack)) + stack  # what was there before the read
+        stack = [_OTHER] * (pops - len(stack)) + stack  # what was there before the read
         taken = stack[len(stack) - pops :]
         del stack[len(stack) - pops :]
-        made = any(taken)
+        made = max(taken, default=_OTHER)
         if name == "STORE_FAST":
-            (variables.add if made else variables.discard)(instruction.argval)
+            variables[instruction.argval] = made
         elif name.startswith("LOAD_FAST"):
-            made = instruction.argval in variables
-        elif made and (name not in _CONTAINERS or (name == "BUILD_MAP" and any(taken[::2]))):
+            made = variables.get(instruction.argval, _OTHER)
+        elif made and name in _CONTAINERS and not (name == "BUILD_MAP" and any(taken[::2])):
+            made = _VALUE
+        elif made and not (name == "BINARY_OP" and _VALUE not in taken and instruction.argrepr.rstrip("=") in _SIGNS):
             return None
-        more |= name.startswith(("CALL", "BINARY_", "UNARY_", "COMPARE_", "LOAD_ATTR"))
+        more |= not made and name.startswith(("CALL", "BINARY_", "UNARY_", "COMPARE_", "LOAD_ATTR"))
         # Of a call, Python 3.11 counts the arguments at an instruction before it.
         pushes = 1 if name.startswith("CALL") else pops + dis.stack_effect(instruction.opcode, instruction.arg)
         stack += [made] * pushes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -267,9 +268,16 @@ class _HandOut:
         if kind == CONSTANT:
             return of
         if kind == READ:
-            method, ref = of
-            return getattr(self._tensor(ref), method)()
+            return self._read(of)
         return self._call.host[of] if kind == HOST else self._tensor((kind, of))
+
+    def _read(self, of: Any) -> Any:
+        if type(of) is not tuple:
+            return of
+        name, first, *second = of
+        if second:
+            return getattr(operator, name)(self._read(first), self._read(*second))
+        return getattr(self._tensor(first), name)()
 
     def _handle(self, made: Made) -> Any:
         storage = made.storage
