@@ -62,9 +62,7 @@ class Snapshot:
 
     def __init__(self, reached: Reached, rated: list[dict[str, Any]]) -> None:
         self._reached = reached
-        self._rated = rated
-        apart = set(map(id, rated))
-        dicts = [one for _, one in reached.dicts if id(one) not in apart]
+        dicts = [one for _, one in reached.dicts]
         lists = [one for _, one in reached.lists]
         self._dicts = [one for one in dicts if 0 < len(one) <= LONG]
         self._lists = [one for one in lists if 0 < len(one) <= LONG]
@@ -73,6 +71,9 @@ class Snapshot:
         self._names = [(scope, name) for _, scope, names in reached.names for name in names]
         self._cells = [cell for _, cell in reached.cells]
         self._arrays = [(one, one.shape, one.dtype, _bytes(one)) for _, one in reached.arrays]
+        apart = set(map(id, rated))
+        keys = ((id(one) in apart, key) for one in self._dicts for key in one)
+        self._rates = [index for index, (is_rated, key) in enumerate(keys) if is_rated and key == "lr"]
         self._kept = list(self._objects())
         self._ids = list(map(id, self._kept))
 
@@ -83,15 +84,22 @@ class Snapshot:
             chain.from_iterable(self._lists),
             [scope.get(name, MISSING) for scope, name in self._names],
             [_content(cell) for cell in self._cells],
-            [thing for group in self._rated for pair in group.items() if pair[0] != "lr" for thing in pair],
         )
+
+    def _now(self) -> list[Any]:
+        """The objects, with rates as they were."""
+        now = list(self._objects())
+        if len(now) == len(self._kept):
+            for index in self._rates:
+                now[index] = self._kept[index]
+        return now
 
     def change(self) -> str | None:
         """What is not as it was, in words."""
         if any(self._empty):
             return self._what_changed()
-        if list(map(id, self._objects())) != self._ids:
-            now = list(self._objects())
+        now = self._now()
+        if list(map(id, now)) != self._ids:
             if len(now) != len(self._kept) or not all(map(_unchanged, self._kept, now)):
                 return self._what_changed()
             self._kept, self._ids = now, list(map(id, now))
@@ -104,8 +112,8 @@ class Snapshot:
         return None
 
     def differences(self) -> list[tuple[int, Any, Any]]:
-        """The objects that are others now: position, before and now. None where there are more or fewer of them."""
-        now = list(self._objects())
+        """The objects that are others now: position, before and now. None of them where there are more or fewer."""
+        now = self._now()
         if len(now) != len(self._kept):
             return []
         pairs = enumerate(zip(self._kept, now, strict=True))
@@ -133,13 +141,12 @@ class Snapshot:
             yield from ((one, position) if type(one) is list else None for position in range(len(one)))
         yield from ((scope, name) if type(scope) is dict else None for scope, name in self._names)
         yield from ((cell, None) for cell in self._cells)
-        yield from (None for group in self._rated for key in group if key != "lr" for _ in range(2))
 
     def _what_changed(self) -> str:
         for path, one in (*self._reached.dicts, *self._reached.lists):
             if any(one is empty for empty in self._empty) and one:
                 return f"{path} was empty and has {len(one)} entries"
-        now = list(self._objects())
+        now = self._now()
         for index, (a, b) in enumerate(zip(self._kept, now, strict=False)):
             if not _unchanged(a, b):
                 return f"{self._path(index)}: {_shown(a)} -> {_shown(b)}"
@@ -157,8 +164,6 @@ class Snapshot:
             places += [f"{names[id(one)]}[{position}]" for position in range(len(one))]
         places += [name for _, name in self._names]
         places += [name for name, _ in self._reached.cells]
-        for group in self._rated:
-            places += [f"{names[id(group)]}[{key!r}]" for key in group if key != "lr" for _ in range(2)]
         return places[index] if index < len(places) else "a container"
 
 
