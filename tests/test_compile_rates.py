@@ -159,4 +159,57 @@ def test_a_rate_that_the_function_changes_runs_as_python() -> None:
     found, stats = train(DEVICE)
     assert torch.equal(found, expected)
     assert stats.replays == 0
-    assert any("learning rate" in reason for reason in stats.fallbacks)
+    assert any("'lr'" in reason for reason in stats.fallbacks)
+
+
+def test_code_that_looks_at_a_rate_sees_each() -> None:
+    def train(device: str) -> Any:
+        weight = torch.ones(3).to(device).requires_grad_()
+        optimizer = SGD([weight], lr=0.5)
+
+        def factor() -> float:
+            return 2.0 if optimizer.param_groups[0]["lr"] > 0.1 else 1.0
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            optimizer.step()
+            return weight.detach() * factor()
+
+        function = step if device == "cpu" else marid.compile(step)
+        found = []
+        for turn in range(30):
+            optimizer.param_groups[0]["lr"] = 0.5 / (1 + turn)
+            found.append(function(torch.arange(3.0).to(device)).cpu())
+        return found
+
+    assert all(map(torch.equal, train(DEVICE), train("cpu")))
+
+
+def test_an_optimizer_of_the_users_own_may_do_anything_with_its_rate() -> None:
+    class Halving(SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if group["lr"] < 0.1:
+                        p.grad.mul_(0.5)
+            return super().step(closure)
+
+    def train(device: str) -> Any:
+        weight = torch.ones(3).to(device).requires_grad_()
+        optimizer = Halving([weight], lr=0.5)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            optimizer.step()
+            return weight.detach() * 1
+
+        function = step if device == "cpu" else marid.compile(step)
+        found = []
+        for turn in range(30):
+            optimizer.param_groups[0]["lr"] = 0.5 / (1 + turn)
+            found.append(function(torch.arange(3.0).to(device)).cpu())
+        return found
+
+    assert all(map(torch.equal, train(DEVICE), train("cpu")))

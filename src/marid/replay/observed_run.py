@@ -58,7 +58,9 @@ class Run:
         self.refusal: Refused | None = None
         root = ("the function", function) if state is None else ("state", state)
         self._reached = reach([root, *[("an argument", other) for other in call.others]], state is None)
-        self._snapshot = Snapshot(self._reached, [] if for_file else rated_groups(self._reached.optimizers))
+        self._follows_rates = not (for_file or self._reached.looks_at_rates)
+        rated = rated_groups(self._reached.optimizers) if self._follows_rates else []
+        self._snapshot = Snapshot(self._reached, rated)
         self._tensors = [*call.lazy, *self._reached.lazy]
         self._host = [*call.host, *self._reached.host]
         self._streams = Streams(self._reached.generators, self._reached.drawing)
@@ -86,7 +88,7 @@ class Run:
             with (
                 returned_reads(None if self._for_file else _CALL) as waiting,
                 observing(refuse_reads) as seen,
-                HostWatch(self._host, self._reached.host, self._reached.optimizers, not self._for_file) as host,
+                HostWatch(self._host, self._reached.host, self._reached.optimizers, self._follows_rates) as host,
                 ImpureWatch(self._reached.paused) as impure,
             ):
                 result = self._function(*args, **kwargs)
@@ -161,7 +163,7 @@ class Run:
 
     def _replaced_state(self) -> list[tuple[Place, int, Any]]:
         """The places where there was a tensor of the device, nowhere else, and is another one now: with its position
-        among those reached, and the other one. None if there is a change of another kind."""
+        among those reached, and the other one. None of them if there is a change of another kind."""
         found: list[tuple[Place, int, Any]] = []
         for index, before, now in self._snapshot.differences():
             place = self._snapshot.place(index)

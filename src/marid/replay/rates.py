@@ -43,8 +43,10 @@ TAKES: dict[Formula, Callable[[dict[str, Any]], tuple[Any, ...]]] = {
 
 
 def has_followed_rate(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the rate of a group of parameters may be another one at a replay."""
-    return isinstance(optimizer, tuple(_FORMULAS)) and type(group.get("lr")) is float
+    """Whether the rate of a group of parameters may be another one at a replay. What a class of the user's own does
+    with it is not known."""
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return own and isinstance(optimizer, tuple(_FORMULAS)) and type(group.get("lr")) is float
 
 
 def formulas_of(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Formula, ...]:

@@ -66,7 +66,8 @@ class Reached:
     variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``
     and ``optimizers`` those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator functions that
     have begun. ``paths`` are the names of tensors, modules and optimizers, by identity. ``too_much`` says what makes
-    this function none to replay. Code is followed if ``follows_code``.
+    this function none to replay. Code is followed if ``follows_code``; ``looks_at_rates`` says whether some of it
+    looks at an optimizer's learning rate, ``group["lr"]``.
     """
 
     def __init__(self, follows_code: bool) -> None:
@@ -86,6 +87,7 @@ class Reached:
         self.seen: dict[int, Any] = {}
         self.paths: dict[int, str] = {}
         self.too_much: str | None = None
+        self.looks_at_rates = False
 
 
 class Wrapper:
@@ -209,6 +211,7 @@ def _function(path: str, function: types.FunctionType, found: Reached) -> Iterat
         yield path, function.__dict__
     if _is_users(function.__code__.co_filename):
         names, attributes = _named(function.__code__)
+        found.looks_at_rates |= _looks_at_rates(function.__code__)
         scope = function.__globals__
         names = tuple([name for name in names if name in scope])
         found.names.append(("global", scope, names))
@@ -288,6 +291,13 @@ class _Attributes:
 
 def _is_users(file: str) -> bool:
     return not file.startswith(_FOLDERS) and not file.startswith("<frozen ") and not is_of_a_package(file)
+
+
+@functools.lru_cache(4096)
+def _looks_at_rates(code: types.CodeType) -> bool:
+    return any(
+        const == "lr" or (isinstance(const, types.CodeType) and _looks_at_rates(const)) for const in code.co_consts
+    )
 
 
 @functools.lru_cache(4096)
