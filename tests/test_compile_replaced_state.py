@@ -174,6 +174,7 @@ def test_a_tensor_with_a_history_that_is_kept_runs_as_python() -> None:
     assert both(make).replays == 0
 
 
+@pytest.mark.in_process("a worker's errors come later")
 def test_a_failing_replay_replaces_nothing() -> None:
     state = {"sum": torch.zeros(2, device=DEVICE), "index": torch.zeros(1, dtype=torch.int64, device=DEVICE)}
 
