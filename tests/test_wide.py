@@ -49,7 +49,7 @@ def test_names_are_unique_and_there_are_enough() -> None:
 
 
 def row(name: str, ratio: float, processor: float = 1.0, **changes: Any) -> dict[str, Any]:
-    counts = {"operations": 1234.0, "reads": 1.0, "at_once": 0.0, "fallbacks": 1.0, "dynamic": 2.0}
+    counts = {"operations": 1234.0, "reads": 1.0, "at_once": 0.0, "replays": 0.0, "fallbacks": 1.0, "dynamic": 2.0}
     figures = {"status": "ok", "eager_ms": 2.0, "marid_ms": 2.0 * ratio, "ratio": ratio, "processor_ratio": processor}
     return {"workload": name, **figures, "output": "bitwise", "a_turn": counts, **changes}
 
