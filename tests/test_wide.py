@@ -71,7 +71,7 @@ def test_what_has_no_figure_is_named_and_not_counted() -> None:
     assert line.endswith("worst a 0.50; without a figure: b wrong")
     assert table.summary([wrong]) == "no figures; without a figure: b wrong"
     cells = table.markdown([row("a", 0.5), wrong], "conditions").splitlines()
-    assert cells[2] == "| a | 2 | 1 | 0.50 | 1.00 | 1,234 | 1 | 0 | 3 | bitwise |"
+    assert cells[2] == "| a | 2 | 1 | 0.50 | 1.00 | 1,234 | 1 | 0 | 0 | 3 | bitwise |"
     assert cells[3].startswith("| b | wrong |")
     assert "off by" in cells[3]
 
