@@ -162,54 +162,42 @@ def test_a_rate_that_the_function_changes_runs_as_python() -> None:
     assert any("'lr'" in reason for reason in stats.fallbacks)
 
 
-def test_code_that_looks_at_a_rate_sees_each() -> None:
-    def train(device: str) -> Any:
-        weight = torch.ones(3).to(device).requires_grad_()
-        optimizer = SGD([weight], lr=0.5)
+def decaying(device: str, optimizer_of: Any, factor_of: Any) -> list[torch.Tensor]:
+    """What 30 calls return, of a step whose rate falls from call to call."""
+    weight = torch.ones(3).to(device).requires_grad_()
+    optimizer = optimizer_of([weight], lr=0.5)
+    factor = factor_of(optimizer)
 
-        def factor() -> float:
-            return 2.0 if optimizer.param_groups[0]["lr"] > 0.1 else 1.0
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+        return weight.detach() * factor()
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            (weight * x).sum().backward()
-            optimizer.step()
-            return weight.detach() * factor()
-
-        function = step if device == "cpu" else marid.compile(step)
-        found = []
-        for turn in range(30):
-            optimizer.param_groups[0]["lr"] = 0.5 / (1 + turn)
-            found.append(function(torch.arange(3.0).to(device)).cpu())
-        return found
-
-    assert all(map(torch.equal, train(DEVICE), train("cpu")))
+    function = step if device == "cpu" else marid.compile(step)
+    found = []
+    for turn in range(30):
+        optimizer.param_groups[0]["lr"] = 0.5 / (1 + turn)
+        found.append(function(torch.arange(3.0).to(device)).cpu())
+    return found
 
 
-def test_an_optimizer_of_the_users_own_may_do_anything_with_its_rate() -> None:
-    class Halving(SGD):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if group["lr"] < 0.1:
-                        p.grad.mul_(0.5)
-            return super().step(closure)
+class Halving(SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["lr"] < 0.1:
+                    p.grad.mul_(0.5)
+        return super().step(closure)
 
-    def train(device: str) -> Any:
-        weight = torch.ones(3).to(device).requires_grad_()
-        optimizer = Halving([weight], lr=0.5)
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            (weight * x).sum().backward()
-            optimizer.step()
-            return weight.detach() * 1
-
-        function = step if device == "cpu" else marid.compile(step)
-        found = []
-        for turn in range(30):
-            optimizer.param_groups[0]["lr"] = 0.5 / (1 + turn)
-            found.append(function(torch.arange(3.0).to(device)).cpu())
-        return found
-
-    assert all(map(torch.equal, train(DEVICE), train("cpu")))
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [
+        (SGD, lambda optimizer: lambda: 2.0 if optimizer.param_groups[0]["lr"] > 0.1 else 1.0),
+        (Halving, lambda _: lambda: 1.0),
+    ],
+    ids=["a function", "an optimizer"],
+)
+def test_code_of_the_users_own_that_looks_at_a_rate_sees_each(optimizer: Any, factor: Any) -> None:
+    assert all(map(torch.equal, decaying(DEVICE, optimizer, factor), decaying("cpu", optimizer, factor)))

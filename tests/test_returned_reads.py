@@ -258,33 +258,17 @@ def printed(x: torch.Tensor) -> Any:
     return value
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (returned, "only"),
-        (returned_later, "only"),
-        (returned_beside_calls, "calls"),
-        (in_arithmetic, "only"),
-        (divided_by_a_call, "calls"),
-        *[
-            (function, None)
-            for function in (
-                *(
-                    listed_and_added,
-                    rounded,
-                    given_to_a_method,
-                    given_to_a_call,
-                    in_a_condition,
-                    in_a_text,
-                    as_a_key,
-                    inside_try,
-                    before_try,
-                ),
-                *(inside_with, kept_by_an_object, kept_by_a_closure, in_a_loop, printed),
-            )
-        ],
-    ],
-)
+LOOKED_AT = [
+    *(listed_and_added, rounded, given_to_a_call, in_a_condition, in_a_text, as_a_key, inside_try, before_try, printed)
+]
+KEPT = [given_to_a_method, inside_with, kept_by_an_object, kept_by_a_closure, in_a_loop]
+RETURNED = [
+    *[(returned, "only"), (returned_later, "only"), (in_arithmetic, "only")],
+    *[(returned_beside_calls, "calls"), (divided_by_a_call, "calls")],
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), [*RETURNED, *[(function, None) for function in LOOKED_AT + KEPT]])
 def test_what_counts_as_only_returned(function: Callable[..., Any], expected: str | None) -> None:
     instructions = [one for one in dis.get_instructions(function) if one.opname not in ("CACHE", "PRECALL")]
     [call] = [
@@ -295,20 +279,7 @@ def test_what_counts_as_only_returned(function: Callable[..., Any], expected: st
     assert _returns(function.__code__, call, True) == expected
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        listed_and_added,
-        rounded,
-        given_to_a_call,
-        in_a_condition,
-        in_a_text,
-        as_a_key,
-        inside_try,
-        before_try,
-        printed,
-    ],
-)
+@pytest.mark.parametrize("function", LOOKED_AT)
 def test_any_other_read_runs_as_python(function: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     compiled = marid.compile(function)
     for number in range(4):

@@ -192,10 +192,7 @@ class Run:
         places = Places(self._tensors, self._grads, seen.uploads, task)
         grads = self._new_grads(places)
         results = [self._result(leaf, places) for leaf in leaves]
-        assigned = [
-            Assigned(place, place.path, position, self._assigned(now, places))
-            for place, position, now in self._replaced
-        ]
+        assigned = [Assigned(place, position, self._assigned(now, places)) for place, position, now in self._replaced]
         for leaf in live.values():
             if places.of(root_of(leaf._value))[0] != OUTPUT:
                 raise Refused("it returns a view of its argument or state with a history of gradients", for_good=True)

@@ -5,7 +5,7 @@ It holds nothing of the run itself: no node, no result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,8 +98,7 @@ class Derivative:
 class Assigned:
     """State that a run replaces: the tensor ``position`` of the state, which is in ``place``, by ``ref``."""
 
-    place: Place = field(compare=False)
-    path: str
+    place: Place
     position: int
     ref: Ref
 

@@ -52,6 +52,11 @@ _IN_A_CONTEXT = torch.no_grad()(lambda: None).__code__
 """The code of every function that ``torch.no_grad()`` and its kin decorate; it returns what the function returns."""
 
 
+def _operators(function: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """A function of ``operator`` as the two methods that Python calls for it."""
+    return lambda self, other: _computed(function, self, other), lambda self, other: _computed(function, other, self)
+
+
 class Waiting:
     """A value that is read when the function has returned. Arithmetic with numbers waits too; with anything else the
     value is read at once, which the recording notes."""
@@ -61,29 +66,10 @@ class Waiting:
     value: Any
     """Reads it, or gives what was read. Raises what the method and the arithmetic raise."""
 
-    def __add__(self, other: Any) -> Any:
-        return _computed("add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _computed("add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _computed("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _computed("sub", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return _computed("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _computed("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return _computed("truediv", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return _computed("truediv", other, self)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("truediv")
 
 
 class ReturnedRead(Waiting):

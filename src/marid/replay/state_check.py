@@ -7,7 +7,7 @@ difference are they looked at: a number that was computed again and is equal is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from types import CellType
 from typing import Any
@@ -31,13 +31,14 @@ def _bytes(array: np.ndarray[Any, Any]) -> bytes:
     return content + np.ma.getmaskarray(array).tobytes() if isinstance(array, np.ma.MaskedArray) else content
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Place:
-    """An entry of a dict or a list, a global, or a variable of a closure: the object ``index`` of a snapshot."""
+    """An entry of a dict or a list, a global, or a variable of a closure: the object ``index`` of a snapshot. Places of
+    two recordings are equal where they have one ``path``."""
 
-    container: dict[Any, Any] | list[Any] | CellType
-    key: Any
-    index: int
+    container: dict[Any, Any] | list[Any] | CellType = field(compare=False)
+    key: Any = field(compare=False)
+    index: int = field(compare=False)
     path: str
 
     def get(self) -> Any:
