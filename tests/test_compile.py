@@ -644,7 +644,7 @@ def test_numbers_drawn_on_the_host(draw: Callable[[], float]) -> None:
     "read",
     [
         lambda x: x.sum().item(),
-        lambda x: 1.0 if x.sum() > 0 else 2.0,
+        lambda x: float(x.sum()),
         lambda x: x.cpu().sum(),
         lambda x: float(x.numpy()[0]),
         lambda x: x.nonzero().shape[0],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import itertools
+import operator
 import threading
 import types
 from collections.abc import Callable
@@ -17,7 +19,8 @@ from torch.nn import functional as F
 
 import marid
 from marid.frontend.tensor import LazyTensor
-from marid.replay.returned_reads import METHODS, _returns
+from marid.replay.returned_reads import METHODS
+from marid.replay.value_flow import Use, use_of
 
 DEVICE = "remote_accelerator"
 
@@ -141,7 +144,9 @@ def test_arithmetic_with_other_things_than_numbers_reads_at_once(other: Any) -> 
         expected = function(torch.ones(3))
         code = function.__code__
         assert "other" in code.co_freevars
-        compiled = marid.compile(types.FunctionType(code, {}, closure=(types.CellType(on_device),)))
+        compiled = marid.compile(
+            types.FunctionType(code, {"__builtins__": builtins}, closure=(types.CellType(on_device),))
+        )
         for _ in range(3):
             found = compiled(torch.ones(3, device=DEVICE))
             assert type(found) is (type(on_device) if on_device is not other else type(expected))
@@ -200,12 +205,6 @@ def given_to_a_call(x: torch.Tensor) -> Any:
     return float(x.item())
 
 
-def in_a_condition(x: torch.Tensor) -> Any:
-    if x.item() > 3:
-        return 1
-    return 2
-
-
 def in_a_text(x: torch.Tensor) -> Any:
     return f"{x.item()}"
 
@@ -252,6 +251,98 @@ def in_a_loop(x: torch.Tensor) -> Any:
     return value
 
 
+def listed_in_a_loop(x: torch.Tensor) -> Any:
+    values: list[Any] = []
+    total = 0.0
+    for number in range(4):
+        x = x + 1
+        total += x.item()
+        if number % 2:
+            values.append(x.item())
+    return [*values, x.item()], total
+
+
+def in_rows(x: torch.Tensor) -> Any:
+    rows: list[Any] = []
+    for _ in range(2):
+        row: list[Any] = []
+        row.append(x.item())
+        rows.append(row)
+    return {"rows": rows}
+
+
+def in_a_dict(x: torch.Tensor) -> Any:
+    found = {}
+    found["value"] = x.item()
+    return found
+
+
+def in_a_comprehension(x: torch.Tensor) -> Any:
+    return [one.item() for one in x.expand(3).unbind()]
+
+
+def in_a_dict_comprehension(x: torch.Tensor) -> Any:
+    return {key: one.item() for key, one in zip("ab", x.expand(2).unbind(), strict=True)}
+
+
+def by_a_condition(x: torch.Tensor) -> Any:
+    return x.item() if x.dim() == 0 else 0.0
+
+
+def compared(x: torch.Tensor) -> Any:
+    if x.item() > 3:
+        return 1
+    return 2
+
+
+def compared_and_returned(x: torch.Tensor) -> Any:
+    value = x.item()
+    return value if 0 < value < 3 else 0.0
+
+
+def compared_later(x: torch.Tensor) -> Any:
+    value = x.item()
+    x.add_(1)
+    return 1 if value < 3 else 2
+
+
+def counted(x: torch.Tensor) -> Any:
+    values = [x.item()]
+    return len(values), values
+
+
+def taken_out(x: torch.Tensor) -> Any:
+    values: list[Any] = []
+    values.append(x.item())
+    return values[0]
+
+
+def cleared(x: torch.Tensor) -> Any:
+    rows: list[Any] = [[]]
+    rows[0].append(x.item())
+    return rows
+
+
+def added_to_another(x: torch.Tensor, values: list[Any] | None = None) -> Any:
+    found = [] if values is None else values
+    found.append(x.item())
+    return found
+
+
+def compared_to_nothing(x: torch.Tensor) -> Any:
+    value = x.item()
+    return 0 if value is None else value
+
+
+def by_a_method_of_c(x: torch.Tensor) -> Any:
+    return list(map(operator.methodcaller("item"), [x]))
+
+
+def looked_at_from_aside(x: torch.Tensor) -> Any:
+    value = x.item()
+    return locals()["value"]
+
+
 def printed(x: torch.Tensor) -> Any:
     value = x.item()
     print(value)
@@ -259,24 +350,44 @@ def printed(x: torch.Tensor) -> Any:
 
 
 LOOKED_AT = [
-    *(listed_and_added, rounded, given_to_a_call, in_a_condition, in_a_text, as_a_key, inside_try, before_try, printed)
+    *(listed_and_added, rounded, given_to_a_call, in_a_text, as_a_key, inside_try, before_try, printed, counted),
+    *(taken_out, cleared, added_to_another, compared_to_nothing, by_a_method_of_c, looked_at_from_aside, inside_with),
 ]
-KEPT = [given_to_a_method, inside_with, kept_by_an_object, kept_by_a_closure, in_a_loop]
+KEPT = [kept_by_an_object, kept_by_a_closure]
 RETURNED = [
-    *[(returned, "only"), (returned_later, "only"), (in_arithmetic, "only")],
-    *[(returned_beside_calls, "calls"), (divided_by_a_call, "calls")],
+    *[returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop],
+    *[in_rows, in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition, compared_and_returned],
+]
+USES = [
+    *[(function, None) for function in LOOKED_AT + KEPT],
+    *[(returned, Use(True, False)), (returned_later, Use(True, False)), (in_arithmetic, Use(True, False))],
+    *[(returned_beside_calls, Use(True, True)), (divided_by_a_call, Use(True, True)), (in_a_loop, Use(True, True))],
+    *[(in_a_dict, Use(True, True)), (by_a_condition, Use(True, False)), (compared_and_returned, Use(True, False))],
+    *[(compared, Use(False, False)), (compared_later, Use(False, True)), (given_to_a_method, Use(False, False))],
 ]
 
 
-@pytest.mark.parametrize(("function", "expected"), [*RETURNED, *[(function, None) for function in LOOKED_AT + KEPT]])
-def test_what_counts_as_only_returned(function: Callable[..., Any], expected: str | None) -> None:
+@pytest.mark.parametrize(("function", "expected"), USES)
+def test_where_a_value_goes(function: Callable[..., Any], expected: Use | None) -> None:
     instructions = [one for one in dis.get_instructions(function) if one.opname not in ("CACHE", "PRECALL")]
     [call] = [
         after.offset
         for load, after in itertools.pairwise(instructions)
         if load.argval == "item" and after.opname == "CALL"
     ]
-    assert _returns(function.__code__, call, True) == expected
+    assert use_of(function.__code__, call, "item") == expected
+
+
+@pytest.mark.parametrize("function", RETURNED)
+def test_what_is_only_returned_is_read_behind_the_replay(function: Callable[..., Any]) -> None:
+    compiled = marid.compile(function)
+    for number in range(6):
+        expected = function(torch.tensor(float(number)))
+        found = compiled(torch.tensor(float(number), device=DEVICE))
+        if function is returned_beside_calls:
+            expected[1], found[1] = expected[1].item(), found[1].item()
+        assert repr(found) == repr(expected)
+    assert compiled.stats().replays > 0
 
 
 @pytest.mark.parametrize("function", LOOKED_AT)

@@ -7,6 +7,7 @@ import functools
 from marid.errors import MaterializationError
 from marid.execute.interrupted import Interrupted
 from marid.graph.node import Node, finish
+from marid.graph.prepared import GUARD, GuardFailed
 from marid.graph.program import Task
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
@@ -44,8 +45,11 @@ def _error_class(kind: type[Exception]) -> type[MaterializationError]:
     return made
 
 
-def explain(node: Node, error: Exception) -> MaterializationError:
-    """The error of an operation that raised ``error`` when it ran: also of that type, naming both lines."""
+def explain(node: Node, error: Exception) -> MaterializationError | GuardFailed:
+    """The error of an operation that raised ``error`` when it ran: also of that type, naming both lines. A guard's is
+    ``GuardFailed``."""
+    if node.op is not None and node.op.name == GUARD:
+        return GuardFailed(node)
     written = f"written at {node.site}" if node.site is not None else "written at an unknown line"
     where = f" in module {node.scope.module_path!r}" if node.scope is not None and node.scope.module_path else ""
     return _error_class(type(error))(

@@ -117,7 +117,8 @@ class Engine(Protocol):
     def replay(self, prepared: Prepared, inputs: list[Buffer], params: list[Any]) -> list[Buffer]:
         """Run a prepared program on buffers; the buffers of its outputs, in order. Nothing may be pending that writes
         the inputs, or reads what the program writes. Raises ``MaterializationError`` when an operation fails, or lets
-        reading what comes out raise it; what ran before it has written what it writes.
+        reading what comes out raise it; what ran before it has written what it writes. Raises ``GuardFailed`` where a
+        guard is among its instructions, which engines have that are ``local`` and not ``elsewhere``.
         """
         ...
 

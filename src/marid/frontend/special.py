@@ -28,6 +28,11 @@ aten = torch.ops.aten
 
 @special(aten._local_scalar_dense.default)
 def _item(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    watching = observer()
+    if watching is not None and args[0].dtype is torch.bool:
+        outcome = watching.outcome(args[0], "ne", 0)
+        if outcome is not None:
+            return outcome
     with concretely():
         return read(args[0], "item()").item()
 

@@ -9,6 +9,18 @@ from marid.graph.analysis import forecast
 from marid.graph.node import Node, Spec
 from marid.graph.program import Program, Task
 
+GUARD = "marid::guard"
+"""The operator that holds a number to a test (``native/guard.cpp``)."""
+
+
+class GuardFailed(Exception):
+    """The test that ``node`` stands for has come out otherwise than when it was recorded. What came before it has
+    run."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(f"a test at {node.site} has come out otherwise")
+        self.node = node
+
 
 class Prepared:
     """A program with what its runs share.

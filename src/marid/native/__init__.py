@@ -1,17 +1,17 @@
 """The C++ half of Marid, built once per PyTorch and Python version when it is first needed (``marid/built.py``).
 
 A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
-``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``rwkv7.cpp`` the
-operators of a model; ``gemm/`` multiplies matrices, and has a page of its own (``docs/matrix_kernels.md``). Kernels
-for this machine's vector unit are in ``*_kernels.cpp``. The same file is a Python module (``module.cpp``):
-``kernels.cpp``, ``direct.cpp``, ``call.cpp``, ``record.cpp``, ``order.cpp`` and ``results.cpp`` record the usual
-operations, ``known_calls.cpp`` finds what is known of such calls, ``resident.cpp`` counts what their values hold,
-``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums of gradients out, ``dispatch.cpp`` leaves
-others to Python, ``handle.cpp`` is what tensors of the device are, ``host_calls.cpp`` tells of calls on those of the
-host, ``autocast.cpp`` casts before some operations, ``derive.cpp`` says what they return for new sizes, ``cut.cpp``
-chooses what runs, ``bind.cpp`` makes a program's key of it, ``runs.cpp`` begins runs and hands out their results,
-``placement.cpp`` says where results lie meanwhile, ``concretely.cpp`` sets the state of dispatch, and
-``immediate.cpp`` and ``immediate_results.cpp`` run operations as they are called.
+``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``guard.cpp`` tests
+numbers for ``marid.compile``, ``rwkv7.cpp`` has the operators of a model; ``gemm/`` multiplies matrices, and has a page
+of its own (``docs/matrix_kernels.md``). Kernels for this machine's vector unit are in ``*_kernels.cpp``. The same file
+is a Python module (``module.cpp``): ``kernels.cpp``, ``direct.cpp``, ``call.cpp``, ``record.cpp``, ``order.cpp`` and
+``results.cpp`` record the usual operations, ``known_calls.cpp`` finds what is known of such calls, ``resident.cpp``
+counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums of gradients
+out, ``dispatch.cpp`` leaves others to Python, ``handle.cpp`` is what tensors of the device are, ``host_calls.cpp``
+tells of calls on those of the host, ``autocast.cpp`` casts before some operations, ``derive.cpp`` says what they return
+for new sizes, ``cut.cpp`` chooses what runs, ``bind.cpp`` makes a program's key of it, ``runs.cpp`` begins runs and
+hands out their results, ``placement.cpp`` says where results lie meanwhile, ``concretely.cpp`` sets the state of
+dispatch, and ``immediate.cpp`` and ``immediate_results.cpp`` run operations as they are called.
 
 Where it is not built and cannot be, the import raises ``ImportError``.
 """

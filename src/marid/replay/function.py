@@ -13,9 +13,11 @@ from typing import Any
 from marid import policy
 from marid.errors import UnsupportedOperationError
 from marid.frontend.observe import observer
+from marid.graph.prepared import GuardFailed
 from marid.replay.arguments import Call, Unreadable
 from marid.replay.checks import Checks
 from marid.replay.dynamic import mark_arguments
+from marid.replay.guards import last_guard
 from marid.replay.impure import has_profiler
 from marid.replay.observed_run import Run
 from marid.replay.places import Refused
@@ -49,6 +51,7 @@ class _Kind:
         self.attempts = 0
         self.checks = Checks()
         self.given_up = False
+        self.replays = self.failed = 0
 
 
 class Compiled(Wrapper):
@@ -86,8 +89,12 @@ class Compiled(Wrapper):
                     kind = self._kind_of(call)
                     template, fit = self._fitting(kind, call)
                     watched = has_profiler()
-                    if template is not None and fit is not None and (watched or not kind.checks.is_due()):
-                        return self._replayed(kind, template, call, fit)
+                    while template is not None and fit is not None and (watched or not kind.checks.is_due()):
+                        try:
+                            return self._replayed(kind, template, call, fit)
+                        except GuardFailed as failed:
+                            outcomes = self._guard_failed(kind, template, failed)
+                        template, fit = self._fitting(kind, call, outcomes)
                     del fit  # it holds values, and what is held counts as a result
                     if watched:
                         self._stats.count_fallback("another profiler is in its thread: what it reads is not noticed")
@@ -133,10 +140,10 @@ class Compiled(Wrapper):
                     self._kinds.pop(next(iter(self._kinds)))
         return kind
 
-    def _fitting(self, kind: _Kind, call: Call) -> tuple[Template | None, Fit | None]:
-        """The template that serves a call, put first."""
+    def _fitting(self, kind: _Kind, call: Call, outcomes: tuple[bool, ...] = ()) -> tuple[Template | None, Fit | None]:
+        """The template that serves a call whose first tests of numbers come out so, put first."""
         for index, template in enumerate(kind.templates):
-            fit = template.fit(call)
+            fit = template.fit(call) if template.is_open_to(outcomes) else None
             if fit is not None:
                 if index:
                     kind.templates.insert(0, kind.templates.pop(index))
@@ -148,8 +155,19 @@ class Compiled(Wrapper):
         result = template.run(call, fit)
         kind.checks.replayed(time.perf_counter() - start)
         kind.attempts = 0
+        kind.replays += 1
         self._stats.replays += 1
         return result
+
+    def _guard_failed(self, kind: _Kind, template: Template, failed: GuardFailed) -> tuple[bool, ...]:
+        """How the first tests of a call have come out, the last of them otherwise than in the template."""
+        self._stats.guard_failures += 1
+        kind.failed += 1
+        if kind.failed > max(policy.REPLAY_FAILURES, policy.REPLAY_FAILED_SHARE * kind.replays):
+            kind.attempts = settings.compile_recordings
+            kind.templates.clear()
+            self._fall_back(kind, Refused(f"the test at {failed.node.site} comes out now so, now otherwise"))
+        return template.outcomes_until(failed.node)
 
     def _checked(
         self, kind: _Kind, template: Template, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,7 +181,7 @@ class Compiled(Wrapper):
             self._fall_back(kind, run.refusal)
             return result
         why = template.departure(run.recording)
-        if why is not None:
+        if why is not None and run.recording.outcomes == template.recording.outcomes:
             kind.templates.clear()
             self._fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
         kind.checks.checked(time.perf_counter() - start)
@@ -193,10 +211,16 @@ class Compiled(Wrapper):
                     break
                 kind.templates = [template for template in kind.templates if template.recording is not earlier]
                 kind.recordings = [other for other in kind.recordings if other is not earlier]
-                writes = run.written(prepared[0].program)
-                computed = earlier.computed(recording)
-                followed = earlier.counters.moved_rates(recording.counters)
-                kind.templates.insert(0, Template(recording, computed, followed, prepared, writes, len(call.lazy)))
+                template = Template(
+                    recording,
+                    earlier.computed(recording),
+                    earlier.counters.moved_rates(recording.counters),
+                    prepared,
+                    run.written(prepared[0].program),
+                    run.written(prepared[0].program, last_guard(prepared[0])),
+                    len(call.lazy),
+                )
+                kind.templates.insert(0, template)
                 del kind.templates[policy.REPLAY_TEMPLATES :]
                 return result
         kind.recordings.append(recording)

@@ -8,6 +8,8 @@ whose values Python looks at, or that the function changes, cannot be replayed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -41,6 +43,15 @@ class HostWatch:
         module.watch_host(None)
         if self._error is not None and kind is None:
             raise self._error
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block that is not the function's."""
+        module.watch_host(None)
+        try:
+            yield
+        finally:
+            module.watch_host(self._called)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is an argument or reachable state."""

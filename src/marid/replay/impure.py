@@ -14,6 +14,8 @@ import io
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType, GeneratorType, ModuleType
 from typing import Any, Self
@@ -87,6 +89,18 @@ class ImpureWatch:
         gc.callbacks.remove(self._collector_begins)
         gc.callbacks.remove(self._collector_ends)
         self._frames.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block that is not the function's."""
+        ours = sys.getprofile() == self._called
+        if ours:
+            sys.setprofile(None)
+        try:
+            yield
+        finally:
+            if ours:
+                sys.setprofile(self._called)
 
     def _collector_begins(self, _phase: str, _: dict[str, int]) -> None:
         if get_ident() == self._thread:

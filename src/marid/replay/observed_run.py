@@ -22,6 +22,7 @@ from marid.replay.arguments import Call
 from marid.replay.autograd_function import record_backwards
 from marid.replay.draws import Streams
 from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
+from marid.replay.guards import Guards, outcomes_of
 from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
 from marid.replay.pending import run_needed
@@ -46,8 +47,8 @@ def _ran() -> list[int]:
 class Run:
     """One run of a function's Python. ``recording`` is what it did, or None with ``refusal`` saying why not.
 
-    Holds the work that is pending: drop it soon. A recording ``for_file`` has no reads that wait, and no learning rates
-    that may be others.
+    Holds the work that is pending: drop it soon. A recording ``for_file`` has no reads that wait, no tests of numbers,
+    and no learning rates that may be others.
     """
 
     def __init__(self, function: Any, call: Call, state: Any, for_file: bool = False) -> None:
@@ -84,22 +85,27 @@ class Run:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
         """Run the Python; its result, with reads that wait in it (``values_read``). What it raises leaves as it is."""
+        host = HostWatch(self._host, self._reached.host, self._reached.optimizers, self._follows_rates)
+        impure = ImpureWatch(self._reached.paused)
+        self._guards = Guards(host, impure)
+        guards = {} if self._for_file or refuse_reads else {"outcome": self._guards.outcome}
         try:
             with (
                 returned_reads(None if self._for_file else _CALL) as waiting,
-                observing(refuse_reads) as seen,
-                HostWatch(self._host, self._reached.host, self._reached.optimizers, self._follows_rates) as host,
-                ImpureWatch(self._reached.paused) as impure,
+                observing(refuse_reads, **guards) as seen,
+                host,
+                impure,
             ):
                 result = self._function(*args, **kwargs)
         finally:
+            self._guards.close()
             for index in range(handles.device_count):
                 handles.tape(index).budget = 0  # not cut while the function ran: measured again at the next operation
         try:
             self._check(seen, host, impure)
             leaves, structure = _pytree.tree_flatten(result)
-            if {id(one) for one in waiting} - {id(one) for leaf in leaves for one in reads_in(leaf)}:
-                raise Refused("it reads a value that it does not return")
+            if {id(one()) for one in waiting} - {id(one) for leaf in leaves for one in reads_in(leaf)} - {id(None)}:
+                raise Refused("it keeps a value that it reads")
             with self._engine().lock:
                 if not self._describe(leaves, structure, seen, host):
                     gc.collect()  # results in reference cycles that nobody holds
@@ -118,12 +124,13 @@ class Run:
                 return None
             return [Prepared.of(task) for task in tasks]
 
-    def written(self, program: Program) -> list[int]:
-        """Which of the tensors that the recording has used lie in memory that the run's own ``program`` writes."""
+    def written(self, program: Program, stop: int | None = None) -> list[int]:
+        """Which of the tensors that the recording has used lie in memory that the run's own ``program`` writes, before
+        instruction ``stop``."""
         assert self._task is not None
         assert self.recording is not None
         values = list(self._task.slots)
-        slots = {slot for slots in analysis_of(program).writes for slot in slots}
+        slots = {slot for slots in analysis_of(program).writes[:stop] for slot in slots}
         roots = {root_of(values[slot]) for slot in slots}
         used = [(self._tensors if kind == TENSOR else self._grads)[index] for kind, index in self.recording.used]
         return [position for position, tensor in enumerate(used) if root_of(tensor._value) in roots]
@@ -199,6 +206,7 @@ class Run:
         derivatives = [backward.describe(places) for backward in backwards]
         kept = places.unexplained(kept_by_autograd(self._alive(leaves), self._histories))
         if kept is not None:
+            self._guards.give_back(task.nodes)
             self.refusal = Refused(f"a result is kept by something other than what it returns: {kept}")
             return False
         self.refusal = None
@@ -230,6 +238,7 @@ class Run:
             grads_before=[None if grad is None else grad._value.spec for grad in self._grads],
             derivatives=derivatives,
             counters=host.counters,
+            outcomes=outcomes_of(task.nodes),
         )
         return True
 
@@ -244,15 +253,19 @@ class Run:
         return not any(tensor is one for one in self._tensors) and graph_of(tensor) == LIVE
 
     def _recorded(self, tape: Tape, end: int) -> list[Node]:
-        """What the run has recorded, before ``end``: in a list that alone holds it."""
-        return [node for node in tape.pending() if self._start[tape.device] < node.seq < end]
+        """What the run has recorded, before ``end``, and its guards: in a list that alone holds them."""
+        nodes = [node for node in tape.pending() if self._start[tape.device] < node.seq < end]
+        return sorted([*nodes, *self._guards.take()], key=lambda node: node.seq)
 
     def _tape(self) -> Tape:
         tapes = [handles.tape(index) for index in range(handles.device_count)]
-        busy = [tape for tape in tapes if tape.entries and self._recorded(tape, next(tape.sequence))]
+        busy = [tape for tape in tapes if tape.entries and self._has_recorded(tape)]
         if len(busy) > 1:
             raise Refused("it works on more than one device")
         return busy[0] if busy else tapes[self._specs[0].device if self._specs else 0]
+
+    def _has_recorded(self, tape: Tape) -> bool:
+        return any(node.seq > self._start[tape.device] for node in tape.pending())
 
     def _new_grads(self, places: Places) -> list[tuple[int, Ref | None]]:
         changed: list[tuple[int, Ref | None]] = []

@@ -120,7 +120,8 @@ class Recording:
     ``lines`` are the names of the program's operations, and the line of each.
     ``outputs`` are specs and roots of the program's outputs. ``grads`` says which gradients change to what, ``bumps``
     which versions grow by how much, ``assigned`` which state is replaced. ``grads_before`` are the specs of the
-    gradients that were there, ``used`` the tensors that must share memory as they did: ``shared``.
+    gradients that were there, ``used`` the tensors that must share memory as they did: ``shared``. ``outcomes`` says
+    how the tests of numbers came out that guards repeat.
     """
 
     key: tuple[Any, ...]
@@ -145,6 +146,7 @@ class Recording:
     grads_before: list[Spec | None]
     derivatives: list[Derivative]
     counters: CounterLog
+    outcomes: tuple[bool, ...]
 
     def difference(self, other: Recording) -> str | None:
         """How a later run differs from this one, in words; None if it did the same, and numbers that are others were

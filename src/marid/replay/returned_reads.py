@@ -1,22 +1,21 @@
-"""Reads whose values a function only returns: ``return loss.item()``.
+"""Reads that wait: whose values a function only returns (``return loss.item()``) or compares (``if loss.item() < 1``).
 
-A replay runs no Python, so nothing that the Python does with a value can be done again. But where the instructions
-behind a read do nothing with the value except return it, alone or in tuples, lists and dicts, nobody sees when it is
-read. Arithmetic may come in between: ``return loss.item() / len(x)``. While a function is recorded such a read gives a
-``ReturnedRead`` in the place of the value, and the value is read when the function has returned; a replay reads it
-behind its program.
+A replay runs no Python, so nothing that the Python does with a value can be done again. But where the function does
+nothing with it except return it, alone or in containers that it makes, nobody sees when it is read. Arithmetic may come
+in between: ``return loss.item() / len(x)``. How a comparison comes out can be part of the recording (``guards.py``). So
+while a function is recorded, a read whose value goes nowhere else (``value_flow.py``) gives a ``ReturnedRead`` in the
+place of the value. The value is read when the function has returned; a replay reads it behind its program.
 
-Only the function's own code counts, outside of ``try`` and ``with``. Opcodes are those that ``dis`` documents for
-Python 3.11 to 3.14; one that is not listed here makes a read what it was: a reason to run as Python.
+Only the function's own code returns such values, outside of ``try`` and ``with``; any code may compare them.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import operator
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -24,30 +23,13 @@ from typing import Any
 
 import torch
 
+from marid.frontend.observe import observer
 from marid.frontend.tensor import LazyTensor
+from marid.replay.value_flow import Use, use_of
 
-METHODS = ("item", "tolist", "cpu", "numpy")
+METHODS = ("item", "tolist", "cpu", "numpy", "__bool__")
 
-_POPS = {
-    "NOP": 0, "KW_NAMES": 0, "PUSH_NULL": 0, "LOAD_CONST": 0, "LOAD_SMALL_INT": 0, "LOAD_DEREF": 0,
-    "LOAD_GLOBAL": 0, "LOAD_FAST": 0, "LOAD_FAST_CHECK": 0, "LOAD_FAST_BORROW": 0, "LOAD_ATTR": 1, "LOAD_METHOD": 1,
-    "STORE_FAST": 1, "POP_TOP": 1, "UNARY_NEGATIVE": 1, "UNARY_INVERT": 1, "UNARY_NOT": 1, "BINARY_OP": 2,
-    "BINARY_SUBSCR": 2, "BINARY_SLICE": 3, "COMPARE_OP": 2, "IS_OP": 2,
-}  # fmt: skip
-_POPS_BY_COUNT: dict[str, Callable[[int], int]] = {
-    "CALL": lambda count: count + 2,
-    "CALL_KW": lambda count: count + 3,
-    "BUILD_SLICE": lambda count: count,
-    "BUILD_TUPLE": lambda count: count,
-    "BUILD_LIST": lambda count: count,
-    "BUILD_MAP": lambda count: 2 * count,
-    "BUILD_CONST_KEY_MAP": lambda count: count + 1,
-}
-"""How many entries of the stack an instruction takes. What is in neither table makes a read a reason to run as Python:
-a branch, a loop, an attribute that is set."""
-_CONTAINERS = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP"}
-_SIGNS = {"+", "-", "*", "/"}
-_OTHER, _NUMBER, _VALUE = range(3)  # what an entry of the stack is: another thing, a number that was read, or holds one
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>")
 _IN_A_CONTEXT = torch.no_grad()(lambda: None).__code__
 """The code of every function that ``torch.no_grad()`` and its kin decorate; it returns what the function returns."""
 
@@ -55,6 +37,10 @@ _IN_A_CONTEXT = torch.no_grad()(lambda: None).__code__
 def _operators(function: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
     """A function of ``operator`` as the two methods that Python calls for it."""
     return lambda self, other: _computed(function, self, other), lambda self, other: _computed(function, other, self)
+
+
+def _comparison(test: str) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self.test(test, other)
 
 
 class Waiting:
@@ -66,6 +52,14 @@ class Waiting:
     value: Any
     """Reads it, or gives what was read. Raises what the method and the arithmetic raise."""
 
+    def test(self, test: str, other: Any) -> Any:
+        """What the function of ``operator`` named ``test`` says of the value and of ``other``."""
+        return getattr(operator, test)(self.value, other)
+
+    __lt__, __le__, __gt__, __ge__ = map(_comparison, ("lt", "le", "gt", "ge"))
+    __eq__, __ne__ = map(_comparison, ("eq", "ne"))  # pyright: ignore[reportAssignmentType]
+    __hash__ = object.__hash__
+    __bool__ = lambda self: self.test("ne", 0)  # noqa: E731
     __add__, __radd__ = _operators("add")
     __sub__, __rsub__ = _operators("sub")
     __mul__, __rmul__ = _operators("mul")
@@ -78,6 +72,12 @@ class ReturnedRead(Waiting):
 
     def __init__(self, tensor: Any, method: str, copy: bool) -> None:
         self.tensor, self.method = tensor.detach().clone() if copy else tensor.detach(), method
+
+    def test(self, test: str, other: Any) -> Any:
+        """The same. While the function is recorded, how it comes out becomes part of the recording."""
+        watching = observer() if "value" not in self.__dict__ and self.method == "item" else None
+        outcome = None if watching is None else watching.outcome(self.tensor, test, other)
+        return super().test(test, other) if outcome is None else outcome
 
     @functools.cached_property
     def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -124,7 +124,7 @@ def values_read(result: Any) -> Any:
 
 class _Here(threading.local):
     caller: CodeType | None = None
-    found: list[ReturnedRead]
+    found: list[weakref.ref[ReturnedRead]]
 
 
 _here = _Here()
@@ -133,7 +133,7 @@ _blocks = 0
 
 
 @contextmanager
-def returned_reads(caller: CodeType | None) -> Iterator[list[ReturnedRead]]:
+def returned_reads(caller: CodeType | None) -> Iterator[list[weakref.ref[ReturnedRead]]]:
     """A block in which reads by a function that ``caller`` calls wait where it only returns their values; gives these
     reads. Other threads read as ever. The methods of ``LazyTensor`` are others only in such blocks: at other times a
     read pays nothing for this."""
@@ -142,7 +142,8 @@ def returned_reads(caller: CodeType | None) -> Iterator[list[ReturnedRead]]:
         _blocks += 1
         if _blocks == 1:
             for name in METHODS:
-                setattr(LazyTensor, name, _waiting(name, getattr(LazyTensor, name)))
+                method = getattr(LazyTensor, name)
+                setattr(LazyTensor, name, _deciding(method) if name == "__bool__" else _waiting(name, method))
     _here.caller, _here.found = caller, []
     try:
         yield _here.found
@@ -165,67 +166,45 @@ def _restore(name: str) -> None:
         delattr(LazyTensor, name)
 
 
+def _deciding(method: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(method)
+    def decide(self: Any) -> bool:
+        watching = None if _here.caller is None or self.numel() != 1 else observer()
+        outcome = None if watching is None else watching.outcome(self, "ne", 0)
+        return method(self) if outcome is None else outcome
+
+    return decide
+
+
 def _waiting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        behind = None if _here.caller is None or args or kwargs else _behind(self, name, sys._getframe(1))
-        if behind is None:
+        use = None if _here.caller is None or args or kwargs else _use(self, name, sys._getframe(1))
+        if use is None:
             return method(self, *args, **kwargs)
-        _here.found.append(ReturnedRead(self, name, copy=behind == "calls"))
-        return _here.found[-1]
+        made = ReturnedRead(self, name, copy=use.before)
+        _here.found.append(weakref.ref(made))
+        return made
 
     return read
 
 
-def _behind(tensor: Any, name: str, frame: FrameType) -> str | None:
-    """What the function does behind the read that ``frame`` is at, as ``_returns`` says it; None also for a read that
-    PyTorch refuses, and for one of another function."""
+def _use(tensor: Any, name: str, frame: FrameType) -> Use | None:
+    """What becomes of the value of the read that ``frame`` is at, where that can wait; None also for a read that
+    PyTorch refuses."""
     if tensor.numel() != 1 if name == "item" else name != "tolist" and tensor.requires_grad:
         return None
-    back = frame.f_back
-    while back is not None and back.f_code is _IN_A_CONTEXT:
-        back = back.f_back
-    ours = back is not None and back.f_code is _here.caller
-    return _returns(frame.f_code, frame.f_lasti, name == "item") if ours else None
-
-
-@functools.lru_cache(1024)
-def _returns(code: CodeType, offset: int, number: bool) -> str | None:
-    """``"only"`` if nothing happens behind the call at ``offset`` but that its value is returned, ``"calls"`` if the
-    function does more, but not with that value, else None. Arithmetic is nothing more, if the value is a ``number``.
-
-    The instructions are followed with a stack and local variables of which only is known whether the value is in them,
-    or is there as a number.
-    """
-    instructions = dis.Bytecode(code)
-    handled = [range(entry.start, entry.end) for entry in instructions.exception_entries]
-    value = _NUMBER if number else _VALUE
-    stack, variables, more = [value], dict[str, int](), False
-    for instruction in instructions:
-        name, count = instruction.opname, instruction.arg or 0
-        if instruction.offset <= offset or name in ("CACHE", "EXTENDED_ARG", "PRECALL"):  # within a call, or at its end
-            continue
-        if any(offset in lines or instruction.offset in lines for lines in handled):
+    use = use_of(frame.f_code, frame.f_lasti, name)
+    before = False
+    while use is not None:
+        before |= use.before
+        back = frame.f_back
+        while back is not None and back.f_code is _IN_A_CONTEXT:
+            back = back.f_back
+        if back is None or not use.returned or back.f_code is _here.caller:
+            return Use(use.returned, before)
+        if frame.f_code.co_name not in _COMPREHENSIONS or frame.f_code not in back.f_code.co_consts:
             return None
-        if name in ("RETURN_VALUE", "RETURN_CONST"):
-            return "calls" if more else "only"
-        pops = _POPS_BY_COUNT[name](count) if name in _POPS_BY_COUNT else _POPS.get(name)
-        if pops is None:
-            return None
-        stack = [_OTHER] * (pops - len(stack)) + stack  # what was there before the read
-        taken = stack[len(stack) - pops :]
-        del stack[len(stack) - pops :]
-        made = max(taken, default=_OTHER)
-        if name == "STORE_FAST":
-            variables[instruction.argval] = made
-        elif name.startswith("LOAD_FAST"):
-            made = variables.get(instruction.argval, _OTHER)
-        elif made and name in _CONTAINERS and not (name == "BUILD_MAP" and any(taken[::2])):
-            made = _VALUE
-        elif made and not (name == "BINARY_OP" and _VALUE not in taken and instruction.argrepr.rstrip("=") in _SIGNS):
-            return None
-        more |= not made and name.startswith(("CALL", "BINARY_", "UNARY_", "COMPARE_", "LOAD_ATTR"))
-        # Of a call, Python 3.11 counts the arguments at an instruction before it.
-        pushes = 1 if name.startswith("CALL") else pops + dis.stack_effect(instruction.opcode, instruction.arg)
-        stack += [made] * pushes
+        use = use_of(back.f_code, back.f_lasti, frame.f_code.co_name)
+        frame = back
     return None

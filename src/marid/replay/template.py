@@ -14,11 +14,12 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import bytes_of
 from marid.graph.node import Node, Storage, Value, root_of
-from marid.graph.prepared import Prepared
+from marid.graph.prepared import GuardFailed, Prepared
 from marid.replay.arguments import Call
 from marid.replay.autograd_function import connect
 from marid.replay.draws import take_again
 from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
+from marid.replay.guards import Undo, is_guard
 from marid.replay.pending import run_needed
 from marid.replay.places import is_draw
 from marid.replay.recording import (
@@ -48,7 +49,8 @@ class Template:
 
     ``computed`` are the numbers that come of counters and rates (``Recording.computed``), ``followed`` the groups of
     parameters whose rate may be another one (``CounterLog.moved_rates``), ``writes`` the positions among the
-    tensors that the recording has used of those that are written, ``arguments`` how many tensors a call brings.
+    tensors that the recording has used of those that are written, ``undone`` of those that are written before the last
+    guard; ``arguments`` how many tensors a call brings.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class Template:
         followed: set[int],
         prepared: list[Prepared],
         writes: list[int],
+        undone: list[int],
         arguments: int,
     ) -> None:
         self.recording = recording
+        self._undone = [recording.used[position] for position in undone]
         self._followed = followed
         self._writes = writes
         self._computed = computed
@@ -113,13 +117,24 @@ class Template:
             return None
         return tensors, grads, values
 
+    def is_open_to(self, outcomes: tuple[bool, ...]) -> bool:
+        """Whether the first tests of numbers came out so when it was recorded."""
+        return self.recording.outcomes[: len(outcomes)] == outcomes
+
+    def outcomes_until(self, guard: Node) -> tuple[bool, ...]:
+        """How the tests came out up to ``guard``, which has come out otherwise."""
+        passed = [node for node in self._prepared.nodes if is_guard(node)].index(guard)
+        return *self.recording.outcomes[:passed], not self.recording.outcomes[passed]
+
     def run(self, call: Call, fit: Fit) -> Any:
-        """The result for ``call``. Raises ``MaterializationError`` when an operation fails."""
+        """The result for ``call``. Raises ``MaterializationError`` when an operation fails, and ``GuardFailed`` when a
+        test of a number comes out otherwise: nothing has happened then."""
         tensors, grads, values = fit
         recording = self.recording
         counters = recording.counters
         numbers = recording.numbers
-        before = counters.values()
+        guarded = bool(recording.outcomes)
+        undo = Undo(counters, recording.draws if guarded else [], [values[ref].concrete for ref in self._undone])
         if counters.events or self._computed:
             numbers = recording.numbers_for(self._computed, counters.again(self._counted))
         if recording.draws:
@@ -127,14 +142,16 @@ class Template:
             numbers = list(numbers)
             for place in self._draws:
                 numbers[place] = taken[numbers[place][1]]
-        for index in self._replaced:
+        for index in self._replaced if not guarded else ():
             tensors[index].grad = grads[index] = None  # as the Python, which dropped it: its memory can be used again
         inputs: list[Any] = [values[ref].concrete for ref in recording.inputs]
         try:
             buffers = engine_of(recording.device).replay(self._prepared, inputs, numbers)
+        except GuardFailed:
+            undo.everything()
+            raise
         except BaseException:
-            for counter, value in before:
-                counter.fill_(value)  # the optimizer has not come to its step
+            undo.counters()  # the optimizer has not come to its step
             raise
         return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(
             self._simple
@@ -166,7 +183,7 @@ class Template:
     def _has_room(self) -> bool:
         # Where there is a limit on memory, the Python records, and what does not fit is refused where it is read.
         limit = settings.memory_limit
-        if limit and engine_of(self.recording.device).spilled:
+        if limit and (self._undone or engine_of(self.recording.device).spilled):
             return False
         return not limit or bytes_of(range(handles.device_count)) + self._prepared.transient_bytes <= limit
 

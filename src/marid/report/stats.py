@@ -37,7 +37,8 @@ class FunctionStats:
     """What became of the calls of one function under ``marid.compile``.
 
     ``recordings`` ran the Python to learn from it, ``replays`` did not run it, ``plain`` ran it as without
-    ``marid.compile``. ``fallbacks`` says why recordings could not be used, and how often.
+    ``marid.compile``. ``fallbacks`` says why recordings could not be used, and how often. ``guard_failures`` replays
+    were undone because a test of a number came out otherwise than when it was recorded.
     """
 
     name: str
@@ -46,6 +47,7 @@ class FunctionStats:
     replays: int = 0
     plain: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
+    guard_failures: int = 0
 
     def count_fallback(self, reason: str) -> None:
         """The Python has to run (again), for ``reason``."""

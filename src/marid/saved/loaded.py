@@ -190,9 +190,12 @@ class SavedProgram:
             grads_before=[],
             derivatives=[],
             counters=plan.counting.log(counters),
+            outcomes=(),
         )
         writes = [position for position, ref in enumerate(used) if ref in written]
-        self._template = Template(recording, plan.counting.computed, set(), [plan.prepared], writes, len(self._given))
+        self._template = Template(
+            recording, plan.counting.computed, set(), [plan.prepared], writes, [], len(self._given)
+        )
 
     def _root(self, slot: int, plan: Plan, outputs: dict[int, int], refs: dict[int, Ref]) -> Ref | None:
         root = plan.analysis.roots[slot]

@@ -1,0 +1,136 @@
+"""Guards: the tests of numbers that a replay repeats.
+
+A function may decide by a number that it computes: ``if new.sum() < tolerance: break``. A recording goes the way that
+the Python went, and a replay is right as long as every test comes out as it did. So each is part of the recorded
+program: an operator that raises where it comes out otherwise. The replay is then undone, and the Python runs.
+
+While the function is recorded, its work stays pending, since all of it is to be one program; the number is computed
+aside (``preview.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from marid.engine.inprocess import concretely
+from marid.frontend import handles, random
+from marid.frontend.materialize import is_sync_forbidden
+from marid.frontend.observe import Drawn
+from marid.graph.node import Node, Operation
+from marid.graph.prepared import Prepared
+from marid.graph.program import operation_of
+from marid.replay.counters import CounterLog
+from marid.replay.host import HostWatch
+from marid.replay.impure import ImpureWatch
+from marid.replay.preview import Preview
+from marid.semantics.scopes import current_scope, current_site
+
+_LARGEST = 1 << 62
+
+
+@functools.cache
+def _operation() -> Operation:
+    return operation_of(torch.ops.marid.guard.default)
+
+
+def is_guard(node: Node) -> bool:
+    """Whether a node stands for a test."""
+    return node.op is _operation()
+
+
+def outcomes_of(nodes: Iterable[Node]) -> tuple[bool, ...]:
+    """How the tests among these came out when they were recorded."""
+    return tuple([node.args[3] for node in nodes if is_guard(node) and node.args is not None])
+
+
+def last_guard(prepared: Prepared) -> int:
+    """The instruction that is the last test of a program; 0 where there is none."""
+    return max((index for index, node in enumerate(prepared.nodes) if is_guard(node)), default=0)
+
+
+class Guards:
+    """The tests of one recording, in which ``host`` and ``impure`` watch what the function does. ``nodes`` stand for
+    them among what was recorded."""
+
+    def __init__(self, host: HostWatch, impure: ImpureWatch) -> None:
+        self.nodes: list[Node] = []
+        self._host, self._impure = host, impure
+        self._preview = Preview()
+        self._device: int | None = None
+
+    def outcome(self, tensor: Any, test: str, number: Any) -> bool | None:
+        """How ``operator``'s function ``test`` comes out for the number in ``tensor`` and another one, guarded; None
+        where the value has to be read."""
+        if type(number) not in (bool, int, float) or is_sync_forbidden():
+            return None
+        if type(number) is int and abs(number) > _LARGEST:
+            return None
+        device: int = tensor._value.spec.device
+        if self._device not in (None, device):
+            return None
+        with self._host.paused(), self._impure.paused():
+            value = self._preview.number(tensor)
+        if value is None:
+            return None
+        self._device = device
+        outcome: bool = getattr(operator, test)(value, number)
+        number = int(number) if type(number) is bool else number
+        args = (tensor._value, test, number, outcome)
+        spec = handles.spec((0,), (1,), 0, torch.uint8, device)  # of what the operator returns
+        sequence, site, scope = handles.tape(device).sequence, current_site(), current_scope()
+        self.nodes.append(Node(next(sequence), _operation(), args, None, spec, None, site, scope))
+        return outcome
+
+    def close(self) -> None:
+        """The function has returned: forget what was computed."""
+        self._preview = Preview()
+
+    def take(self) -> list[Node]:
+        """The nodes, held by nothing here any more: whoever binds them is the only one who has them."""
+        nodes, self.nodes = self.nodes, []
+        return nodes
+
+    def give_back(self, bound: list[Node]) -> None:
+        """They are to be bound again, from what was bound."""
+        self.nodes = [node for node in bound if is_guard(node)]
+
+
+class Undo:
+    """What a replay changes before its last guard, as it was: counters of the host, positions of generators, and what
+    is in ``memory``."""
+
+    def __init__(self, counters: CounterLog, draws: list[Drawn], memory: Iterable[torch.Tensor]) -> None:
+        self._counters = counters.values()
+        self._positions: dict[Any, tuple[Drawn, tuple[int, int, int]]] = {}
+        for drawn in draws:
+            with random.generator_of(drawn.generator, drawn.device) as generator:
+                position = generator.seed, generator.offset, generator.spare
+            self._positions.setdefault((drawn.device, id(drawn.generator)), (drawn, position))
+        whole = {tensor.untyped_storage()._cdata: _bytes(tensor) for tensor in memory}
+        with concretely():
+            self._memory = [(one, one.clone()) for one in whole.values()]
+
+    def counters(self) -> None:
+        """Put the counters back."""
+        for counter, value in self._counters:
+            counter.fill_(value)
+
+    def everything(self) -> None:
+        """Put everything back."""
+        self.counters()
+        for drawn, position in self._positions.values():
+            with random.generator_of(drawn.generator, drawn.device) as generator:
+                generator.seed, generator.offset, generator.spare = position
+        with concretely():
+            for one, before in self._memory:
+                one.copy_(before)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,377 @@
+"""Where a value goes that a function reads: the function's bytecode, followed with kinds in place of values.
+
+An abstract interpretation: what may be on the stack and in the local variables before each instruction, joined over all
+ways that lead there, until nothing changes. A value may be compared, returned, put into containers that the function
+makes and returns, and take part in arithmetic if it is a number; anything else is a use that cannot wait.
+
+Opcodes are those that ``dis`` documents for Python 3.11 to 3.14. One that is not listed here may not come while a value
+is on the stack.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+# What an entry of the stack or a variable may be. A container that the function has made, or the `append` of one, is a
+# pair of ``_MADE`` or ``_APPEND`` and the offset of the instruction that made it; what may be called a pair of
+# ``_CALLEE`` and a name.
+_OTHER, _NUMBER, _HOLDER, _MADE, _APPEND, _CALLEE = "other", "number", "holder", "made", "append", "callee"
+Kind = frozenset[Any]
+_NOTHING: Kind = frozenset([_OTHER])
+
+_POPS = {
+    "NOP": 0, "RESUME": 0, "KW_NAMES": 0, "PUSH_NULL": 0, "COPY_FREE_VARS": 0, "MAKE_CELL": 0, "LOAD_CONST": 0,
+    "LOAD_SMALL_INT": 0, "LOAD_DEREF": 0, "LOAD_CLOSURE": 0, "LOAD_GLOBAL": 0, "LOAD_ATTR": 1, "LOAD_METHOD": 1,
+    "POP_ITER": 1, "END_FOR": 1, "GET_ITER": 1, "SET_FUNCTION_ATTRIBUTE": 2, "FOR_ITER": 0, "STORE_ATTR": 2,
+    "STORE_DEREF": 1, "STORE_GLOBAL": 1, "STORE_SUBSCR": 3, "UNPACK_SEQUENCE": 1, "UNARY_NEGATIVE": 1,
+    "UNARY_INVERT": 1, "UNARY_NOT": 1, "TO_BOOL": 1, "BINARY_OP": 2, "BINARY_SUBSCR": 2, "BINARY_SLICE": 3,
+    "COMPARE_OP": 2, "CONTAINS_OP": 2, "IS_OP": 2, "LIST_APPEND": 1, "LIST_EXTEND": 1, "SET_ADD": 1, "MAP_ADD": 2,
+    "RETURN_VALUE": 1, "RETURN_CONST": 0, "JUMP_FORWARD": 0, "JUMP_BACKWARD": 0, "JUMP_BACKWARD_NO_INTERRUPT": 0,
+    "CALL_INTRINSIC_1": 1,
+}  # fmt: skip
+_POPS_BY_COUNT: dict[str, Callable[[int], int]] = {
+    "CALL": lambda count: count + 2,
+    "CALL_KW": lambda count: count + 3,
+    "BUILD_SLICE": lambda count: count,
+    "BUILD_TUPLE": lambda count: count,
+    "BUILD_LIST": lambda count: count,
+    "BUILD_MAP": lambda count: 2 * count,
+    "BUILD_CONST_KEY_MAP": lambda count: count + 1,
+    "MAKE_FUNCTION": lambda flags: 1 + flags.bit_count(),  # before Python 3.13
+}
+"""How many entries of the stack an instruction takes; what it gives follows from ``dis.stack_effect``."""
+_SKIPPED = ("CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN")
+_ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
+_JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
+_IN_TURN = ("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
+_CLEANS = {"SWAP", "COPY", "POP_TOP", "STORE_FAST", "RERAISE"}
+_SIGNS = {"+", "-", "*", "/"}
+_QUIET = (
+    *("NOP", "RESUME", "KW_NAMES", "PUSH_NULL", "COPY", "SWAP", "POP_", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_DEREF"),
+    *("LOAD_GLOBAL", "LOAD_FAST", "STORE_FAST", "BUILD_", "LIST_", "MAP_ADD", "JUMP_", "RETURN_", "DELETE_FAST"),
+)
+"""How instructions begin that call nothing, so that nothing is written meanwhile."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What becomes of a value: whether it may be ``returned``, and whether the function may do something to its tensor
+    ``before`` the value is returned or compared."""
+
+    returned: bool
+    before: bool
+
+
+@functools.lru_cache(1024)
+def use_of(code: CodeType, offset: int, name: str) -> Use | None:
+    """What becomes of what the call at ``offset`` (``f_lasti`` of a frame in that call) returns: of the method or the
+    comprehension ``name``. None where it may be used in another way, and where something else is called there."""
+    if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        return None
+    if {"locals", "vars", "eval", "exec", "_getframe", "currentframe"} & {*code.co_names}:
+        return None
+    try:
+        return _Flow(code, offset, name).use()
+    except _Unknown:
+        return None
+
+
+class _Unknown(Exception):
+    """The value is used in a way that is not followed."""
+
+
+@dataclass
+class _State:
+    """What is known before an instruction: the top of the stack, variables that are something, and whether something
+    was called since the value was read."""
+
+    stack: list[Kind]
+    variables: dict[str, Kind]
+    called: bool
+
+    def copy(self) -> _State:
+        return _State([*self.stack], {**self.variables}, self.called)
+
+    def pop(self, count: int) -> list[Kind]:
+        self.reach(count)
+        taken = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return taken
+
+    def reach(self, count: int) -> None:
+        self.stack[:0] = [_NOTHING] * (count - len(self.stack))  # what was there before
+
+    def joined(self, other: _State) -> _State:
+        depth = max(len(self.stack), len(other.stack))
+        self.reach(depth)
+        other.reach(depth)
+        stack = [a | b for a, b in zip(self.stack, other.stack, strict=True)]
+        names = {*self.variables, *other.variables}
+        variables = {n: self.variables.get(n, _NOTHING) | other.variables.get(n, _NOTHING) for n in names}
+        return _State(stack, variables, self.called or other.called)
+
+
+class _Flow:
+    """One function, and the value that the call of ``name`` at ``offset`` returns. Raises ``_Unknown``."""
+
+    def __init__(self, code: CodeType, offset: int, name: str) -> None:
+        self._callee = frozenset([(_CALLEE, name)])
+        self._kind: Kind = frozenset([_NUMBER if name == "item" else _HOLDER])
+        found = dis.Bytecode(code)
+        self._instructions = [one for one in found if one.opname not in _SKIPPED]
+        # Within a call, a frame is at the instruction, in what is cached behind it, or (Python 3.11) at PRECALL before.
+        here = max((one for one in found if one.offset <= offset), key=lambda one: one.offset)
+        if here.opname not in ("CALL", "PRECALL"):
+            raise _Unknown
+        self._read = next(one.offset for one in self._instructions if one.offset >= here.offset)
+        self._index = {one.offset: index for index, one in enumerate(self._instructions)}
+        entries = [entry for entry in found.exception_entries if not self._only_cleans(entry.target)]
+        self._handled = [range(entry.start, entry.end) for entry in entries]
+        if any(self._read in lines for lines in self._handled):
+            raise _Unknown
+        self._holding: set[int] = set()  # containers in which the value may be
+        self._escaped: set[int] = set()  # those that others may look into
+        self._returned = self._before = False
+
+    def use(self) -> Use:
+        """What becomes of the value. Raises ``_Unknown``."""
+        while True:
+            known = len(self._holding)
+            self._follow()
+            if self._holding & self._escaped:
+                raise _Unknown
+            if len(self._holding) == known:
+                return Use(self._returned, self._before)
+
+    def _follow(self) -> None:
+        before: dict[int, _State] = {0: _State([], {}, False)}
+        waiting = [0]
+        left = 100 * len(self._instructions)  # it ends long before, unless an instruction is not what it is taken for
+        while waiting:
+            left -= 1
+            if left < 0:
+                raise _Unknown
+            index = waiting.pop()
+            for following, state in self._successors(index, before[index].copy()):
+                known = before.get(following)
+                joined = state if known is None else known.joined(state)
+                if joined != known:
+                    before[following] = joined
+                    waiting.append(following)
+
+    def _successors(self, index: int, state: _State) -> Iterator[tuple[int, _State]]:
+        one = self._instructions[index]
+        kinds = (*state.stack, *state.variables.values())
+        if any(one.offset in lines for lines in self._handled) and any(map(self._holds, kinds)):
+            raise _Unknown
+        target = self._target(one)
+        if target is not None and one.opname not in _JUMPS:
+            jumped = state.copy()
+            self._step(one, jumped, jump=True)
+            yield target, jumped
+        self._step(one, state, jump=False)
+        if one.opname in _JUMPS:
+            assert target is not None
+            yield target, state
+        elif one.opname not in _ENDS:
+            yield index + 1, state
+
+    def _target(self, one: dis.Instruction) -> int | None:
+        if one.opcode not in dis.hasjrel and one.opcode not in dis.hasjabs:
+            return None
+        return self._at(one.argval)
+
+    def _at(self, offset: int) -> int:
+        return next(self._index[at] for at in itertools.count(offset, 2) if at in self._index)
+
+    def _only_cleans(self, handler: int) -> bool:
+        """Whether a handler does nothing but put variables back and raise again, as that of a comprehension."""
+        for one in self._instructions[self._at(handler) :]:
+            if one.opname not in _CLEANS:
+                return False
+            if one.opname == "RERAISE":
+                return True
+        return False
+
+    @staticmethod
+    def _may_be_number(kind: Kind) -> bool:
+        """Whether it is nothing that the function has made, and holds nothing."""
+        return all(one in (_NUMBER, _OTHER) or (type(one) is tuple and one[0] == _CALLEE) for one in kind)
+
+    def _holds(self, kind: Kind) -> bool:
+        return any(one in (_NUMBER, _HOLDER) or (type(one) is tuple and one[1] in self._holding) for one in kind)
+
+    # --- one instruction ---
+
+    def _step(self, one: dis.Instruction, state: _State, jump: bool) -> None:
+        """What is known behind an instruction. Raises ``_Unknown``."""
+        name, count = one.opname, one.arg or 0
+        if self._moves(one, state):
+            return
+        effect = dis.stack_effect(one.opcode, one.arg, jump=jump)
+        pops = _POPS_BY_COUNT[name](count) if name in _POPS_BY_COUNT else _POPS.get(name)
+        if name.startswith("POP_JUMP"):
+            pops = 1
+        if name.startswith("JUMP_IF"):  # the value stays on the stack where it jumps
+            self._test(state.stack[-1:], state)
+            state.pop(-effect)
+            return
+        if pops is None:
+            self._unknown(state)
+            return
+        pops = max(pops, -effect)
+        taken = state.pop(pops)
+        made = self._result(one, taken, state)
+        if not any(map(self._holds, (*state.stack, *state.variables.values(), made))):
+            state.called = False
+        elif not (name.startswith(_QUIET) or any(map(self._holds, taken)) or self._is_append(one, taken)):
+            state.called = True
+        if one.offset == self._read:
+            if name != "CALL" or self._callee not in taken[:2]:
+                raise _Unknown
+            made = self._kind
+        # Of a call, Python 3.11 counts the arguments at an instruction before it.
+        pushes = 1 if name.startswith("CALL") else pops + effect
+        state.stack += [made] * pushes
+
+    def _moves(self, one: dis.Instruction, state: _State) -> bool:
+        """Carry out what only moves entries between stack and variables; whether it was that."""
+        name, count, at = one.opname, one.arg or 0, one.argval
+        load, store = state.variables.get, state.variables
+        if name in _IN_TURN:
+            state.stack += [load(variable, _NOTHING) for variable in at]
+        elif name == "STORE_FAST_LOAD_FAST":
+            store[at[0]] = state.pop(1)[0]
+            state.stack.append(load(at[1], _NOTHING))
+        elif name == "STORE_FAST_STORE_FAST":
+            store[at[1]], store[at[0]] = state.pop(2)
+        elif name.startswith("LOAD_FAST"):
+            state.stack.append(load(at, _NOTHING))
+            if name == "LOAD_FAST_AND_CLEAR":
+                store[at] = _NOTHING
+        elif name == "STORE_FAST":
+            store[at] = state.pop(1)[0]
+        elif name == "DELETE_FAST":
+            store[at] = _NOTHING
+        elif name == "POP_TOP":
+            state.pop(1)
+        elif name == "COPY":
+            state.reach(count)
+            state.stack.append(state.stack[-count])
+        elif name == "SWAP":
+            state.reach(count)
+            state.stack[-1], state.stack[-count] = state.stack[-count], state.stack[-1]
+        else:
+            return False
+        return True
+
+    def _unknown(self, state: _State) -> None:
+        if any(map(self._holds, state.stack)):
+            raise _Unknown
+        self._escape(state.stack)
+        state.called = True
+        state.stack = []
+
+    def _result(self, one: dis.Instruction, taken: list[Kind], state: _State) -> Kind:
+        """What an instruction makes of what it takes."""
+        name, count = one.opname, one.arg or 0
+        held = any(map(self._holds, taken))
+        if name == "RETURN_VALUE":
+            self._returned |= held
+            self._before |= held and state.called
+        elif name in ("BUILD_LIST", "BUILD_MAP"):
+            if name == "BUILD_MAP" and any(map(self._holds, taken[::2])):
+                raise _Unknown  # as keys
+            if held:
+                self._holding.add(one.offset)
+            return frozenset([(_MADE, one.offset)])
+        elif name in ("BUILD_TUPLE", "BUILD_CONST_KEY_MAP"):
+            return frozenset([_HOLDER]) if held else _NOTHING
+        elif name in ("LIST_APPEND", "LIST_EXTEND", "MAP_ADD"):
+            state.reach(count)
+            self._put(taken[-1], state.stack[-count])
+            self._plain(taken[:-1])
+        elif name == "STORE_SUBSCR":
+            self._put(taken[0], taken[1])
+            self._plain(taken[2:])
+        elif self._is_append(one, taken):
+            if name == "CALL":
+                self._put(taken[2], frozenset([(_MADE, self._appends(taken))]))
+            else:
+                return frozenset([(_APPEND, self._made(taken[0]))])
+        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+            self._plain(taken)
+            return frozenset([(_CALLEE, one.argval)])
+        elif name == "LOAD_CONST" and type(one.argval) is CodeType:
+            return frozenset([(_CALLEE, one.argval.co_name)])
+        elif name == "MAKE_FUNCTION":
+            self._plain(taken)
+            return taken[-1]
+        elif name == "COMPARE_OP" or name == "BINARY_OP" or name in ("TO_BOOL", "UNARY_NOT") or "_IF_" in name:
+            return self._of_numbers(one, taken, state)
+        else:
+            self._plain(taken)
+        return _NOTHING
+
+    def _of_numbers(self, one: dis.Instruction, taken: list[Kind], state: _State) -> Kind:
+        """What arithmetic, comparisons and branches make of numbers."""
+        if not any(map(self._holds, taken)):
+            self._escape(taken)
+            return _NOTHING
+        if one.opname == "BINARY_OP":
+            if one.argrepr.rstrip("=") not in _SIGNS or not all(map(self._may_be_number, taken)):
+                raise _Unknown
+            return frozenset([_NUMBER])
+        if one.opname.endswith("NONE"):
+            raise _Unknown
+        self._test(taken, state)
+        return _NOTHING
+
+    def _test(self, taken: list[Kind], state: _State) -> None:
+        if any(map(self._holds, taken)):
+            if not all(map(self._may_be_number, taken)):
+                raise _Unknown
+            self._before |= state.called
+
+    def _plain(self, taken: list[Kind]) -> None:
+        """These go where they are not followed."""
+        if any(map(self._holds, taken)):
+            raise _Unknown
+        self._escape(taken)
+
+    def _escape(self, taken: list[Kind]) -> None:
+        self._escaped.update(one[1] for kind in taken for one in kind if type(one) is tuple)
+
+    def _put(self, value: Kind, container: Kind) -> None:
+        site = self._made(container)
+        if site is None:
+            self._plain([value])
+            self._escape([container])
+        elif self._holds(value):
+            self._holding.add(site)
+
+    @staticmethod
+    def _made(kind: Kind) -> int | None:
+        """Which container it is, if it is one that the function has made."""
+        one = next(iter(kind)) if len(kind) == 1 else None
+        return one[1] if type(one) is tuple and one[0] == _MADE else None
+
+    def _is_append(self, one: dis.Instruction, taken: list[Kind]) -> bool:
+        """Whether an instruction looks the `append` of a container up that the function has made, or calls it."""
+        if one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            return one.argval == "append" and self._made(taken[0]) is not None
+        return one.opname == "CALL" and self._appends(taken) is not None
+
+    @staticmethod
+    def _appends(taken: list[Kind]) -> int | None:
+        """The container to which a call adds its one argument, if it calls an `append`."""
+        called = {item for kind in taken[:2] for item in kind - _NOTHING}
+        one = called.pop() if len(taken) == 3 and len(called) == 1 else None
+        return one[1] if type(one) is tuple and one[0] == _APPEND and frozenset([one]) in taken[:2] else None
