@@ -1,7 +1,7 @@
 """Random training steps under ``marid.compile``: each call gives what the same step on the CPU gives, bit for bit.
 
-A step has one of PyTorch's optimizers, a schedule that is moved on between calls, state that it replaces or writes, and
-results that it reads or not. In between, somebody else changes rates, modes and state.
+A step has one of PyTorch's optimizers, a schedule that is moved on by it or between calls, state that it replaces or
+writes, and results that it reads or not. In between, somebody else changes rates, modes and state.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ SCHEDULES: list[Callable[[optim.Optimizer], Any]] = [
     lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, CALLS),
     lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
 ]
+INSIDE: list[Callable[[optim.Optimizer], Any]] = [
+    *SCHEDULES[1:],
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10)),
+    lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
+    lambda optimizer: lr_scheduler.ChainedScheduler([one(optimizer) for one in SCHEDULES[1:3]]),
+    lambda optimizer: lr_scheduler.SequentialLR(optimizer, [one(optimizer) for one in SCHEDULES[1:3]], [9]),
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * CALLS, cycle_momentum=False),
+]
 
 
 class Step:
@@ -68,6 +76,8 @@ class Step:
         self.does = {kind for kind in kinds if chosen.random() < 0.35}
         self.returns = chosen.choice(["number", "list", "dict", "tensor", "arithmetic", "variables", "written", "none"])
         self.sets_to_none = chosen.random() < 0.5
+        self.schedule = chosen.choice(INSIDE)(self.optimizer) if chosen.random() < 0.4 else None
+        self.moves = chosen.choice(["last", "last", "last", "first", "twice"])
 
     def __call__(self, x: Tensor, y: Tensor) -> Any:
         self.optimizer.zero_grad(set_to_none=self.sets_to_none)
@@ -78,7 +88,14 @@ class Step:
         loss.backward()
         if "clipping" in self.does:
             nn.utils.clip_grad_norm_(self.parameters, 0.5)
+        if self.schedule is not None and self.moves == "first":
+            self.schedule.step()
         self.optimizer.step()
+        if self.schedule is not None and self.moves == "last":
+            self.schedule.step()
+        if self.schedule is not None and self.moves == "twice" and loss.detach() > 0.5:
+            self.schedule.step()
+            self.schedule.step()
         out = logits.detach()
         if "average" in self.does:
             self.state["average"] = 0.9 * self.state["average"] + 0.1 * out.mean(0)
@@ -118,7 +135,7 @@ class Between:
 
     def __init__(self, chosen: random.Random, step: Step) -> None:
         self.random, self.step = chosen, step
-        self.schedule = chosen.choice(SCHEDULES)(step.optimizer)
+        self.schedule = chosen.choice(SCHEDULES)(step.optimizer) if step.schedule is None else None
 
     def go_on(self, call: int) -> None:
         """The schedule moves on, or somebody sets rates; modes and state change now and then."""

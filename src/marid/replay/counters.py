@@ -188,10 +188,12 @@ class CounterLog:
         found, its_found = self._numbers.get(number.hex()), other._numbers.get(its.hex())
         return None if found is None or its_found is None or found[0] != its_found[0] else found[0]
 
-    def evaluate(self, expression: Expression, read: dict[int, float]) -> float:
-        """The number that an expression gives for the counters that were read."""
+    def evaluate(self, expression: Expression, read: dict[int, float], rates: dict[int, float]) -> float:
+        """The number that an expression gives for the counters that were read, with the ``rates`` of groups that have
+        others by now."""
         formula, index, event = expression
-        return formula(0.0 if event is None else read[event], self.groups[index])
+        group = {**self.groups[index], "lr": rates[index]} if index in rates else self.groups[index]
+        return formula(0.0 if event is None else read[event], group)
 
     def moved_rates(self, other: CounterLog) -> set[int]:
         """The groups whose rate is another one in the later run ``other``, with all that comes of the rate alone: what
@@ -200,14 +202,6 @@ class CounterLog:
         return moved - {
             index for (index, formula), n in self._of_rates.items() if other._of_rates.get((index, formula)) == n
         }
-
-    def rate_changed(self) -> str | None:
-        """A rate that is no more what it was, in words."""
-        for index, rate in self.rates.items():
-            now = self.groups[index]["lr"]
-            if not same_number(now, rate):
-                return f"a learning rate: {rate!r} -> {now!r}"
-        return None
 
     def may_go_on(self, followed: set[int]) -> bool:
         """Whether numbers that were equal, to each other or from one step to the next, still are: counters that were

@@ -14,7 +14,7 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType, GeneratorType, ModuleType
@@ -66,10 +66,12 @@ def has_profiler() -> bool:
 class ImpureWatch:
     """Context manager. ``refusal`` says what was read and at which line, or None.
 
-    ``generators`` are those whose advance is noticed. The thread must have no other profiler (``has_profiler``).
+    ``generators`` are those whose advance is noticed; ``told`` gets each call of a function of Python, and each return.
+    The thread must have no other profiler (``has_profiler``).
     """
 
-    def __init__(self, generators: list[GeneratorType[Any, Any, Any]]) -> None:
+    def __init__(self, generators: list[GeneratorType[Any, Any, Any]], told: Callable[[FrameType, str], None]) -> None:
+        self._told = told
         self.refusal: str | None = None
         self._frames = {id(one.gi_frame): one.gi_frame for one in generators if one.gi_frame is not None}
         self._thread = get_ident()
@@ -113,14 +115,13 @@ class ImpureWatch:
     def _called(self, frame: FrameType, event: str, function: Any) -> None:
         if self._collecting:
             return
+        if event in ("call", "return"):
+            self._told(frame, event)
+        what, caller = None, frame.f_back
         if event == "c_call":
             what, caller = _read_by(function), frame
         elif event == "call":
-            what, caller = _CODES.get(frame.f_code), frame.f_back
-            if id(frame) in self._frames:
-                what = "a generator that was there before"
-        else:
-            return
+            what = "a generator that was there before" if id(frame) in self._frames else _CODES.get(frame.f_code)
         if what is not None and self.refusal is None:
             site = _reader(caller) if what is _TENSOR else _asker(caller)
             if site is not None:

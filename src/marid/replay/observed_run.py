@@ -31,6 +31,7 @@ from marid.replay.rates import rated_groups
 from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, READ, TENSOR, Assigned, Origin, Recording, Ref
 from marid.replay.returned_reads import Computed, ReturnedRead, Waiting, reads_in, returned_reads
+from marid.replay.schedules import ScheduleLog, is_followed
 from marid.replay.state_check import Place, Snapshot
 
 
@@ -60,8 +61,11 @@ class Run:
         root = ("the function", function) if state is None else ("state", state)
         self._reached = reach([root, *[("an argument", other) for other in call.others]], state is None)
         self._follows_rates = not (for_file or self._reached.looks_at_rates)
-        rated = rated_groups(self._reached.optimizers) if self._follows_rates else []
-        self._snapshot = Snapshot(self._reached, rated)
+        follows = self._follows_rates
+        rated = rated_groups(self._reached.optimizers) if follows else []
+        followed = [one for one in self._reached.schedules if is_followed(one)] if follows else []
+        self._snapshot = Snapshot(self._reached, rated, followed)
+        self._schedules = ScheduleLog(followed, rated)
         self._tensors = [*call.lazy, *self._reached.lazy]
         self._host = [*call.host, *self._reached.host]
         self._streams = Streams(self._reached.generators, self._reached.drawing)
@@ -86,7 +90,7 @@ class Run:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], refuse_reads: bool) -> Any:
         """Run the Python; its result, with reads that wait in it (``values_read``). What it raises leaves as it is."""
         host = HostWatch(self._host, self._reached.host, self._reached.optimizers, self._follows_rates)
-        impure = ImpureWatch(self._reached.paused)
+        impure = ImpureWatch(self._reached.paused, self._schedules.called)
         self._guards = Guards(host, impure)
         guards = {} if self._for_file or refuse_reads else {"outcome": self._guards.outcome}
         try:
@@ -145,13 +149,13 @@ class Run:
             raise Refused(seen.reads[0], for_good=True)
         if self._reached.too_much is not None:
             raise Refused(f"it reaches {self._reached.too_much}", for_good=True)
-        refusal = host.refusal or self._streams.refusal(seen.draws) or impure.refusal
+        refusal = host.refusal or self._streams.refusal(seen.draws) or impure.refusal or self._schedules.refusal
         if refusal is not None:
             raise Refused(refusal)
         self._replaced = [] if self._for_file else self._replaced_state()
         for place, _, _ in self._replaced:
             self._snapshot.expect(place.index, place.get())
-        changed = self._snapshot.change() or host.counters.rate_changed()
+        changed = self._snapshot.change() or self._schedules.rate_changed()
         if changed is not None:
             raise ChangesState(f"it changes Python state: {changed}")
         written = host.counters.written
@@ -239,6 +243,7 @@ class Run:
             derivatives=derivatives,
             counters=host.counters,
             outcomes=outcomes_of(task.nodes),
+            schedules=self._schedules.steps,
         )
         return True
 

@@ -63,11 +63,11 @@ class Reached:
     """What was found: containers by kind, each with a name for messages, and tensors.
 
     ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
-    variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``
-    and ``optimizers`` those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator functions that
-    have begun. ``paths`` are the names of tensors, modules and optimizers, by identity. ``too_much`` says what makes
-    this function none to replay. Code is followed if ``follows_code``; ``looks_at_rates`` says whether some of it
-    looks at an optimizer's learning rate, ``group["lr"]``.
+    variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``,
+    ``optimizers`` and ``schedules`` those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator
+    functions that have begun. ``paths`` are the names of tensors, modules and optimizers, by identity. ``too_much``
+    says what makes this function none to replay. Code is followed if ``follows_code``; ``looks_at_rates`` says whether
+    some of it looks at an optimizer's learning rate, ``group["lr"]``, or at what a schedule counts.
     """
 
     def __init__(self, follows_code: bool) -> None:
@@ -82,6 +82,7 @@ class Reached:
         self.generators: list[torch.Generator] = []
         self.drawing: list[Any] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedules: list[torch.optim.lr_scheduler.LRScheduler] = []
         self.paused: list[types.GeneratorType[Any, Any, Any]] = []
         self.modules: set[tuple[int, tuple[str, ...]]] = set()
         self.seen: dict[int, Any] = {}
@@ -260,6 +261,8 @@ def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:
 def _object(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, torch.optim.Optimizer):
         found.optimizers.append(thing)
+    if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+        found.schedules.append(thing)
     yield type(thing).__qualname__, type(thing)
     own = getattr(thing, "__dict__", None)
     if type(own) is dict:
@@ -293,11 +296,14 @@ def _is_users(file: str) -> bool:
     return not file.startswith(_FOLDERS) and not file.startswith("<frozen ") and not is_of_a_package(file)
 
 
+_OF_SCHEDULES = {"last_epoch", "get_lr", "get_last_lr", "base_lrs", "_last_lr", "_step_count"}
+_OF_SCHEDULES |= {"state_dict", "load_state_dict"}
+
+
 @functools.lru_cache(4096)
 def _looks_at_rates(code: types.CodeType) -> bool:
-    return any(
-        const == "lr" or (isinstance(const, types.CodeType) and _looks_at_rates(const)) for const in code.co_consts
-    )
+    inside = (_looks_at_rates(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return "lr" in code.co_consts or not _OF_SCHEDULES.isdisjoint(code.co_names) or any(inside)
 
 
 @functools.lru_cache(4096)

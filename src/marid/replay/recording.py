@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from marid.frontend.observe import Drawn
 from marid.graph.node import Spec
@@ -121,7 +122,7 @@ class Recording:
     ``outputs`` are specs and roots of the program's outputs. ``grads`` says which gradients change to what, ``bumps``
     which versions grow by how much, ``assigned`` which state is replaced. ``grads_before`` are the specs of the
     gradients that were there, ``used`` the tensors that must share memory as they did: ``shared``. ``outcomes`` says
-    how the tests of numbers came out that guards repeat.
+    how the tests of numbers came out that guards repeat, ``schedules`` which schedules are moved on behind it all.
     """
 
     key: tuple[Any, ...]
@@ -147,6 +148,7 @@ class Recording:
     derivatives: list[Derivative]
     counters: CounterLog
     outcomes: tuple[bool, ...]
+    schedules: list[LRScheduler]
 
     def difference(self, other: Recording) -> str | None:
         """How a later run differs from this one, in words; None if it did the same, and numbers that are others were
@@ -157,13 +159,15 @@ class Recording:
 
     def departure(self, other: Recording, computed: list[tuple[int, Any]]) -> str | None:
         """How a later run differs from what this one would have given then, with the numbers that are ``computed``."""
-        numbers = self.numbers_for(computed, other.counters.read)
+        numbers = self.numbers_for(computed, other.counters.read, other.counters.rates)
         return self._difference(other, _first_other(numbers, other.numbers))
 
-    def numbers_for(self, computed: list[tuple[int, Any]], read: dict[int, float]) -> list[Any]:
-        """The numbers of the program where counters are ``read`` so."""
+    def numbers_for(
+        self, computed: list[tuple[int, Any]], read: dict[int, float], rates: dict[int, float]
+    ) -> list[Any]:
+        """The numbers of the program where counters are ``read`` so, with ``rates`` in place of those of now."""
         numbers = list(self.numbers)
-        known = {how: self.counters.evaluate(how, read) for how in expressions(computed)}
+        known = {how: self.counters.evaluate(how, read, rates) for how in expressions(computed)}
         for place, how in computed:
             each = type(how) is Each
             numbers[place] = tuple([known.get(part, part) for part in how]) if each else known[how]
@@ -194,6 +198,8 @@ class Recording:
                 return f"the result changed: {mine[1]!r} -> {its[1]!r}"
         if [_shown(drawn) for drawn in self.draws] != [_shown(drawn) for drawn in other.draws]:
             return "other random numbers are drawn"
+        if not _same_objects(self.schedules, other.schedules):
+            return "other schedules are moved on"
         if len(self.derivatives) != len(other.derivatives):
             return "other derivatives are recorded"
         for derivative, its in zip(self.derivatives, other.derivatives, strict=True):
@@ -224,6 +230,10 @@ class Recording:
                 return None
             parts.append(b if how is None else how)
         return Each(parts) if any(type(part) is tuple for part in parts) else None
+
+
+def _same_objects(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _same_result(one: tuple[str, Any], other: tuple[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from types import CellType
 from typing import Any
 
 import numpy as np
+from torch.optim.lr_scheduler import LRScheduler
 
 from marid.replay.reachable import LONG, MISSING, Reached, is_plain
 
@@ -58,10 +59,10 @@ class Place:
 
 
 class Snapshot:
-    """The state at one moment, but for the learning rates of the groups of parameters ``rated``. Holds on to it, so
-    that identities stay unique."""
+    """The state at one moment, but for the learning rates of the groups of parameters ``rated``, and for what the
+    ``schedules`` count. Holds on to it, so that identities stay unique."""
 
-    def __init__(self, reached: Reached, rated: list[dict[str, Any]]) -> None:
+    def __init__(self, reached: Reached, rated: list[dict[str, Any]], schedules: list[LRScheduler]) -> None:
         self._reached = reached
         dicts = [one for _, one in reached.dicts]
         lists = [one for _, one in reached.lists]
@@ -72,9 +73,9 @@ class Snapshot:
         self._names = [(scope, name) for _, scope, names in reached.names for name in names]
         self._cells = [cell for _, cell in reached.cells]
         self._arrays = [(one, one.shape, one.dtype, _bytes(one)) for _, one in reached.arrays]
-        apart = set(map(id, rated))
-        keys = ((id(one) in apart, key) for one in self._dicts for key in one)
-        self._rates = [index for index, (is_rated, key) in enumerate(keys) if is_rated and key == "lr"]
+        groups, counts = set(map(id, rated)), {id(schedule.__dict__) for schedule in schedules}
+        keys = enumerate((id(one), key) for one in self._dicts for key in one)
+        self._free = [index for index, (one, key) in keys if one in counts or (one in groups and key == "lr")]
         self._kept = list(self._objects())
         self._ids = list(map(id, self._kept))
 
@@ -88,10 +89,10 @@ class Snapshot:
         )
 
     def _now(self) -> list[Any]:
-        """The objects, with rates as they were."""
+        """The objects, with those that are not compared as they were."""
         now = list(self._objects())
         if len(now) == len(self._kept):
-            for index in self._rates:
+            for index in self._free:
                 now[index] = self._kept[index]
         return now
 

@@ -136,7 +136,7 @@ class Template:
         guarded = bool(recording.outcomes)
         undo = Undo(counters, recording.draws if guarded else [], [values[ref].concrete for ref in self._undone])
         if counters.events or self._computed:
-            numbers = recording.numbers_for(self._computed, counters.again(self._counted))
+            numbers = recording.numbers_for(self._computed, counters.again(self._counted), {})
         if recording.draws:
             taken = take_again(recording.draws)
             numbers = list(numbers)
@@ -153,9 +153,10 @@ class Template:
         except BaseException:
             undo.counters()  # the optimizer has not come to its step
             raise
-        return _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards).result(
-            self._simple
-        )
+        made = _HandOut(recording, call, tensors, grads, values, buffers, self._rounds, self._backwards)
+        for schedule in recording.schedules:
+            schedule.step()
+        return made.result(self._simple)
 
     def _note_replaced(self) -> None:
         """Take what is in the places that the function assigns to for what is to be there, if it is a tensor."""

@@ -185,12 +185,13 @@ class SavedProgram:
             device=device,
             used=used,
             shared=tuple(range(len(used))),
-            snapshot=Snapshot(reached, []),
+            snapshot=Snapshot(reached, [], []),
             reached=reached,
             grads_before=[],
             derivatives=[],
             counters=plan.counting.log(counters),
             outcomes=(),
+            schedules=[],
         )
         writes = [position for position, ref in enumerate(used) if ref in written]
         self._template = Template(
