@@ -695,6 +695,25 @@ def test_results_kept_elsewhere_are_no_secret() -> None:
     assert compiled.stats().replays == 0
 
 
+def test_what_is_put_into_an_argument_is_there_after_each_call() -> None:
+    def append(x: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+        kept.append(1)
+        return x * 2
+
+    def switch(x: torch.Tensor, _kept: list[Any]) -> torch.Tensor:
+        torch.set_grad_enabled(False)
+        return x * 2
+
+    for function in (append, switch):
+        compiled = marid.compile(function)
+        for call in range(12):
+            kept: list[Any] = []
+            with torch.enable_grad():
+                assert compiled(torch.full((1,), float(call), device=DEVICE), kept).item() == 2.0 * call
+                assert (kept, torch.is_grad_enabled()) == (([1], True) if function is append else ([], False))
+        assert compiled.stats().replays == 0
+
+
 def test_what_a_recording_raises_leaves_the_function_usable() -> None:
     """The exception is the user's, and nothing is remembered of that call."""
     fail = [True]

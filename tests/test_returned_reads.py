@@ -343,6 +343,24 @@ def looked_at_from_aside(x: torch.Tensor) -> Any:
     return locals()["value"]
 
 
+def unpacked(x: torch.Tensor) -> Any:
+    return [*x.expand(2).tolist(), 3]
+
+
+def unpacked_by_a_call(x: torch.Tensor) -> Any:
+    return max(*x.expand(2).tolist())
+
+
+def unpacked_to_variables(x: torch.Tensor) -> Any:
+    one, other = x.expand(2).tolist()
+    return [one, other]
+
+
+def unpacked_from_a_list(x: torch.Tensor) -> Any:
+    values = [one.item() for one in x.expand(2).unbind()]
+    return [*values, x.item()]
+
+
 def printed(x: torch.Tensor) -> Any:
     value = x.item()
     print(value)
@@ -351,15 +369,17 @@ def printed(x: torch.Tensor) -> Any:
 
 LOOKED_AT = [
     *(listed_and_added, rounded, given_to_a_call, in_a_text, as_a_key, inside_try, before_try, printed, counted),
+    *(unpacked_by_a_call,),
     *(taken_out, cleared, added_to_another, compared_to_nothing, by_a_method_of_c, looked_at_from_aside, inside_with),
 ]
 KEPT = [kept_by_an_object, kept_by_a_closure]
 RETURNED = [
     *[returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop],
+    *[unpacked_from_a_list],
     *[in_rows, in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition, compared_and_returned],
 ]
 USES = [
-    *[(function, None) for function in LOOKED_AT + KEPT],
+    *[(function, None) for function in LOOKED_AT + KEPT if function is not unpacked_by_a_call],
     *[(returned, Use(True, False)), (returned_later, Use(True, False)), (in_arithmetic, Use(True, False))],
     *[(returned_beside_calls, Use(True, True)), (divided_by_a_call, Use(True, True)), (in_a_loop, Use(True, True))],
     *[(in_a_dict, Use(True, True)), (by_a_condition, Use(True, False)), (compared_and_returned, Use(True, False))],
@@ -390,7 +410,7 @@ def test_what_is_only_returned_is_read_behind_the_replay(function: Callable[...,
     assert compiled.stats().replays > 0
 
 
-@pytest.mark.parametrize("function", LOOKED_AT)
+@pytest.mark.parametrize("function", [*LOOKED_AT, unpacked, unpacked_to_variables])
 def test_any_other_read_runs_as_python(function: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     compiled = marid.compile(function)
     for number in range(4):

@@ -39,6 +39,13 @@ class Call:
             self._read(kwargs[name])
         self.key = tuple(self._parts)
 
+    def is_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the arguments are others than they were when they were read, but for values of tensors."""
+        try:
+            return Call(args, kwargs).key != self.key
+        except Unreadable:
+            return True
+
     def family(self) -> tuple[Any, ...]:
         """The key without the sizes of dimensions that are marked as dynamic."""
         sizes = []

@@ -107,6 +107,8 @@ class Run:
                 handles.tape(index).budget = 0  # not cut while the function ran: measured again at the next operation
         try:
             self._check(seen, host, impure)
+            if self._call.is_other(args, kwargs):
+                raise Refused("it changes a list or dict among its arguments, or a mode of PyTorch")
             leaves, structure = _pytree.tree_flatten(result)
             if {id(one()) for one in waiting} - {id(one) for leaf in leaves for one in reads_in(leaf)} - {id(None)}:
                 raise Refused("it keeps a value that it reads")

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-# What an entry of the stack or a variable may be. A container that the function has made, or the `append` of one, is a
+# What an entry of the stack or a variable may be: what stands for a number or another value, a container that holds
+# such, and anything else. A container that the function has made, or the `append` of one, is a
 # pair of ``_MADE`` or ``_APPEND`` and the offset of the instruction that made it; what may be called a pair of
 # ``_CALLEE`` and a name.
-_OTHER, _NUMBER, _HOLDER, _MADE, _APPEND, _CALLEE = "other", "number", "holder", "made", "append", "callee"
+_OTHER, _NUMBER, _VALUE, _HOLDER = "other", "number", "value", "holder"
+_MADE, _APPEND, _CALLEE = "made", "append", "callee"
 Kind = frozenset[Any]
 _NOTHING: Kind = frozenset([_OTHER])
 
@@ -123,7 +125,7 @@ class _Flow:
 
     def __init__(self, code: CodeType, offset: int, name: str) -> None:
         self._callee = frozenset([(_CALLEE, name)])
-        self._kind: Kind = frozenset([_NUMBER if name == "item" else _HOLDER])
+        self._kind: Kind = frozenset([_NUMBER if name == "item" else _HOLDER if name.startswith("<") else _VALUE])
         found = dis.Bytecode(code)
         self._instructions = [one for one in found if one.opname not in _SKIPPED]
         # Within a call, a frame is at the instruction, in what is cached behind it, or (Python 3.11) at PRECALL before.
@@ -206,7 +208,9 @@ class _Flow:
         return all(one in (_NUMBER, _OTHER) or (type(one) is tuple and one[0] == _CALLEE) for one in kind)
 
     def _holds(self, kind: Kind) -> bool:
-        return any(one in (_NUMBER, _HOLDER) or (type(one) is tuple and one[1] in self._holding) for one in kind)
+        return any(
+            one in (_NUMBER, _VALUE, _HOLDER) or (type(one) is tuple and one[1] in self._holding) for one in kind
+        )
 
     # --- one instruction ---
 
@@ -296,6 +300,8 @@ class _Flow:
             return frozenset([_HOLDER]) if held else _NOTHING
         elif name in ("LIST_APPEND", "LIST_EXTEND", "MAP_ADD"):
             state.reach(count)
+            if name == "LIST_EXTEND" and taken[-1] & {_NUMBER, _VALUE}:
+                raise _Unknown  # what stands for a value has no items
             self._put(taken[-1], state.stack[-count])
             self._plain(taken[:-1])
         elif name == "STORE_SUBSCR":
