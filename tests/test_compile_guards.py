@@ -227,7 +227,7 @@ def test_random_numbers_are_taken_once() -> None:
     assert stats.replays > 20
 
 
-def test_a_test_that_comes_out_now_so_now_otherwise_runs_as_python() -> None:
+def test_tests_that_come_out_in_ever_other_ways_run_as_python(caplog: pytest.LogCaptureFixture) -> None:
     def make(_device: str) -> Callable[..., Any]:
         def count(x: Tensor) -> Any:
             bits = [bool(bit) for bit in torch.stack([(x[0] // 2**n) % 2 > 0 for n in range(5)]).unbind()]
@@ -238,17 +238,18 @@ def test_a_test_that_comes_out_now_so_now_otherwise_runs_as_python() -> None:
     chosen = random.Random(1)
     stats = both(make, [torch.full((1,), float(chosen.randrange(32))) for _ in range(200)])
     assert stats.plain > 50, stats
-    assert stats.guard_failures <= policy.REPLAY_FAILURES + policy.REPLAY_FAILED_SHARE * stats.replays + 1
+    assert stats.guard_failures < policy.REPLAY_LOST + stats.replays
+    assert "comes out now so, now otherwise" in caplog.text
+    assert "test_compile_guards.py" in caplog.text
 
 
-def test_too_many_failures_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_both_ways_that_a_test_comes_out_are_replayed() -> None:
     def make(_device: str) -> Callable[..., Any]:
         return lambda x: x + 1 if x.sum() > 0 else x * 2
 
     stats = both(make, [torch.full((1,), 1.0 if turn % 2 else -1.0) for turn in range(200)])
-    assert "comes out now so, now otherwise" in caplog.text
-    assert "test_compile_guards.py" in caplog.text
-    assert stats.plain > 100
+    assert stats.replays > 180
+    assert stats.guard_failures < 20
 
 
 @pytest.mark.parametrize("function", [one_test, truth, asserted])

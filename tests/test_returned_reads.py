@@ -376,7 +376,7 @@ KEPT = [kept_by_an_object, kept_by_a_closure]
 RETURNED = [
     *[returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop],
     *[unpacked_from_a_list],
-    *[in_rows, in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition, compared_and_returned],
+    *[in_rows, in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition],
 ]
 USES = [
     *[(function, None) for function in LOOKED_AT + KEPT if function is not unpacked_by_a_call],
@@ -398,7 +398,10 @@ def test_where_a_value_goes(function: Callable[..., Any], expected: Use | None) 
     assert use_of(function.__code__, call, "item") == expected
 
 
-@pytest.mark.parametrize("function", RETURNED)
+TESTED = pytest.mark.in_process("tests of numbers are replayed where what runs is in this process")
+
+
+@pytest.mark.parametrize("function", [*RETURNED, pytest.param(compared_and_returned, marks=TESTED)])
 def test_what_is_only_returned_is_read_behind_the_replay(function: Callable[..., Any]) -> None:
     compiled = marid.compile(function)
     for number in range(6):

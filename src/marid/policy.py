@@ -161,9 +161,10 @@ REPLAY_TEMPLATES = 8
 """Templates that calls of one kind keep: each is what the function did in another state."""
 REPLAY_RECORDINGS = 4
 """Recordings kept to be compared with the next ones."""
-REPLAY_FAILURES, REPLAY_FAILED_SHARE = 16, 0.25
-"""Replays of one kind of calls that may be undone because a test of a number came out otherwise, and their share of
-all: beyond both, the Python costs less. Such a replay costs up to as much as one, and a recording follows mostly."""
+REPLAY_LOST, REPLAY_RECORDED_AGAIN = 32, 3
+"""How many replays of one kind of calls may be for nothing, beyond those that were not, before its Python runs in their
+place: undone because a test of a number came out otherwise; and as how many a call counts that has to be recorded then,
+since nothing recorded went on so."""
 REPLAY_FIRST_CHECK, REPLAY_LAST_CHECK = 16, 128
 """Replays after which there is a check whatever it costs: each power of two from one to the other. What changes unseen
 mostly does so soon."""

@@ -14,6 +14,7 @@ from marid import policy
 from marid.errors import UnsupportedOperationError
 from marid.frontend.observe import observer
 from marid.graph.prepared import GuardFailed
+from marid.recent import Recent
 from marid.replay.arguments import Call, Unreadable
 from marid.replay.checks import Checks
 from marid.replay.dynamic import mark_arguments
@@ -51,7 +52,25 @@ class _Kind:
         self.attempts = 0
         self.checks = Checks()
         self.given_up = False
-        self.replays = self.failed = 0
+        self.replays = 0
+        self.failed_at: Any = None  # the line of the last test that came out otherwise
+        self.lost = 0  # replays for nothing, as it were
+        self._served: tuple[Template, ...] = ()  # the last ones
+        self._followed_by: Recent[tuple[Template, ...], Template] = Recent(64)
+
+    def in_order(self) -> list[Template]:
+        """The templates, that first which served the last time that the same ones had served before."""
+        first = self._followed_by.used(self._served)
+        others = [template for template in self.templates if template is not first]
+        return others if len(others) == len(self.templates) or first is None else [first, *others]
+
+    def served(self, template: Template) -> None:
+        """A template has served a call."""
+        if len(self.templates) > 1 and template in self.templates:
+            self._followed_by.put(self._served, template)
+            self._served = *self._served[-2:], template
+            self.templates.remove(template)
+            self.templates.insert(0, template)
 
 
 class Compiled(Wrapper):
@@ -89,6 +108,7 @@ class Compiled(Wrapper):
                     kind = self._kind_of(call)
                     template, fit = self._fitting(kind, call)
                     watched = has_profiler()
+                    lost = kind.lost
                     while template is not None and fit is not None and (watched or not kind.checks.is_due()):
                         try:
                             return self._replayed(kind, template, call, fit)
@@ -96,6 +116,8 @@ class Compiled(Wrapper):
                             outcomes = self._guard_failed(kind, template, failed)
                         template, fit = self._fitting(kind, call, outcomes)
                     del fit  # it holds values, and what is held counts as a result
+                    if kind.lost > lost:
+                        self._recorded_again(kind)
                     if watched:
                         self._stats.count_fallback("another profiler is in its thread: what it reads is not noticed")
                     elif template is not None:
@@ -141,12 +163,10 @@ class Compiled(Wrapper):
         return kind
 
     def _fitting(self, kind: _Kind, call: Call, outcomes: tuple[bool, ...] = ()) -> tuple[Template | None, Fit | None]:
-        """The template that serves a call whose first tests of numbers come out so, put first."""
-        for index, template in enumerate(kind.templates):
+        """A template for a call whose first tests of numbers come out so."""
+        for template in kind.in_order():
             fit = template.fit(call) if template.is_open_to(outcomes) else None
             if fit is not None:
-                if index:
-                    kind.templates.insert(0, kind.templates.pop(index))
                 return template, fit
         return None, None
 
@@ -154,6 +174,7 @@ class Compiled(Wrapper):
         start = time.perf_counter()
         result = template.run(call, fit)
         kind.checks.replayed(time.perf_counter() - start)
+        kind.served(template)
         kind.attempts = 0
         kind.replays += 1
         self._stats.replays += 1
@@ -162,12 +183,17 @@ class Compiled(Wrapper):
     def _guard_failed(self, kind: _Kind, template: Template, failed: GuardFailed) -> tuple[bool, ...]:
         """How the first tests of a call have come out, the last of them otherwise than in the template."""
         self._stats.guard_failures += 1
-        kind.failed += 1
-        if kind.failed > max(policy.REPLAY_FAILURES, policy.REPLAY_FAILED_SHARE * kind.replays):
+        kind.lost += 1
+        kind.failed_at = failed.node.site
+        return template.outcomes_until(failed.node)
+
+    def _recorded_again(self, kind: _Kind) -> None:
+        """A call goes on as no recording did."""
+        kind.lost += policy.REPLAY_RECORDED_AGAIN
+        if kind.lost > kind.replays + policy.REPLAY_LOST:
             kind.attempts = settings.compile_recordings
             kind.templates.clear()
-            self._fall_back(kind, Refused(f"the test at {failed.node.site} comes out now so, now otherwise"))
-        return template.outcomes_until(failed.node)
+            self._fall_back(kind, Refused(f"the test at {kind.failed_at} comes out now so, now otherwise"))
 
     def _checked(
         self, kind: _Kind, template: Template, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from marid.frontend.observe import Drawn
 from marid.graph.node import Spec
+from marid.graph.prepared import GUARD
 from marid.replay.counters import CounterLog, Expression
 from marid.replay.reachable import Reached, is_plain
 from marid.replay.state_check import Place, Snapshot, same_number
@@ -179,6 +180,10 @@ class Recording:
         return next((one for one in others if self._computed(one[1], other, one[2]) is None), None)
 
     def _difference(self, other: Recording, number: tuple[int, Any, Any] | None) -> str | None:
+        for index, (mine, its) in enumerate(zip(self.outcomes, other.outcomes, strict=False)):
+            if mine is not its:
+                site = [site for name, site in self.lines if name == GUARD][index]
+                return f"the test at {site} comes out now so, now otherwise"
         if self.key != other.key:
             return f"other operations are recorded ({_first_difference(self, other)})"
         if not self.counters.is_like(other.counters):

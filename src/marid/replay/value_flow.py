@@ -20,9 +20,8 @@ from types import CodeType
 from typing import Any
 
 # What an entry of the stack or a variable may be: what stands for a number or another value, a container that holds
-# such, and anything else. A container that the function has made, or the `append` of one, is a
-# pair of ``_MADE`` or ``_APPEND`` and the offset of the instruction that made it; what may be called a pair of
-# ``_CALLEE`` and a name.
+# such, and anything else. A container that the function has made, or the `append` of one, is a pair of ``_MADE`` or
+# ``_APPEND`` and the offset of the instruction that made it; what may be called, a pair of ``_CALLEE`` and a name.
 _OTHER, _NUMBER, _VALUE, _HOLDER = "other", "number", "value", "holder"
 _MADE, _APPEND, _CALLEE = "made", "append", "callee"
 Kind = frozenset[Any]
@@ -57,7 +56,7 @@ _CLEANS = {"SWAP", "COPY", "POP_TOP", "STORE_FAST", "RERAISE"}
 _SIGNS = {"+", "-", "*", "/"}
 _QUIET = (
     *("NOP", "RESUME", "KW_NAMES", "PUSH_NULL", "COPY", "SWAP", "POP_", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_DEREF"),
-    *("LOAD_GLOBAL", "LOAD_FAST", "STORE_FAST", "BUILD_", "LIST_", "MAP_ADD", "JUMP_", "RETURN_", "DELETE_FAST"),
+    *("LOAD_GLOBAL", "LOAD_FAST", "STORE_FAST", "BUILD_", "LIST_APPEND", "MAP_ADD", "JUMP_", "RETURN_", "DELETE_FAST"),
 )
 """How instructions begin that call nothing, so that nothing is written meanwhile."""
 
