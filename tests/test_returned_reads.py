@@ -361,6 +361,15 @@ def unpacked_from_a_list(x: torch.Tensor) -> Any:
     return [*values, x.item()]
 
 
+def divided_by_nothing(x: torch.Tensor) -> Any:
+    found = {"none": x.item() / 0}
+    return len(found)
+
+
+def divided_by_another(x: torch.Tensor) -> Any:
+    return x.item() / (x - 3).item()
+
+
 def printed(x: torch.Tensor) -> Any:
     value = x.item()
     print(value)
@@ -395,7 +404,7 @@ def test_where_a_value_goes(function: Callable[..., Any], expected: Use | None) 
         for load, after in itertools.pairwise(instructions)
         if load.argval == "item" and after.opname == "CALL"
     ]
-    assert use_of(function.__code__, call, "item") == expected
+    assert use_of(function.__code__, call, "item", knows_abs=True) == expected
 
 
 TESTED = pytest.mark.in_process("tests of numbers are replayed where what runs is in this process")
@@ -421,6 +430,20 @@ def test_any_other_read_runs_as_python(function: Callable[..., Any], capsys: pyt
     stats = compiled.stats()
     assert stats.replays == 0
     assert any("reads a value" in reason for reason in stats.fallbacks)
+
+
+def test_a_division_by_zero_is_raised_where_it_is_written() -> None:
+    compiled = marid.compile(divided_by_nothing)
+    for _ in range(4):
+        with pytest.raises(ZeroDivisionError):
+            compiled(torch.tensor(1.0, device=DEVICE))
+    compiled = marid.compile(divided_by_another)
+    for number in (1.0, 2.0, 3.0, 4.0, 5.0, 3.0, 6.0):
+        if number == 3:
+            with pytest.raises(ZeroDivisionError):
+                compiled(torch.tensor(number, device=DEVICE))
+        else:
+            assert compiled(torch.tensor(number, device=DEVICE)) == divided_by_another(torch.tensor(number))
 
 
 def test_a_read_by_a_function_that_is_called_runs_as_python() -> None:

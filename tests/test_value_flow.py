@@ -90,6 +90,8 @@ class Source:
             f"not ({self.number()})",
             f"{self.number()} is None",
             f"{self.number()} > 0 and {self.number()} < 3",
+            f"abs({self.number()} {self.pick(*_SIGNS[:4])} {self.number()}) {self.pick(*_TESTS)} {self.number()}",
+            f"-{self.number()} {self.pick(*_TESTS)} abs({self.number()})",
         )
 
     def statement(self, depth: int) -> None:

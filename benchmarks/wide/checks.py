@@ -13,6 +13,11 @@ from benchmarks.suite.workloads import Tolerance
 __all__ = ["Comparison", "Wrong", "on_host"]
 
 
+_TELLING = 500
+"""For how many turns of training the outputs say something after a weight was rounded otherwise once. Eager PyTorch's
+``gnn`` with one weight other by 2e-7 was off by 3 % after 500 turns, by 13 % after 1,000."""
+
+
 class Wrong(Exception):
     """An output is not eager PyTorch's; the message says where and by how much."""
 
@@ -29,12 +34,19 @@ class Comparison:
     tolerance: Tolerance
     turns: int = 0
     largest: float = 0.0
+    parted: int | None = None
+    """The first turn whose outputs had other bits."""
 
     def turn(self, expected: Sequence[Tensor | float], outputs: Sequence[Tensor | float]) -> None:
-        """Compare the outputs of the next turn, brought to the host before."""
+        """Compare the outputs of the next turn, brought to the host before. Training is compared no longer when it
+        has gone on with other bits for ``_TELLING`` turns."""
         limit = self.tolerance.tight if self.turns < self.tolerance.strict else self.tolerance.loose
         self.turns += 1
+        if self.parted is not None and limit > self.tolerance.tight and self.turns - self.parted > _TELLING:
+            return
         self._compare(f"turn {self.turns}", expected, outputs, limit)
+        if self.largest and self.parted is None:
+            self.parted = self.turns
 
     def state(self, expected: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Compare what the turns have left."""

@@ -45,12 +45,12 @@ class Drawn:
 
 @dataclass(slots=True)
 class Observer:
-    """Notes of one recording. ``refuse_reads`` makes a read an error at its line. ``outcome`` says how a test of a
-    number comes out that the recording takes note of: of a tensor, a function of ``operator`` by name, and another
-    number; None where the number has to be read."""
+    """Notes of one recording. ``refuse_reads`` makes a read an error at its line. ``outcome`` says how a comparison
+    of numbers comes out, of which the recording takes note: a function of ``operator`` by name, and two sides (numbers,
+    tensors, or what is computed of such); None where the numbers have to be read."""
 
     refuse_reads: bool
-    outcome: Callable[[Any, str, Any], bool | None]
+    outcome: Callable[[str, Any, Any], bool | None]
     reads: list[str] = field(default_factory=list)
     uploads: dict[Value, Upload] = field(default_factory=dict)
     draws: list[Drawn] = field(default_factory=list)
@@ -103,7 +103,7 @@ def observer() -> Observer | None:
 
 @contextmanager
 def observing(
-    refuse_reads: bool, outcome: Callable[[Any, str, Any], bool | None] = lambda *_: None
+    refuse_reads: bool, outcome: Callable[[str, Any, Any], bool | None] = lambda *_: None
 ) -> Iterator[Observer]:
     """A block that is observed; blocks do not nest."""
     assert _current.observer is None

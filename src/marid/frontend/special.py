@@ -30,7 +30,7 @@ aten = torch.ops.aten
 def _item(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     watching = observer()
     if watching is not None and args[0].dtype is torch.bool:
-        outcome = watching.outcome(args[0], "ne", 0)
+        outcome = watching.outcome("ne", args[0], 0)
         if outcome is not None:
             return outcome
     with concretely():

@@ -58,6 +58,19 @@ class _Kind:
         self._served: tuple[Template, ...] = ()  # the last ones
         self._followed_by: Recent[tuple[Template, ...], Template] = Recent(64)
 
+    def add(self, template: Template, instead_of: Recording) -> None:
+        """Have a template, made of one recording and another like it."""
+        kept = [one for one in self.templates if one.recording is not instead_of]
+        self.templates = [template, *kept][: policy.REPLAY_TEMPLATES]
+        self.recordings = [one for one in self.recordings if one is not instead_of]
+        self._served = ()  # what is no more a template is not held
+        self._followed_by.clear()
+
+    def clear(self) -> None:
+        """Have no templates."""
+        self.templates, self._served = [], ()
+        self._followed_by.clear()
+
     def in_order(self) -> list[Template]:
         """The templates, that first which served the last time that the same ones had served before."""
         first = self._followed_by.used(self._served)
@@ -192,7 +205,7 @@ class Compiled(Wrapper):
         kind.lost += policy.REPLAY_RECORDED_AGAIN
         if kind.lost > kind.replays + policy.REPLAY_LOST:
             kind.attempts = settings.compile_recordings
-            kind.templates.clear()
+            kind.clear()
             self._fall_back(kind, Refused(f"the test at {kind.failed_at} comes out now so, now otherwise"))
 
     def _checked(
@@ -208,7 +221,7 @@ class Compiled(Wrapper):
             return result
         why = template.departure(run.recording)
         if why is not None and run.recording.outcomes == template.recording.outcomes:
-            kind.templates.clear()
+            kind.clear()
             self._fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
         kind.checks.checked(time.perf_counter() - start)
         return result
@@ -235,8 +248,6 @@ class Compiled(Wrapper):
                 prepared = run.prepare()
                 if prepared is None:
                     break
-                kind.templates = [template for template in kind.templates if template.recording is not earlier]
-                kind.recordings = [other for other in kind.recordings if other is not earlier]
                 template = Template(
                     recording,
                     earlier.computed(recording),
@@ -246,8 +257,7 @@ class Compiled(Wrapper):
                     run.written(prepared[0].program, last_guard(prepared[0])),
                     len(call.lazy),
                 )
-                kind.templates.insert(0, template)
-                del kind.templates[policy.REPLAY_TEMPLATES :]
+                kind.add(template, instead_of=earlier)
                 return result
         kind.recordings.append(recording)
         del kind.recordings[: -policy.REPLAY_RECORDINGS]

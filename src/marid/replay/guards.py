@@ -27,10 +27,13 @@ from marid.graph.program import operation_of
 from marid.replay.counters import CounterLog
 from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
-from marid.replay.preview import Preview
+from marid.replay.places import Refused
+from marid.replay.preview import Preview, is_repeatable
 from marid.semantics.scopes import current_scope, current_site
 
-_LARGEST = 1 << 62
+_LARGEST = 1 << 53  # whole numbers below are exact as doubles
+_COMPUTED = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "neg": "neg", "abs": "abs"}
+"""What a guard computes by itself: functions of ``operator``, and their names in ``native/guard.cpp``."""
 
 
 @functools.cache
@@ -48,9 +51,30 @@ def outcomes_of(nodes: Iterable[Node]) -> tuple[bool, ...]:
     return tuple([node.args[3] for node in nodes if is_guard(node) and node.args is not None])
 
 
+def refuse_unrepeatable(nodes: list[Node]) -> None:
+    """Raise ``Refused`` where a replay that is undone at a test could not undo all."""
+    last = max((index for index, node in enumerate(nodes) if is_guard(node)), default=0)
+    for node in nodes[:last]:
+        if not is_repeatable(node):
+            raise Refused(f"it tests a number behind an operator that may do more than it returns ({node.op})")
+
+
 def last_guard(prepared: Prepared) -> int:
     """The instruction that is the last test of a program; 0 where there is none."""
     return max((index for index, node in enumerate(prepared.nodes) if is_guard(node)), default=0)
+
+
+class _Unguarded(Exception):
+    """A number that no guard can hold anything to."""
+
+
+class _Test:
+    """A test in postfix notation, with the tensors and the numbers that it takes."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+        self.numbers: list[float] = []
+        self.words: list[str] = []
 
 
 class Guards:
@@ -63,28 +87,49 @@ class Guards:
         self._preview = Preview()
         self._device: int | None = None
 
-    def outcome(self, tensor: Any, test: str, number: Any) -> bool | None:
-        """How ``operator``'s function ``test`` comes out for the number in ``tensor`` and another one, guarded; None
-        where the value has to be read."""
-        if type(number) not in (bool, int, float) or is_sync_forbidden():
+    def outcome(self, test: str, left: Any, right: Any) -> bool | None:
+        """How a comparison comes out, guarded; None where the values have to be read. ``test`` is a function of
+        ``operator``; each side a number, a tensor with one element, or ``(function of operator, one or two sides)``."""
+        if is_sync_forbidden():
             return None
-        if type(number) is int and abs(number) > _LARGEST:
+        found = _Test()
+        try:
+            with self._host.paused(), self._impure.paused():
+                outcome: bool = getattr(operator, test)(*[self._number(side, found) for side in (left, right)])
+        except (_Unguarded, ArithmeticError):
             return None
-        device: int = tensor._value.spec.device
-        if self._device not in (None, device):
-            return None
-        with self._host.paused(), self._impure.paused():
-            value = self._preview.number(tensor)
-        if value is None:
+        tensors, words = found.tensors, " ".join([*found.words, test])
+        device: int = tensors[0]._value.spec.device
+        if any(tensor._value.spec.device != (device if self._device is None else self._device) for tensor in tensors):
             return None
         self._device = device
-        outcome: bool = getattr(operator, test)(value, number)
-        number = int(number) if type(number) is bool else number
-        args = (tensor._value, test, number, outcome)
+        args = (tuple([tensor._value for tensor in tensors]), tuple(found.numbers), words, outcome)
         spec = handles.spec((0,), (1,), 0, torch.uint8, device)  # of what the operator returns
         sequence, site, scope = handles.tape(device).sequence, current_site(), current_scope()
         self.nodes.append(Node(next(sequence), _operation(), args, None, spec, None, site, scope))
         return outcome
+
+    def _number(self, side: Any, test: _Test) -> Any:
+        """What Python gets for a side of a comparison, which is added to ``test``."""
+        if type(side) is tuple:
+            function, *sides = side
+            if function not in _COMPUTED:
+                raise _Unguarded
+            value = getattr(operator, function)(*[self._number(one, test) for one in sides])
+            test.words.append(_COMPUTED[function])
+        elif isinstance(side, torch.Tensor):
+            value = self._preview.number(side)
+            if value is None:
+                raise _Unguarded
+            test.tensors.append(side)
+            test.words.append("v")
+        else:
+            value = side
+            test.numbers.append(float(side))
+            test.words.append("n" if type(side) is float else "w")
+        if type(value) is not float and abs(value) >= _LARGEST:
+            raise _Unguarded
+        return value
 
     def close(self) -> None:
         """The function has returned: forget what was computed."""

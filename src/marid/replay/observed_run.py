@@ -22,7 +22,7 @@ from marid.replay.arguments import Call
 from marid.replay.autograd_function import record_backwards
 from marid.replay.draws import Streams
 from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
-from marid.replay.guards import Guards, outcomes_of
+from marid.replay.guards import Guards, outcomes_of, refuse_unrepeatable
 from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
 from marid.replay.pending import run_needed
@@ -216,6 +216,7 @@ class Run:
             self.refusal = Refused(f"a result is kept by something other than what it returns: {kept}")
             return False
         self.refusal = None
+        refuse_unrepeatable(task.nodes)
         numbers, sites = numbers_of(task, [drawn.draw for drawn in seen.draws])
         bumps = self._bumps(places)
         used, shared = places.used()
@@ -302,7 +303,7 @@ class Run:
         if isinstance(value, ReturnedRead):
             return value.method, self._result(value.tensor, places)
         if isinstance(value, Computed):
-            return value.function, self._read(value.left, places), self._read(value.right, places)
+            return value.function, *[self._read(side, places) for side in value.sides]
         return value
 
     def _assigned(self, tensor: Any, places: Places) -> Ref:

@@ -21,6 +21,11 @@ from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Task, bind
 
 
+def is_repeatable(node: Node) -> bool:
+    """Whether an operation does nothing but what it writes and returns. Those of others may do anything."""
+    return node.op is None or node.op.name.startswith(("aten::", "marid::"))
+
+
 class Preview:
     """Runs what values need aside: each operation once, in the order in which it was recorded, on copies of the memory
     that is written. Nothing is noted as run. It holds what it has computed: drop it before anybody asks which results
@@ -36,7 +41,7 @@ class Preview:
 
     def number(self, tensor: Any) -> bool | int | float | None:
         """The number in a tensor of the device that has one element. None where it has to be read to be known: what it
-        needs fails, or does not run in this process."""
+        needs fails, does not run in this process, or has operators that are not PyTorch's."""
         spec = tensor._value.spec
         engine = engine_of(spec.device)
         if not engine.local or engine.elsewhere or spec.dtype not in _DTYPES:
@@ -48,6 +53,8 @@ class Preview:
                 asked = pending_nodes(tensor)
                 nodes = handles.tape(spec.device).cut(asked) if asked else []
                 nodes = [node for node in nodes if node not in self._done]
+                if not all(map(is_repeatable, nodes)):
+                    return None
                 if nodes:
                     self._run(bind(nodes))
                 return self._tensor(tensor._value).item()

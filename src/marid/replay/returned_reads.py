@@ -40,7 +40,7 @@ def _operators(function: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any,
 
 
 def _comparison(test: str) -> Callable[[Any, Any], Any]:
-    return lambda self, other: self.test(test, other)
+    return lambda self, other: self._test(test, other)
 
 
 class Waiting:
@@ -52,14 +52,27 @@ class Waiting:
     value: Any
     """Reads it, or gives what was read. Raises what the method and the arithmetic raise."""
 
-    def test(self, test: str, other: Any) -> Any:
-        """What the function of ``operator`` named ``test`` says of the value and of ``other``."""
-        return getattr(operator, test)(self.value, other)
+    def expression(self) -> Any:
+        """How the value comes about: of tensors and numbers, as guards take it."""
+        raise NotImplementedError
+
+    def _test(self, test: str, other: Any) -> Any:
+        """What the function of ``operator`` named ``test`` says of the value and of ``other``. While the function is
+        recorded, how it comes out becomes part of the recording."""
+        watching = observer()
+        if watching is not None and (isinstance(other, Waiting) or type(other) in (bool, int, float)):
+            side = other.expression() if isinstance(other, Waiting) else other
+            outcome = watching.outcome(test, self.expression(), side)
+            if outcome is not None:
+                return outcome
+        return getattr(operator, test)(self.value, values_read(other))
 
     __lt__, __le__, __gt__, __ge__ = map(_comparison, ("lt", "le", "gt", "ge"))
     __eq__, __ne__ = map(_comparison, ("eq", "ne"))  # pyright: ignore[reportAssignmentType]
     __hash__ = object.__hash__
-    __bool__ = lambda self: self.test("ne", 0)  # noqa: E731
+    __bool__ = lambda self: self._test("ne", 0)  # noqa: E731
+    __abs__ = lambda self: Computed("abs", self)  # noqa: E731
+    __neg__ = lambda self: Computed("neg", self)  # noqa: E731
     __add__, __radd__ = _operators("add")
     __sub__, __rsub__ = _operators("sub")
     __mul__, __rmul__ = _operators("mul")
@@ -73,11 +86,8 @@ class ReturnedRead(Waiting):
     def __init__(self, tensor: Any, method: str, copy: bool) -> None:
         self.tensor, self.method = tensor.detach().clone() if copy else tensor.detach(), method
 
-    def test(self, test: str, other: Any) -> Any:
-        """The same. While the function is recorded, how it comes out becomes part of the recording."""
-        watching = observer() if "value" not in self.__dict__ and self.method == "item" else None
-        outcome = None if watching is None else watching.outcome(self.tensor, test, other)
-        return super().test(test, other) if outcome is None else outcome
+    def expression(self) -> Any:
+        return self.tensor
 
     @functools.cached_property
     def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -87,23 +97,34 @@ class ReturnedRead(Waiting):
 class Computed(Waiting):
     """A number that comes of reads: the name of a function of ``operator``, and what it takes."""
 
-    def __init__(self, function: str, left: Any, right: Any) -> None:
-        self.function, self.left, self.right = function, left, right
+    def __init__(self, function: str, *sides: Any) -> None:
+        self.function, self.sides = function, sides
+
+    def expression(self) -> Any:
+        return self.function, *[one.expression() if isinstance(one, Waiting) else one for one in self.sides]
 
     @functools.cached_property
     def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(operator, self.function)(values_read(self.left), values_read(self.right))
+        return getattr(operator, self.function)(*map(values_read, self.sides))
 
 
 def _computed(function: str, left: Any, right: Any) -> Any:
     made = Computed(function, left, right)
-    return made if all(isinstance(one, Waiting) or type(one) in (int, float) for one in (left, right)) else made.value
+    waits = _is_operand(left) and _is_operand(right)
+    if waits and function == "truediv":
+        waits = bool(right != 0)  # or it raises here; of a read, that is a test
+    return made if waits else made.value
+
+
+def _is_operand(one: Any) -> bool:
+    """Whether arithmetic with it raises nothing, but by a division."""
+    return isinstance(one, Waiting) or type(one) is float or (type(one) is int and abs(one) < 1 << 53)
 
 
 def reads_in(thing: Any) -> list[ReturnedRead]:
     """The reads of which a value comes."""
     if isinstance(thing, Computed):
-        return [*reads_in(thing.left), *reads_in(thing.right)]
+        return [read for side in thing.sides for read in reads_in(side)]
     return [thing] if isinstance(thing, ReturnedRead) else []
 
 
@@ -170,7 +191,7 @@ def _deciding(method: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(method)
     def decide(self: Any) -> bool:
         watching = None if _here.caller is None or self.numel() != 1 else observer()
-        outcome = None if watching is None else watching.outcome(self, "ne", 0)
+        outcome = None if watching is None else watching.outcome("ne", self, 0)
         return method(self) if outcome is None else outcome
 
     return decide
@@ -194,7 +215,8 @@ def _use(tensor: Any, name: str, frame: FrameType) -> Use | None:
     PyTorch refuses."""
     if tensor.numel() != 1 if name == "item" else name != "tolist" and tensor.requires_grad:
         return None
-    use = use_of(frame.f_code, frame.f_lasti, name)
+    knows_abs = "abs" not in frame.f_globals and frame.f_builtins.get("abs") is abs
+    use = use_of(frame.f_code, frame.f_lasti, name, knows_abs)
     before = False
     while use is not None:
         before |= use.before
@@ -205,6 +227,6 @@ def _use(tensor: Any, name: str, frame: FrameType) -> Use | None:
             return Use(use.returned, before)
         if frame.f_code.co_name not in _COMPREHENSIONS or frame.f_code not in back.f_code.co_consts:
             return None
-        use = use_of(back.f_code, back.f_lasti, frame.f_code.co_name)
+        use = use_of(back.f_code, back.f_lasti, frame.f_code.co_name, knows_abs=False)
         frame = back
     return None

@@ -37,6 +37,7 @@ from marid.replay.recording import (
     Ref,
     expressions,
 )
+from marid.replay.returned_reads import METHODS
 from marid.semantics.scopes import current_scope, current_site
 from marid.settings import settings
 
@@ -292,10 +293,10 @@ class _HandOut:
     def _read(self, of: Any) -> Any:
         if type(of) is not tuple:
             return of
-        name, first, *second = of
-        if second:
-            return getattr(operator, name)(self._read(first), self._read(*second))
-        return getattr(self._tensor(first), name)()
+        name, *sides = of
+        if name in METHODS:
+            return getattr(self._tensor(sides[0]), name)()
+        return getattr(operator, name)(*map(self._read, sides))
 
     def _handle(self, made: Made) -> Any:
         storage = made.storage

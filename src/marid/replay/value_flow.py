@@ -54,6 +54,7 @@ _JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
 _IN_TURN = ("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
 _CLEANS = {"SWAP", "COPY", "POP_TOP", "STORE_FAST", "RERAISE"}
 _SIGNS = {"+", "-", "*", "/"}
+_ABS = (_CALLEE, "abs of Python")
 _QUIET = (
     *("NOP", "RESUME", "KW_NAMES", "PUSH_NULL", "COPY", "SWAP", "POP_", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_DEREF"),
     *("LOAD_GLOBAL", "LOAD_FAST", "STORE_FAST", "BUILD_", "LIST_APPEND", "MAP_ADD", "JUMP_", "RETURN_", "DELETE_FAST"),
@@ -71,15 +72,16 @@ class Use:
 
 
 @functools.lru_cache(1024)
-def use_of(code: CodeType, offset: int, name: str) -> Use | None:
+def use_of(code: CodeType, offset: int, name: str, knows_abs: bool) -> Use | None:
     """What becomes of what the call at ``offset`` (``f_lasti`` of a frame in that call) returns: of the method or the
-    comprehension ``name``. None where it may be used in another way, and where something else is called there."""
+    comprehension ``name``. None where it may be used in another way, and where something else is called there. The
+    global ``abs`` is Python's if ``knows_abs``."""
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return None
     if {"locals", "vars", "eval", "exec", "_getframe", "currentframe"} & {*code.co_names}:
         return None
     try:
-        return _Flow(code, offset, name).use()
+        return _Flow(code, offset, name, knows_abs).use()
     except _Unknown:
         return None
 
@@ -122,7 +124,8 @@ class _State:
 class _Flow:
     """One function, and the value that the call of ``name`` at ``offset`` returns. Raises ``_Unknown``."""
 
-    def __init__(self, code: CodeType, offset: int, name: str) -> None:
+    def __init__(self, code: CodeType, offset: int, name: str, knows_abs: bool) -> None:
+        self._knows_abs = knows_abs
         self._callee = frozenset([(_CALLEE, name)])
         self._kind: Kind = frozenset([_NUMBER if name == "item" else _HOLDER if name.startswith("<") else _VALUE])
         found = dis.Bytecode(code)
@@ -314,12 +317,21 @@ class _Flow:
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             self._plain(taken)
             return frozenset([(_CALLEE, one.argval)])
+        elif name == "LOAD_GLOBAL" and one.argval == "abs" and self._knows_abs:
+            return frozenset([_ABS])
+        elif name == "CALL" and held and len(taken) == 3 and frozenset([_ABS]) in taken[:2]:
+            return self._of_numbers(one, taken, state)
         elif name == "LOAD_CONST" and type(one.argval) is CodeType:
             return frozenset([(_CALLEE, one.argval.co_name)])
         elif name == "MAKE_FUNCTION":
             self._plain(taken)
             return taken[-1]
-        elif name == "COMPARE_OP" or name == "BINARY_OP" or name in ("TO_BOOL", "UNARY_NOT") or "_IF_" in name:
+        elif (
+            name == "COMPARE_OP"
+            or name == "BINARY_OP"
+            or name in ("TO_BOOL", "UNARY_NOT", "UNARY_NEGATIVE")
+            or "_IF_" in name
+        ):
             return self._of_numbers(one, taken, state)
         else:
             self._plain(taken)
@@ -330,8 +342,9 @@ class _Flow:
         if not any(map(self._holds, taken)):
             self._escape(taken)
             return _NOTHING
-        if one.opname == "BINARY_OP":
-            if one.argrepr.rstrip("=") not in _SIGNS or not all(map(self._may_be_number, taken)):
+        if one.opname in ("BINARY_OP", "UNARY_NEGATIVE", "CALL"):
+            known = one.opname != "BINARY_OP" or one.argrepr.rstrip("=") in _SIGNS
+            if not known or not all(map(self._may_be_number, taken)):
                 raise _Unknown
             return frozenset([_NUMBER])
         if one.opname.endswith("NONE"):
