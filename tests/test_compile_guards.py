@@ -293,6 +293,13 @@ def test_with_fullgraph_a_test_is_an_error(function: Callable[..., Any]) -> None
         marid.compile(function, fullgraph=True)(torch.ones(3, device=DEVICE))
 
 
+def test_under_a_limit_on_memory_tests_are_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marid.settings, "memory_limit", 1 << 30)
+    stats = both(lambda _: one_test, numbers(12, [1.0, 5.0]))
+    assert stats.replays == 0
+    assert any("reads a value" in reason for reason in stats.fallbacks)
+
+
 def test_no_sync_forbids_tests() -> None:
     def function(x: Tensor) -> Any:
         with marid.no_sync():

@@ -30,6 +30,7 @@ from marid.replay.impure import ImpureWatch
 from marid.replay.places import Refused
 from marid.replay.preview import Preview, is_repeatable
 from marid.semantics.scopes import current_scope, current_site
+from marid.settings import settings
 
 _LARGEST = 1 << 53  # whole numbers below are exact as doubles
 _COMPUTED = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "neg": "neg", "abs": "abs"}
@@ -90,7 +91,7 @@ class Guards:
     def outcome(self, test: str, left: Any, right: Any) -> bool | None:
         """How a comparison comes out, guarded; None where the values have to be read. ``test`` is a function of
         ``operator``; each side a number, a tensor with one element, or ``(function of operator, one or two sides)``."""
-        if is_sync_forbidden():
+        if is_sync_forbidden() or settings.memory_limit:  # which the preview would not keep to
             return None
         found = _Test()
         try:
