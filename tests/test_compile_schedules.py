@@ -39,7 +39,9 @@ def both(make: Callable[[Any, Optimizer, str], tuple[Any, Step]], optimizer_of: 
     return compiled.stats()
 
 
-def usual(schedule_of: Callable[[Optimizer], Any]) -> Any:
+def usual(schedule_of: Callable[[Optimizer], Any], ahead: bool = False) -> Any:
+    """A step of training; the schedule moves on behind the optimizer's step, or ``ahead`` of it."""
+
     def make(weight: Any, optimizer: Optimizer, _device: str) -> tuple[Any, Step]:
         schedule = schedule_of(optimizer)
 
@@ -47,8 +49,11 @@ def usual(schedule_of: Callable[[Optimizer], Any]) -> Any:
             optimizer.zero_grad()
             loss = (weight * x).square().sum()
             loss.backward()
+            if ahead:
+                schedule.step()
             optimizer.step()
-            schedule.step()
+            if not ahead:
+                schedule.step()
             return loss.item()
 
         return schedule, step
@@ -62,6 +67,17 @@ class Counted(lr_scheduler.ExponentialLR):
     def step(self, epoch: int | None = None) -> None:
         Counted.counted += 1
         super().step(epoch)
+
+
+class Moved:
+    """Something that is called like a function and has no code."""
+
+    def __get__(self, schedule: Any, owner: type) -> Any:
+        return self if schedule is None else lambda: lr_scheduler.ExponentialLR.step(schedule)
+
+
+class Called(lr_scheduler.ExponentialLR):
+    step = Moved()  # type: ignore[assignment]
 
 
 class Own(LRScheduler):
@@ -97,7 +113,13 @@ def test_a_check_in_place_of_a_replay_finds_nothing_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [lambda o: Counted(o, 0.9), lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=200), Own]
+    "schedule",
+    [
+        lambda o: Counted(o, 0.9),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=200),
+        lambda o: Called(o, 0.9),
+        Own,
+    ],
 )
 def test_other_schedules_run_as_python(schedule: Callable[[Optimizer], Any]) -> None:
     Counted.counted = 0
@@ -109,21 +131,6 @@ def test_other_schedules_run_as_python(schedule: Callable[[Optimizer], Any]) -> 
 
 def test_rates_that_are_not_followed_are_those_of_the_schedule() -> None:
     both(usual(FOLLOWED["step"]), RAdam)
-
-
-def ahead(weight: Any, optimizer: Optimizer, _device: str) -> tuple[Any, Step]:
-    """A schedule that is moved on before the step: a rate stays for some calls, and then another one is used."""
-    schedule = lr_scheduler.StepLR(optimizer, 9, 0.5)
-
-    def step(x: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        loss = (weight * x).square().sum()
-        loss.backward()
-        schedule.step()
-        optimizer.step()
-        return loss.item()
-
-    return schedule, step
 
 
 def to_a_place(weight: Any, optimizer: Optimizer, _device: str) -> tuple[Any, Step]:
@@ -166,8 +173,12 @@ def counted_elsewhere(weight: Any, optimizer: Optimizer, _device: str) -> tuple[
     return schedule, step
 
 
+# Moved on before the step, a rate stays for some calls, and then another one is used.
+AHEAD = usual(lambda o: lr_scheduler.StepLR(o, 9, 0.5), ahead=True)
+
+
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
-@pytest.mark.parametrize("make", [ahead, to_a_place, looked_at, counted_elsewhere])
+@pytest.mark.parametrize("make", [AHEAD, to_a_place, looked_at, counted_elsewhere])
 def test_what_is_not_followed_is_right(make: Any) -> None:
     both(make)
 

@@ -129,7 +129,7 @@ class Compiled(Wrapper):
                             outcomes = self._guard_failed(kind, template, failed)
                         template, fit = self._fitting(kind, call, outcomes)
                     del fit  # it holds values, and what is held counts as a result
-                    if kind.lost > lost:
+                    if kind.lost > lost and template is None:
                         self._recorded_again(kind)
                     if watched:
                         self._stats.count_fallback("another profiler is in its thread: what it reads is not noticed")
@@ -254,7 +254,7 @@ class Compiled(Wrapper):
                     earlier.counters.moved_rates(recording.counters),
                     prepared,
                     run.written(prepared[0].program),
-                    run.written(prepared[0].program, last_guard(prepared[0])),
+                    run.written(prepared[0].program, last_guard(prepared[0].nodes)),
                     len(call.lazy),
                 )
                 kind.add(template, instead_of=earlier)

@@ -22,7 +22,6 @@ from marid.frontend import handles, random
 from marid.frontend.materialize import is_sync_forbidden
 from marid.frontend.observe import Drawn
 from marid.graph.node import Node, Operation
-from marid.graph.prepared import Prepared
 from marid.graph.program import operation_of
 from marid.replay.counters import CounterLog
 from marid.replay.host import HostWatch
@@ -54,15 +53,14 @@ def outcomes_of(nodes: Iterable[Node]) -> tuple[bool, ...]:
 
 def refuse_unrepeatable(nodes: list[Node]) -> None:
     """Raise ``Refused`` where a replay that is undone at a test could not undo all."""
-    last = max((index for index, node in enumerate(nodes) if is_guard(node)), default=0)
-    for node in nodes[:last]:
+    for node in nodes[: last_guard(nodes)]:
         if not is_repeatable(node):
             raise Refused(f"it tests a number behind an operator that may do more than it returns ({node.op})")
 
 
-def last_guard(prepared: Prepared) -> int:
-    """The instruction that is the last test of a program; 0 where there is none."""
-    return max((index for index, node in enumerate(prepared.nodes) if is_guard(node)), default=0)
+def last_guard(nodes: list[Node]) -> int:
+    """The place of the last test among the operations of a program; 0 where there is none."""
+    return max((index for index, node in enumerate(nodes) if is_guard(node)), default=0)
 
 
 class _Unguarded(Exception):

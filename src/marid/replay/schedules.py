@@ -25,7 +25,7 @@ _STEPS = {
 
 def is_followed(schedule: LRScheduler) -> bool:
     """Whether a replay can move this schedule on."""
-    return "step" not in schedule.__dict__ and type(schedule).step.__code__ in _STEPS
+    return "step" not in schedule.__dict__ and getattr(type(schedule).step, "__code__", None) in _STEPS
 
 
 def _steps_an_optimizer(frame: FrameType) -> bool:
