@@ -1,31 +1,43 @@
-"""Step counters that optimizers keep in tensors of the CPU, and the numbers that they compute from them.
+"""Step counters and learning rates of PyTorch's optimizers, and the numbers that are computed from them.
 
-Adam and its relatives add one to a counter at each step, and give the device numbers such as
+Adam and its relatives add one to a counter at each step, in a tensor of the CPU, and give the device numbers such as
 ``lr / (1 - beta**step)``. What they do to counters is noted and done again at a replay. Which of a program's numbers
-came of a counter is found by value: ``_FORMULAS`` are all that these optimizers compute, so the values that a recording
-can have had are known. Any other read of a counter makes a recording refused.
+came of a counter is found by value: ``_OPTIMIZERS`` has all that these optimizers compute, so the values that a
+recording can have had are known. Any other read of a counter makes a recording refused.
+
+A schedule changes rates from step to step. Those of the optimizers here are not compared as other state is: where two
+recordings with other rates have shown which numbers come of a rate, a replay computes these anew.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.optim import Adagrad, Adam, Adamax, Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, Optimizer, RMSprop
 
-from marid.replay.rates import TAKES, Formula, formulas_of, has_followed_rate
 from marid.replay.state_check import same_number
 
+Formula = Callable[[float, dict[str, Any]], float]
+"""Of a step and a group of parameters."""
 # Of what was read at an event, and a group of parameters: (formula, group, event). Without an event, of the group's
 # rate alone.
 Expression = tuple[Formula, int, int | None]
 
 aten = torch.ops.aten
 FOLLOWED = (aten._foreach_add_.Tensor, aten._foreach_add_.Scalar, aten.add_.Tensor)
+
+
+def _negative_rate(_step: float, group: dict[str, Any]) -> float:
+    return -group["lr"]
+
+
+def _decay(_step: float, group: dict[str, Any]) -> float:
+    return 1 - group["lr"] * group["weight_decay"]
 
 
 def _step_size(step: float, group: dict[str, Any]) -> float:
@@ -45,21 +57,51 @@ def _rate(group: dict[str, Any]) -> float:
     return rate.item() if isinstance(rate, torch.Tensor) else rate
 
 
-# What an optimizer's own source computes from a counter (AdamW is an Adam), operation by operation.
-_FORMULAS: dict[type[Optimizer], tuple[Formula, ...]] = {
-    Adam: (_step_size, _root_of_correction),
-    Adamax: (_step_size,),
-    Adagrad: (_decayed_rate,),
-}
-_TAKES = TAKES | {
+# What each formula takes of a group: where that is equal in two groups, so is the number, and stays so.
+_TAKES: dict[Formula, Callable[[dict[str, Any]], tuple[Any, ...]]] = {
+    _negative_rate: lambda group: (group["lr"],),
+    _decay: lambda group: (group["lr"], group["weight_decay"]),
     _step_size: lambda group: (group["lr"], group["betas"][0]),
     _root_of_correction: lambda group: (group["betas"][1],),
     _decayed_rate: lambda group: (group["lr"], group["lr_decay"]),
 }
-FORMULAS = {formula.__name__.removeprefix("_"): formula for formulas in _FORMULAS.values() for formula in formulas}
-"""By name, as saved programs have them."""
-_FILES = {str(sys.modules[kind.__module__].__file__) for kind in _FORMULAS}
+
+
+class _Computed(NamedTuple):
+    """What an optimizer's own source computes, operation by operation: from the rate alone, and from a counter."""
+
+    of_rate: tuple[Formula, ...] = ()
+    of_counter: tuple[Formula, ...] = ()
+
+
+_OPTIMIZERS: dict[type[Optimizer], _Computed] = {  # AdamW is an Adam
+    SGD: _Computed(of_rate=(_negative_rate,)),
+    RMSprop: _Computed(of_rate=(_negative_rate,)),
+    Adadelta: _Computed(of_rate=(_negative_rate,)),
+    Adam: _Computed(of_rate=(_decay,), of_counter=(_step_size, _root_of_correction)),
+    Adamax: _Computed(of_counter=(_step_size,)),
+    Adagrad: _Computed(of_counter=(_decayed_rate,)),
+}
+FORMULAS = {formula.__name__.removeprefix("_"): formula for one in _OPTIMIZERS.values() for formula in one.of_counter}
+"""Those of counters by name, as saved programs have them."""
+_FILES = {str(sys.modules[kind.__module__].__file__) for kind, one in _OPTIMIZERS.items() if one.of_counter}
 _HELPERS = str(sys.modules[Optimizer.__module__].__file__)
+
+
+def _computed_by(optimizer: Optimizer) -> _Computed:
+    return next((found for kind, found in _OPTIMIZERS.items() if isinstance(optimizer, kind)), _Computed())
+
+
+def _has_followed_rate(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the rate of a group of parameters may be another one at a replay. What a class of the user's own does
+    with it is not known."""
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return own and isinstance(optimizer, tuple(_OPTIMIZERS)) and type(group.get("lr")) is float
+
+
+def rated_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    """The groups of parameters whose rates are followed."""
+    return [group for one in optimizers for group in one.param_groups if _has_followed_rate(one, group)]
 
 
 def is_in_a_formula(frame: FrameType | None) -> bool:
@@ -97,21 +139,23 @@ class CounterLog:
         self._uses: dict[int, tuple[int, tuple[Formula, ...]]] = {}
         self._rates: set[int] = set()
         for optimizer in self.optimizers:
-            formulas = next((found for kind, found in _FORMULAS.items() if isinstance(optimizer, kind)), ())
+            of_rate, of_counter = _computed_by(optimizer)
             for group in optimizer.param_groups:
                 index = len(self.groups)
-                if formulas and self._is_known(group):
+                if of_counter and self._is_known(group):
                     counters = [optimizer.state[p].get("step") for p in group["params"] if p in optimizer.state]
-                    self._uses |= {id(counter): (index, formulas) for counter in counters}
+                    self._uses |= {id(counter): (index, of_counter) for counter in counters}
                     self.groups.append(group)
-                if self.follows_rates and has_followed_rate(optimizer, group):
+                if self.follows_rates and _has_followed_rate(optimizer, group):
                     if index == len(self.groups):
                         self.groups.append(group)
-                    self._note_rate(index, group, formulas_of(optimizer, group))
+                    self._note_rate(index, group, of_rate)
 
     def _note_rate(self, index: int, group: dict[str, Any], formulas: tuple[Formula, ...]) -> None:
         self.rates[index] = group["lr"]
         for formula in formulas:
+            if formula is _decay and not group["weight_decay"]:
+                continue  # 1 is no number of the rate's
             number, basis = formula(0.0, group).hex(), _basis(formula, group)
             self._of_rates[index, formula] = number
             if self._numbers.setdefault(number, ((formula, index, None), basis))[1] != basis:

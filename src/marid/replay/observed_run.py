@@ -20,6 +20,7 @@ from marid.graph.program import Program, Task, bind
 from marid.graph.tape import Tape
 from marid.replay.arguments import Call
 from marid.replay.autograd_function import record_backwards
+from marid.replay.counters import rated_groups
 from marid.replay.draws import Streams
 from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
 from marid.replay.guards import Guards, outcomes_of, refuse_unrepeatable
@@ -27,7 +28,6 @@ from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
 from marid.replay.pending import run_needed
 from marid.replay.places import ChangesState, Places, Refused, numbers_of
-from marid.replay.rates import rated_groups
 from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, READ, TENSOR, Assigned, Origin, Recording, Ref
 from marid.replay.returned_reads import Computed, ReturnedRead, Waiting, reads_in, returned_reads
