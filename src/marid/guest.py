@@ -52,6 +52,7 @@ from marid.frontend import (
 from marid.frontend.limits import optimizer_stepped
 from marid.frontend.tensor import LazyTensor
 from marid.imports import changed_when_imported
+from marid.ops import own_operators
 from marid.semantics import scopes
 
 Undo = Callable[[], None]
@@ -349,7 +350,7 @@ CHANGES: list[Change] = [
     ),
 ]
 
-KERNELS = [factories.register, overrides.register, record.record_in_cpp]
+KERNELS = [factories.register, overrides.register, lambda: own_operators.when_defined(record.record_in_cpp)]
 """What registers kernels for the device, at the dispatch keys that only its tensors have; those stay."""
 _to_register = list(KERNELS)
 _lock = threading.RLock()

@@ -74,7 +74,7 @@ class _Operators(torch._ops._OpNamespace):
 
     def __getattr__(self, name: str) -> Any:
         for module in ("linear_activation", "rwkv7_operators", "quantized_operators"):
-            importlib.import_module(f"marid.frontend.{module}").register()
+            importlib.import_module(f"marid.frontend.{module}")
         return super().__getattr__(name)
 
 

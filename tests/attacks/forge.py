@@ -24,18 +24,18 @@ from typing import Any
 
 import torch
 
-import marid.frontend.onednn  # noqa: F401  (defines operators that are admitted)
-from marid.frontend import linear_activation, quantized_operators, rwkv7_operators
+from marid.frontend import (  # noqa: F401  (define operators that are admitted)
+    linear_activation,
+    onednn,
+    quantized_operators,
+    rwkv7_operators,
+)
 from marid.remote.worker.operators import check_call, kind_of, operator_named
 from tests.attacks.alterations import each_alteration, other_tensors
 from tests.attacks.own import own_calls
 from tests.attacks.record import FILE, Unfit, described
 
 __all__ = ["Calls", "Forger"]
-
-linear_activation.register()
-rwkv7_operators.register()
-quantized_operators.register()
 
 _SCRATCH = 1 << 16
 _WORD = 1 << 63

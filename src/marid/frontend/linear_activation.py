@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marid.ops.own_operators import define, of_function
+
 aten = torch.ops.aten
 
 
@@ -48,28 +50,9 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 _NEEDS_PRODUCT = {"squared_relu", "silu", "gelu", "gelu_tanh"}
 
-_ARGUMENTS = "(Tensor x, Tensor weight, Tensor? bias, str activation)"
 _AUTOCAST = [
     key for key in ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1") if hasattr(torch._C.DispatchKey, key)
 ]
-
-_library: torch.library.Library | None = None
-
-
-def register() -> None:
-    """Define the operator, once. ``_linear_activation`` is what it is where gradients are wanted."""
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library("marid", "FRAGMENT")
-    _library.define(f"linear_activation{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.define(f"_linear_activation{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl("linear_activation", _forward, "CompositeExplicitAutograd")
-    _library.impl("_linear_activation", _forward_keeping, "CompositeExplicitAutograd")
-    _library.impl("linear_activation", _above_autograd, "Autograd")
-    torch.library.register_autograd("marid::_linear_activation", _backward, setup_context=_setup_context, lib=_library)
-    for name in ("marid::linear_activation", "marid::_linear_activation"):
-        torch.library.register_vmap(name, _vmap_of(name), lib=_library)
 
 
 def _check(activation: str) -> None:
@@ -89,13 +72,15 @@ class _without_autocast:
         self._guard.__exit__(*error)  # pyright: ignore[reportArgumentType]
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The activation of ``torch.nn.functional.linear(x, weight, bias)``. Raises ``ValueError`` for an unknown one."""
     _check(activation)
     with _without_autocast():
         return _IN_PLACE[activation](torch.nn.functional.linear(x, weight, bias))
 
 
-def _forward_keeping(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def _linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """What it is where gradients are wanted: the same, and what they need of the product."""
     _check(activation)
     with _without_autocast():
         product = torch.nn.functional.linear(x, weight, bias)
@@ -104,16 +89,12 @@ def _forward_keeping(x: Tensor, weight: Tensor, bias: Tensor | None, activation:
         return _IN_PLACE[activation](product.clone()), product
 
 
-def _above_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    if torch._C._are_functorch_transforms_active():  # which derive only what PyTorch itself defines
-        _check(activation)
-        product = torch.nn.functional.linear(x, weight, bias)
-        return product if activation == "none" else _IN_PLACE[activation](product.clone())
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+def _wanting_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    if not torch._C._are_functorch_transforms_active():
         return torch.ops.marid._linear_activation(x, weight, bias, activation)[0]
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.marid.linear_activation(x, weight, bias, activation)
+    _check(activation)  # transforms derive only what PyTorch itself defines
+    product = torch.nn.functional.linear(x, weight, bias)
+    return product if activation == "none" else _IN_PLACE[activation](product.clone())
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -139,7 +120,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_of_product: Tensor | None) -> 
     return grad_x, grad_weight, grad_bias, None
 
 
-def _vmap_of(name: str) -> Callable[..., Any]:
+def _vmap(keeps: bool) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Any:
         # Everything gets a leading batch dimension, and the product is a batched one.
         def led(tensor: Tensor, dim: int | None) -> Tensor:
@@ -153,9 +134,15 @@ def _vmap_of(name: str) -> Callable[..., Any]:
             row = led(bias, in_dims[2])
             product = product + row.reshape(info.batch_size, *(1,) * (product.dim() - 2), -1)
         out = _IN_PLACE[activation](product.clone())
-        if name.endswith("::linear_activation"):
+        if not keeps:
             return out, 0
         kept = product if activation in _NEEDS_PRODUCT else product.new_empty(info.batch_size, 0)
         return (out, kept), (0, 0)
 
     return rule
+
+
+define(
+    of_function(linear_activation, wanting_gradients=_wanting_gradients, vmap=_vmap(keeps=False)),
+    of_function(_linear_activation, derivative=(_backward, _setup_context), vmap=_vmap(keeps=True)),
+)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from marid.frontend.record import Recorder, recorder_of, special
+from marid.ops.own_operators import OwnOperator, define
 
 aten = torch.ops.aten
 LSTM = 2  # oneDNN's number for it
@@ -26,9 +27,8 @@ Tensor = torch.Tensor
 _TENSORS = "Tensor input, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor hx, Tensor cx"
 _GRADS = "Tensor output, Tensor hy, Tensor cy, Tensor? grad_output, Tensor? grad_hy, Tensor? grad_cy, Tensor workspace"
 _FLAGS = "bool reverse, int[] hidden_size, bool has_biases"
-_library = torch.library.Library("marid", "FRAGMENT")
-_library.define(f"lstm_layer({_TENSORS}, {_FLAGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(f"lstm_layer_backward({_TENSORS}, {_GRADS}, {_FLAGS}) -> ({', '.join(['Tensor'] * 7)})")
+_LAYER = f"lstm_layer({_TENSORS}, {_FLAGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = f"lstm_layer_backward({_TENSORS}, {_GRADS}, {_FLAGS}) -> ({', '.join(['Tensor'] * 7)})"
 
 
 def _run_layer(tensors: Sequence[Tensor], reverse: bool, hidden_size: int, has_biases: bool, keep: bool) -> Any:
@@ -91,10 +91,10 @@ def _backward_on_meta(*args: Any) -> Any:
     return (*found[:3], bias, torch.empty_like(bias), *found[3:])
 
 
-_library.impl("lstm_layer", _layer_on_cpu, "CPU")
-_library.impl("lstm_layer", _layer_on_meta, "Meta")
-_library.impl("lstm_layer_backward", _backward_on_cpu, "CPU")
-_library.impl("lstm_layer_backward", _backward_on_meta, "Meta")
+define(
+    OwnOperator(_LAYER, {"CPU": _layer_on_cpu, "Meta": _layer_on_meta}),
+    OwnOperator(_BACKWARD, {"CPU": _backward_on_cpu, "Meta": _backward_on_meta}),
+)
 
 
 @special(aten.mkldnn_rnn_layer.default)

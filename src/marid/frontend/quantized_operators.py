@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from marid.frontend.own_operators import ACTIVATIONS, define
+from marid.ops.own_operators import ACTIVATIONS, define, of_function
 
 PACKINGS = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
 
@@ -145,10 +145,4 @@ def pack(matrix: Tensor, packing: str) -> Tensor:
     return _PACK[packing](blocks).reshape(*matrix.shape[:-1], -1)
 
 
-_FUNCTIONS = (dequantize, quantized_linear)
-NAMES = tuple([function.__name__ for function in _FUNCTIONS])
-
-
-def register() -> None:
-    """Define the operators, once."""
-    define(*_FUNCTIONS)
+NAMES = define(of_function(dequantize), of_function(quantized_linear))

@@ -1,6 +1,6 @@
 """The operators of RWKV-7, ``torch.ops.marid.*``: what each of them is, in plain PyTorch.
 
-On the CPU ``native/rwkv7.cpp`` and ``native/gemm/fast_linear.cpp`` compute the same (``own_operators.py``).
+On the CPU ``native/rwkv7.cpp`` and ``native/gemm/fast_linear.cpp`` compute the same (``ops/own_operators.py``).
 
 The model is BlinkDL's (https://github.com/BlinkDL/RWKV-LM, RWKV-v7); the operators' names and parts are those of
 web-rwkv. Shapes are written for ``B`` sequences of ``T`` tokens, width ``C`` and ``H`` heads of size ``N``. Tensors of
@@ -12,13 +12,11 @@ them changes no state. Under autocast the operators take their operands as they 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from marid.frontend.own_operators import ACTIVATIONS, define
+from marid.ops.own_operators import ACTIVATIONS, define, of_function
 
 CHUNK = 16
 """Tokens whose part of the recurrence is computed as products of matrices. A state loses at most ``exp(-0.61)`` of
@@ -250,13 +248,7 @@ def channel_mix_v7(
 
 # --- registering -----------------------------------------------------------------------------------------------------
 
-_PLAIN: tuple[Callable[..., Any], ...] = (
-    *(lerp, blend, l2_norm, squared_relu, add_activate, control_k, fast_linear),
-    *(token_shift, pack_kvakk, time_first_v7, time_mix_v7, channel_mix_v7),
+NAMES = define(
+    *map(of_function, (lerp, blend, l2_norm, squared_relu, add_activate, control_k, fast_linear)),
+    *map(of_function, (token_shift, pack_kvakk, time_first_v7, time_mix_v7, channel_mix_v7)),
 )
-NAMES = tuple([function.__name__ for function in _PLAIN])
-
-
-def register() -> None:
-    """Define the operators, once."""
-    define(*_PLAIN)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from marid.ops.own_operators import OwnOperator, define
+
 
 class Refused(Exception):
     """The part must run flat; the text says why."""
@@ -173,12 +175,10 @@ class _Products:
 
     def __init__(self) -> None:
         if not hasattr(torch.ops.marid, "product"):  # as in the worker, which has no C++ half
-            self._library = torch.library.Library("marid", "FRAGMENT")
             tags = (torch.Tag.flexible_layout,)
-            self._library.define("product(Tensor self, Tensor mat2) -> Tensor", tags=tags)
-            self._library.define("product_add(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", tags=tags)
-            self._library.impl("product", lambda a, b: a @ b, "Meta")
-            self._library.impl("product_add", torch.addmm, "Meta")
+            add = "product_add(Tensor self, Tensor mat1, Tensor mat2) -> Tensor"
+            define(OwnOperator("product(Tensor self, Tensor mat2) -> Tensor", {"Meta": torch.matmul}, tags=tags))
+            define(OwnOperator(add, {"Meta": torch.addmm}, tags=tags))
         self.product = torch.ops.marid.product.default
         self.product_add = torch.ops.marid.product_add.default
         handles = "AtenTensorHandle, AtenTensorHandle"
