@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from marid.graph.fx import Read, to_fx
+from marid.graph.fx import to_fx
 from marid.graph.html import folded_html, table_html
 from marid.graph.node import Node, Spec, Value, values_in
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+Read = Callable[[Value], Any]
+"""Brings the value of what has run."""
 
 
 class Recorded:
@@ -242,9 +244,16 @@ class ComputationGraph:
         ``graph_module.inputs()`` gives the concrete sources, so that ``gm(*gm.inputs())`` runs it. ``node.meta`` has
         ``val``, ``stack_trace``, ``nn_module_stack`` and, as ``marid``, the metadata of the node.
         """
-        recorded = [(node, *self._recorded.arguments[node]) for node in self.operations]
-        shown = self._shown
-        return to_fx(recorded, self._asked, self._read, lambda node: shown[node].metadata)
+        recorded, shown = self._recorded, self._shown
+        operations = [(node, *recorded.arguments[node]) for node in self.operations]
+        read = dict.fromkeys(value for node in self.operations for value in recorded.inputs_of(node))
+        sources = [value for value in read if value.node not in recorded.arguments]
+        names = {value: f"source_{index}" for index, value in enumerate(sources)}
+        values = self._asked or [node for node in self.operations if node.outs is None and node not in read]
+        returned = values[0] if len(values) == 1 else tuple(values)
+        module: Any = to_fx(operations, names, returned, lambda node: shown[node].metadata, "MaridGraph")
+        module.inputs = lambda: [self._read(value) for value in sources]
+        return module
 
     def to_networkx(self) -> networkx.DiGraph:
         """A ``networkx.DiGraph``: node keys are sequence numbers; attributes name operation, shape, dtype, module,

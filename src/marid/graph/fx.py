@@ -1,44 +1,41 @@
 """Recorded operations as a ``torch.fx.GraphModule``, the common tongue of PyTorch's tools.
 
-In-place writes stay in-place writes, in program order; ``node.meta`` has ``val`` (a meta tensor), ``stack_trace``,
-``nn_module_stack`` (with those of the forward for what a backward runs) and ``marid``: what ``semantics`` knows of it.
+In-place writes stay in-place writes, in program order; ``node.meta`` has ``val`` (a meta tensor) and ``stack_trace``,
+and where it is known ``nn_module_stack`` (with those of the forward for what a backward runs) and ``marid``: what
+``semantics`` knows of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
 from marid.graph.mersenne_twister import MersenneTwisters
-from marid.graph.node import Draw, Node, Output, Spec, Value, values_in
+from marid.graph.node import Draw, Node, Output, Spec, Value
 
-Read = Callable[[Value], torch.Tensor]
-"""Brings the value of what has run."""
 Recorded = tuple[Node, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
 def to_fx(
-    operations: list[Recorded], asked: list[Value], bring: Read, metadata: Callable[[Node], Any]
+    operations: list[Recorded],
+    sources: Mapping[Value, str],
+    returned: Any,
+    metadata: Callable[[Node], Any] | None,
+    title: str,
 ) -> torch.fx.GraphModule:
-    """A graph module of ``(node, args, kwargs)`` in program order, returning ``asked`` or else all unread values.
+    """A graph module of ``(node, args, kwargs)`` in program order, that returns values in a structure.
 
-    Placeholders are the values made outside, in order of first use; ``inputs()`` on the module reads them.
-    Random nodes draw the very numbers that were recorded.
+    Placeholders are the values made outside, with their names. Random nodes draw the very numbers that were recorded.
     """
     fx = torch.fx.Graph()
-    inside = {node for node, _, _ in operations}
-    sources: dict[Value, None] = {}
-    for _, args, kwargs in operations:
-        for value in values_in((*args, *(arg for _, arg in kwargs))):
-            if value.node not in inside:
-                sources[value] = None
     items: dict[Value, torch.fx.Node] = {}
     calls: dict[Node, torch.fx.Node] = {}
-    read: set[Value] = set()
-    for index, value in enumerate(sources):
-        items[value] = fx.placeholder(f"source_{index}")
+    for value, name in sources.items():
+        items[value] = fx.placeholder(name)
         _annotate(items[value], value.node, value.spec, metadata)
 
     def item_of(value: Value) -> torch.fx.Node:
@@ -46,14 +43,13 @@ def to_fx(
             assert isinstance(value, Output)
             item = calls[value.node]
             for step in value.path:
-                item = fx.call_function(_getitem, (item, step))
+                item = fx.call_function(operator.getitem, (item, step))
             items[value] = item
             _annotate(item, value.node, value.spec, metadata)
         return items[value]
 
     def convert(arg: Any) -> Any:
         if isinstance(arg, (Node, Output)):
-            read.add(arg)
             return item_of(arg)
         return [convert(item) for item in arg] if isinstance(arg, tuple) else arg
 
@@ -66,18 +62,9 @@ def to_fx(
         if node.outs is None:
             items[node] = calls[node]
         _annotate(calls[node], node, node.spec, metadata)
-    results = [item_of(value) for value in asked]
-    if not results:
-        results = [item for value, item in items.items() if value not in read and value.node in inside]
-    fx.output(results[0] if len(results) == 1 else tuple(results))
+    fx.output(map_aggregate(returned, lambda leaf: item_of(leaf) if isinstance(leaf, (Node, Output)) else leaf))
     fx.lint()
-    module = torch.fx.GraphModule(torch.nn.Module(), fx, "MaridGraph")
-    module.inputs = lambda: [bring(value) for value in sources]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    return module
-
-
-def _getitem(values: Any, index: int) -> Any:
-    return values[index]
+    return torch.fx.GraphModule(torch.nn.Module(), fx, title)
 
 
 def _drawn(func: Any, draw: Draw) -> Any:
@@ -88,11 +75,12 @@ def _drawn(func: Any, draw: Draw) -> Any:
     return random
 
 
-def _annotate(item: torch.fx.Node, node: Node, spec: Spec | None, metadata: Callable[[Node], Any]) -> None:
+def _annotate(item: torch.fx.Node, node: Node, spec: Spec | None, metadata: Callable[[Node], Any] | None) -> None:
     if spec is not None:
         item.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
     if node.site is not None:
         item.meta["stack_trace"] = f'File "{node.site.file}", line {node.site.line}, in {node.site.function}'
-    item.meta["marid"] = known = metadata(node)
-    if known.modules:
-        item.meta["nn_module_stack"] = {path: (path, kind) for path, kind in known.modules}
+    if metadata is not None:
+        item.meta["marid"] = known = metadata(node)
+        if known.modules:
+            item.meta["nn_module_stack"] = {path: (path, kind) for path, kind in known.modules}

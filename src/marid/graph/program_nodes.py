@@ -1,4 +1,4 @@
-"""A program as recorded nodes again, to be looked at: nothing of it can run."""
+"""A program as recorded nodes again, to be looked at or to be made into a graph: the engine cannot run them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from marid.graph.program import Constant, ListOf, Param, Program, Slot
 
 def nodes_of_program(
     program: Program, specs: Sequence[Spec | None], params: Sequence[Any], sites: Sequence[Any], scopes: Sequence[Any]
-) -> list[Node]:
+) -> tuple[list[Node], dict[int, Value]]:
     """Nodes that stand for a program's instructions, with ``specs`` by slot, the numbers of one run (none where they
-    are not known), and the line and scope of each instruction. Its inputs are nodes without an operator."""
+    are not known), and the line and scope of each instruction; and the values by slot. Its inputs are nodes without an
+    operator."""
     values: dict[int, Value] = {
         slot: Node(index - len(program.input_slots), None, None, None, specs[slot], None, None, None)
         for index, slot in enumerate(program.input_slots)
@@ -30,8 +31,7 @@ def nodes_of_program(
         for result in instruction.results:
             spec = specs[result.slot]
             if result.path or spec is None:
-                assert spec is not None
-                values[result.slot] = out = Output(node, result.path, spec, root)
+                values[result.slot] = out = Output(node, result.path, spec, root)  # pyright: ignore[reportArgumentType]
                 outs.append(Held(out))
             else:
                 node.spec = spec
@@ -39,7 +39,7 @@ def nodes_of_program(
         if node.spec is None:
             node.outs = outs  # pyright: ignore[reportAttributeAccessIssue]
         nodes.append(node)
-    return nodes
+    return nodes, values
 
 
 def _argument(arg: Any, values: dict[int, Value], params: Sequence[Any]) -> Any:

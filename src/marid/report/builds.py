@@ -36,7 +36,7 @@ class Build:
 
     def nodes(self) -> list[Node]:
         """Its instructions as nodes, to be looked at."""
-        return nodes_of_program(self.program, self.specs, self.params, self.sites, self.scopes)
+        return nodes_of_program(self.program, self.specs, self.params, self.sites, self.scopes)[0]
 
 
 class Builds:

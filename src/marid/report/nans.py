@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -123,7 +124,7 @@ class _Search(torch.fx.Interpreter):
             result = super().run_node(n)
             self._look(n, [result], [result], "inputs[0]", was_there=True)
             return result
-        if n.op != "call_function" or getattr(n.target, "__name__", "") == "_getitem":
+        if n.op != "call_function" or n.target is operator.getitem:
             return super().run_node(n)
         known = n.meta["marid"].operation_type
         func = _overload(n.target)

@@ -32,17 +32,14 @@ def shown(profile: Profile, understand: Callable[[Recorded], Meaning]) -> ShownP
     recorded = profile.recorded
     places = [profile.place(index) for index in range(len(recorded.instructions))]
     sites, scopes = [site for site, _ in places], [scope for _, scope in places]
-    nodes = nodes_of(recorded, profile.specs, profile.params, sites, scopes)
+    nodes, values = nodes_of(recorded, profile.specs, profile.params, sites, scopes)
     last_write: dict[Value, Node] = {}
-    values: dict[int, Value] = {}
-    for node, instruction in zip(nodes, recorded.instructions, strict=True):
+    for node in nodes:
         read = [root_of(value) for value in input_values(node)]
         node.after = tuple(dict.fromkeys(last_write[root] for root in read if root in last_write)) or None
         for root in _written(node):
             last_write[root] = node
-        outs = {out.path: out for ref in node.outs or () if (out := ref()) is not None}
-        values.update((result.slot, outs.get(result.path, node)) for result in instruction.results)
-    asked = [values[slot] for slot in recorded.output_slots if slot in values]
+    asked = [value for slot in recorded.output_slots if (value := values[slot]).node.op is not None]
     graph = ComputationGraph(nodes, asked, _unreadable, understand)
     return ShownProgram(profile, graph, nodes, *_measured(profile))
 
