@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 
+from marid.execute.compiled.part_graph import PartGraph, Refused, dtype_named, overload_named
 from marid.ops.own_operators import OwnOperator, define
-
-
-class Refused(Exception):
-    """The part must run flat; the text says why."""
 
 
 def compile_part(description: dict[str, Any], hints: list[int], threads: int) -> tuple[Path, list[Any]]:
@@ -38,7 +35,7 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
     with mode:
         examples = [torch.empty_strided(sizes, [0] * len(sizes), device="cpu")] if sizes else []
         examples += [_empty(shape, sizes) for shape in description["inputs"] if shape["base"] < 0]
-        examples += [torch.empty((), dtype=_dtype(name), device="cpu") for name in description["numbers"]]
+        examples += [torch.empty((), dtype=dtype_named(name), device="cpu") for name in description["numbers"]]
         with torch.no_grad():
             made = module(*examples)
         _check_results(description, made, sizes)
@@ -64,13 +61,6 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
     return path, _conditions(shapes, symbols)
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise Refused(f"no type {name!r}")
-    return found
-
-
 def _number(value: Any, sizes: list[Any]) -> Any:
     """An integer, or what an expression is with these sizes."""
     if isinstance(value, dict) and "e" in value:
@@ -83,7 +73,7 @@ def _number(value: Any, sizes: list[Any]) -> Any:
 
 def _empty(shape: dict[str, Any], sizes: list[Any]) -> torch.Tensor:
     size, stride = ([_number(n, sizes) for n in shape[key]] for key in ("size", "stride"))
-    return torch.empty_strided(size, stride, dtype=_dtype(shape["dtype"]), device="cpu")
+    return torch.empty_strided(size, stride, dtype=dtype_named(shape["dtype"]), device="cpu")
 
 
 def _check_results(description: dict[str, Any], made: Any, sizes: list[Any]) -> None:
@@ -98,7 +88,7 @@ def _check_results(description: dict[str, Any], made: Any, sizes: list[Any]) -> 
                 statically_known_true(a == b) for a, b in zip(seen, right, strict=True)
             ):
                 raise Refused(f"a result has another geometry: {list(seen)} in place of {right}")
-        if tensor.dtype is not _dtype(shape["dtype"]):
+        if tensor.dtype is not dtype_named(shape["dtype"]):
             raise Refused(f"a result has type {tensor.dtype} in place of {shape['dtype']}")
 
 
@@ -196,50 +186,33 @@ def _products() -> _Products:
 # --- the graph -----------------------------------------------------------------------------------------------------
 
 
-class _Builder:
+class _Builder(PartGraph):
     """Makes the graph module of a description."""
 
     def __init__(self, description: dict[str, Any], symbol_count: int) -> None:
-        self.description = description
-        self.graph = torch.fx.Graph()
+        super().__init__(description)
         self.sizes: list[Any] = []
         if symbol_count:
             carrier = self.graph.placeholder("sizes")
             self.sizes = [self.call("sym_size", "int", carrier, index) for index in range(symbol_count)]
-        self.items: dict[int, Any] = {}
-        for index, shape in enumerate(description["inputs"]):
-            if shape["base"] < 0:
-                self.items[index] = self.graph.placeholder(f"input{index}")
-        self.numbers = [self.graph.placeholder(f"number{index}") for index in range(len(description["numbers"]))]
-
-        for index, shape in enumerate(description["inputs"]):
+        inputs = description["inputs"]
+        self.add_inputs([index for index, shape in enumerate(inputs) if shape["base"] < 0])
+        for index, shape in enumerate(inputs):
             if shape["base"] >= 0:
                 size, stride = ([self.baked(n) for n in shape[key]] for key in ("size", "stride"))
                 base = self.items[shape["base"]]
                 self.items[index] = self.call("as_strided", "default", base, size, stride, self.baked(shape["offset"]))
 
     def module(self) -> torch.fx.GraphModule:
-        for instruction in self.description["instructions"]:
-            self.add(instruction)
-        self.graph.output(tuple(self.items[slot] for slot in self.description["outputs"]))
+        self.add_calls()
         return torch.fx.GraphModule(torch.nn.Module(), self.graph)
 
-    def add(self, instruction: dict[str, Any]) -> None:
-        name, overload = instruction["op"], instruction["overload"]
-        arguments = {key: self.value(value) for key, value in instruction["args"].items()}
+    def call_of(self, instruction: dict[str, Any], arguments: dict[str, Any]) -> Any:
         if instruction["row"]:
-            returned = self.emit_row(arguments, self.size_of(instruction))
-        elif _is_product(instruction):
-            returned = self.emit_product(name, arguments, self.size_of(instruction))
-        else:
-            returned = self.emit(name, overload, arguments, self.lifted(instruction["args"]))
-        for result in instruction["results"]:
-            item = returned
-            for step in result["path"]:
-                item = (
-                    item[step] if isinstance(item, list) else self.graph.call_function(operator.getitem, (item, step))
-                )
-            self.items[result["slot"]] = item
+            return self.emit_row(arguments, self.size_of(instruction))
+        if _is_product(instruction):
+            return self.emit_product(instruction["op"], arguments, self.size_of(instruction))
+        return self.emit(instruction["op"], instruction["overload"], arguments, self.lifted(instruction["args"]))
 
     def size_of(self, instruction: dict[str, Any]) -> list[Any]:
         return [self.baked(n) for n in instruction["results"][0]["size"]]
@@ -249,40 +222,16 @@ class _Builder:
             isinstance(value, dict) and ("number" in value or "numbers" in value) for value in arguments.values()
         )
 
-    def value(self, value: dict[str, Any]) -> Any:
-        if "slot" in value:
-            return self.items[value["slot"]]
-        if "list" in value:
-            return [None if item is None else self.items[item["slot"]] for item in value["list"]]
-        if "number" in value:
-            return self.numbers[value["number"]]
-        if "numbers" in value:
-            return [self.numbers[index] for index in value["numbers"]]
-        if "dtype" in value:
-            return _dtype(value["dtype"])
-        if "memory_format" in value:
-            found = getattr(torch, value["memory_format"], None)
-            if not isinstance(found, torch.memory_format):
-                raise Refused("no such memory format")
-            return found
-        if "baked" in value:
-            given = value["baked"]
-            return [self.baked(n) for n in given] if isinstance(given, list) else self.baked(given)
-        return value["constant"]
-
     def baked(self, value: Any) -> Any:
-        if isinstance(value, dict) and "float" in value:
-            return float.fromhex(value["float"])
-        if isinstance(value, dict):
-            factor, chosen, offset = value["e"]
-            item: Any = factor
-            for index in chosen:
-                item = self.graph.call_function(operator.mul, (self.sizes[index], item))
-            return self.graph.call_function(operator.add, (item, offset)) if offset else item
-        return value
+        if not isinstance(value, dict) or "float" in value:
+            return super().baked(value)
+        item, chosen, offset = value["e"]
+        for index in chosen:
+            item = self.graph.call_function(operator.mul, (self.sizes[index], item))
+        return self.graph.call_function(operator.add, (item, offset)) if offset else item
 
     def call(self, name: str, overload: str, *args: Any, **kwargs: Any) -> Any:
-        return self.graph.call_function(_overload(name, overload), args, kwargs)
+        return self.graph.call_function(overload_named(name, overload), args, kwargs)
 
     def emit(self, name: str, overload: str, arguments: dict[str, Any], lifted: bool) -> Any:
         """Call an operator; where it takes a number that is an input, one that takes a tensor there."""
@@ -335,15 +284,6 @@ class _Builder:
         target, given = (operators.product, given) if bias is None else (operators.product_add, (bias, *given))
         return self.call("reshape", "default", self.graph.call_function(target, given), size)
 
-    def call_named(self, name: str, overload: str, arguments: dict[str, Any]) -> Any:
-        function = _overload(name, overload)
-        given, args = dict(arguments), []
-        for argument in function._schema.arguments:
-            if argument.kwarg_only or argument.name not in given:
-                break
-            args.append(given.pop(argument.name))
-        return self.graph.call_function(function, tuple(args), given)
-
     def emit_each(self, name: str, overload: str, arguments: dict[str, Any]) -> list[Any]:
         """An operator on lists, element by element."""
         lists = {key: value for key, value in arguments.items() if isinstance(value, list)}
@@ -367,11 +307,3 @@ class _Builder:
             lifted = bool({"scalar", "scalars", "value", "weight", "alpha"} & arguments.keys())
             made.append(self.emit(target, to, own, lifted))
         return made
-
-
-def _overload(name: str, overload: str) -> torch._ops.OpOverload:
-    packet = getattr(torch.ops.aten, name, None)
-    found = None if packet is None else getattr(packet, overload, None)
-    if not isinstance(found, torch._ops.OpOverload):
-        raise Refused(f"no operator {name}.{overload}")
-    return found

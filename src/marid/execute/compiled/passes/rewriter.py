@@ -20,6 +20,7 @@ from torch import fx
 
 from marid.execute.compiled.describe import Description, geometry_of, plain, plain_constant
 from marid.execute.compiled.eligibility import is_row_product
+from marid.execute.compiled.part_graph import PartGraph, dtype_named
 from marid.graph.node import Operation, Spec
 from marid.graph.program import operation_of
 from marid.ops.facts import facts_of
@@ -35,14 +36,13 @@ class Rewriter:
     """
 
     def __init__(self, description: Description, numbers: list[Any], varying: set[int]) -> None:
-        self.graph = fx.Graph()
         self.relied: set[int] = set()
         self._description = description
         self._numbers = numbers
         self._varying = varying
         self._bases: dict[fx.Node, fx.Node] = {}
         self._described: dict[fx.Node, _Call] = {}  # what calls were when their ``val`` was found out
-        self._build()
+        self.graph = self._build()
         self.recorded_outputs = [look(node) for node in self.outputs()]
         self.recorded_writes = self.writes()
 
@@ -167,55 +167,22 @@ class Rewriter:
 
     # --- building --------------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        inputs: list[fx.Node] = []
-        items: dict[int, fx.Node] = {}
-        for slot, shape in enumerate(self._description["inputs"]):
-            items[slot] = self.graph.placeholder(f"input{slot}")
-            items[slot].meta["val"] = _meta(shape)
-            inputs.append(items[slot])
-        for node, shape in zip(inputs, self._description["inputs"], strict=True):
+    def _build(self) -> fx.Graph:
+        recorded = self._description
+        part = PartGraph(recorded)
+        part.add_inputs(range(len(recorded["inputs"])))
+        for node, shape in zip(list(part.items.values()), recorded["inputs"], strict=True):
             if shape["base"] >= 0:
-                self._bases[node] = inputs[shape["base"]]
-        numbers = [self.graph.placeholder(f"number{position}") for position in range(len(self._numbers))]
-        for position, node in enumerate(numbers):
+                self._bases[node] = part.items[shape["base"]]
+        for position, node in enumerate(part.numbers):
             node.meta["number"] = position
-
-        def argument(value: dict[str, Any]) -> Any:
-            if "slot" in value:
-                return items[value["slot"]]
-            if "list" in value:
-                return [None if item is None else items[item["slot"]] for item in value["list"]]
-            if "number" in value:
-                return numbers[value["number"]]
-            if "numbers" in value:
-                return [numbers[position] for position in value["numbers"]]
-            if "baked" in value:
-                given = value["baked"]
-                return [_number(n) for n in given] if isinstance(given, list) else _number(given)
-            for kind in ("dtype", "memory_format"):
-                if kind in value:
-                    return getattr(torch, value[kind])
-            return value["constant"]
-
-        for instruction in self._description["instructions"]:
-            func = getattr(getattr(torch.ops.aten, instruction["op"]), instruction["overload"])
-            named = {name: argument(value) for name, value in instruction["args"].items()}
-            args = []
-            for formal in func._schema.arguments:
-                if formal.kwarg_only or formal.name not in named:
-                    break
-                args.append(named.pop(formal.name))
-            call = self.graph.call_function(func, tuple(args), named)
-            self._described[call] = _call(call)
-            for result in instruction["results"]:
-                item = call
-                for step in result["path"]:
-                    item = self.graph.call_function(operator.getitem, (item, step))
-                    self._described[item] = _call(item)
-                item.meta["val"] = _meta(result)
-                items[result["slot"]] = item
-        self.graph.output(tuple(items[slot] for slot in self._description["outputs"]))
+        part.add_calls()
+        results = [result for instruction in recorded["instructions"] for result in instruction["results"]]
+        for slot, shape in [*enumerate(recorded["inputs"]), *[(result["slot"], result) for result in results]]:
+            size, stride, dtype = shape["size"], shape["stride"], dtype_named(shape["dtype"])
+            part.items[slot].meta["val"] = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        self._described = {node: _call(node) for node in part.graph.nodes if node.op == "call_function"}
+        return part.graph
 
     def _look_at(self, node: fx.Node) -> None:
         """Find out what the result of a call is."""
@@ -242,14 +209,6 @@ class Rewriter:
                 return {"list": [None if item is None else self._value(item, slots) for item in arg]}
             return {"baked": [plain(item) for item in arg]}
         return {"baked": plain(arg)} if type(arg) in (int, float) else plain_constant(arg)
-
-
-def _number(value: Any) -> Any:
-    return float.fromhex(value["float"]) if isinstance(value, dict) else value
-
-
-def _meta(shape: dict[str, Any]) -> torch.Tensor:
-    return torch.empty_strided(shape["size"], shape["stride"], dtype=getattr(torch, shape["dtype"]), device="meta")
 
 
 def _spec(node: fx.Node) -> Spec | None:
