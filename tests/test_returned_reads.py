@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import marid
 from marid.frontend.tensor import LazyTensor
 from marid.replay.returned_reads import METHODS
-from marid.replay.value_flow import Use, use_of
+from marid.replay.value_flow import BUILTINS, Use, use_of
 
 DEVICE = "remote_accelerator"
 
@@ -205,6 +205,21 @@ def given_to_a_call(x: torch.Tensor) -> Any:
     return float(x.item())
 
 
+def converted(x: torch.Tensor) -> Any:
+    values: list[Any] = []
+    for number in range(3):
+        x = x + number
+        values.append(float(x))
+        values.append(int(x.long()))
+        if values[-1] == -1:
+            break
+    return [float(one) for one in x.expand(2)], values, float(values[0] + 1), len(values)
+
+
+def rounded_to_a_whole_number(x: torch.Tensor) -> Any:
+    return int(x)
+
+
 def in_a_text(x: torch.Tensor) -> Any:
     return f"{x.item()}"
 
@@ -377,18 +392,19 @@ def printed(x: torch.Tensor) -> Any:
 
 
 LOOKED_AT = [
-    *(listed_and_added, rounded, given_to_a_call, in_a_text, as_a_key, inside_try, before_try, printed, counted),
+    *(listed_and_added, rounded, rounded_to_a_whole_number, in_a_text, as_a_key, inside_try, before_try, printed),
     *(unpacked_by_a_call,),
-    *(taken_out, cleared, added_to_another, compared_to_nothing, by_a_method_of_c, looked_at_from_aside, inside_with),
+    *(cleared, added_to_another, compared_to_nothing, by_a_method_of_c, looked_at_from_aside, inside_with),
 ]
 KEPT = [kept_by_an_object, kept_by_a_closure]
 RETURNED = [
     *[returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop],
-    *[unpacked_from_a_list],
+    *[unpacked_from_a_list, counted, taken_out, given_to_a_call],
     *[in_rows, in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition],
 ]
 USES = [
-    *[(function, None) for function in LOOKED_AT + KEPT if function is not unpacked_by_a_call],
+    *[(one, None) for one in LOOKED_AT + KEPT if one not in (unpacked_by_a_call, rounded_to_a_whole_number)],
+    *[(given_to_a_call, None), (counted, Use(True, False)), (taken_out, Use(True, True))],
     *[(returned, Use(True, False)), (returned_later, Use(True, False)), (in_arithmetic, Use(True, False))],
     *[(returned_beside_calls, Use(True, True)), (divided_by_a_call, Use(True, True)), (in_a_loop, Use(True, True))],
     *[(in_a_dict, Use(True, True)), (by_a_condition, Use(True, False)), (compared_and_returned, Use(True, False))],
@@ -404,13 +420,15 @@ def test_where_a_value_goes(function: Callable[..., Any], expected: Use | None) 
         for load, after in itertools.pairwise(instructions)
         if load.argval == "item" and after.opname == "CALL"
     ]
-    assert use_of(function.__code__, call, "item", knows_abs=True) == expected
+    assert use_of(function.__code__, call, "item", BUILTINS) == expected
 
 
 TESTED = pytest.mark.in_process("tests of numbers are replayed where what runs is in this process")
 
 
-@pytest.mark.parametrize("function", [*RETURNED, pytest.param(compared_and_returned, marks=TESTED)])
+@pytest.mark.parametrize(
+    "function", [*RETURNED, *[pytest.param(one, marks=TESTED) for one in (compared_and_returned, converted)]]
+)
 def test_what_is_only_returned_is_read_behind_the_replay(function: Callable[..., Any]) -> None:
     compiled = marid.compile(function)
     for number in range(6):

@@ -48,7 +48,15 @@ class Source:
     def number(self) -> str:
         """Something that is mostly a number."""
         return self.pick(
-            *("a", "b", "a", "b"), *_NUMBERS, "x.sum().item()", "y.item()", "(x[1] * y).item()", "(c[-1] if c else 0)"
+            *("a", "b", "a", "b"),
+            *_NUMBERS,
+            "x.sum().item()",
+            "y.item()",
+            "(x[1] * y).item()",
+            "(c[-1] if c else 0)",
+            "float(y)",
+            "int(y.long())",
+            "float(x.sum())",
         )
 
     def value(self) -> str:
@@ -69,6 +77,11 @@ class Source:
             f"[*{self.pick('x.tolist()', 'c', '[a, b]')}, {self.number()}]",
             f"-{self.number()}",
             f"float({self.number()})",
+            f"{self.pick('int', 'float')}({self.pick(self.number(), 'x.sum()', 'y', 'y.long()', 'y.long().item()')})",
+            f"int(y.long().item()) {self.pick(*_SIGNS[:4])} {self.number()}",
+            "[float(row) for row in x]",
+            f"c[{self.pick('0', '-1', '1:', 'len(c) - 1')}] if c else 0",
+            "d.get('one', 0) if not d else d[[*d][0]]",
             f"(lambda: {self.number()})()",
             f"(box := {self.number()})",
             f"sorted([{self.number()}, {self.number()}])",
@@ -87,6 +100,9 @@ class Source:
             "y",
             "a",
             "c",
+            "len(c) > 1",
+            "(c and type(c[-1]) is float and c[-1] > 1)",
+            "int(y.long()) == 2",
             f"not ({self.number()})",
             f"{self.number()} is None",
             f"{self.number()} > 0 and {self.number()} < 3",

@@ -9,8 +9,8 @@ defined later, and what is called at a fork and at the exit of the process, whic
 
 Elsewhere, on request or for a moment: ``marid run`` (``runner.py``, ``as_cuda/``), which owns its process; ``import
 marid.lightning``, which adds to Lightning (``frameworks.py``); and ``marid.compile``, while it runs a function for the
-first times (``replay/host.py``, ``replay/impure.py``). ``MARID_ENGINE=cuda:N`` makes that GPU the current one of the
-thread that uses the device first (``execute/cuda.py``).
+first times (``replay/host.py``, ``replay/impure.py``, ``replay/conversions.py``). ``MARID_ENGINE=cuda:N`` makes that
+GPU the current one of the thread that uses the device first (``execute/cuda.py``).
 """
 
 from __future__ import annotations

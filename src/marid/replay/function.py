@@ -24,8 +24,8 @@ from marid.replay.observed_run import Run
 from marid.replay.places import Refused
 from marid.replay.reachable import Wrapper
 from marid.replay.recording import Recording
-from marid.replay.returned_reads import values_read
 from marid.replay.template import Fit, Template
+from marid.replay.waiting import values_read
 from marid.report.stats import FunctionStats, functions
 from marid.semantics.tracebacks import folded
 from marid.settings import settings

@@ -11,7 +11,6 @@ aside (``preview.py``).
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,12 +27,23 @@ from marid.replay.host import HostWatch
 from marid.replay.impure import ImpureWatch
 from marid.replay.places import Refused
 from marid.replay.preview import Preview, is_repeatable
+from marid.replay.waiting import calculate
 from marid.semantics.scopes import current_scope, current_site
 from marid.settings import settings
 
 _LARGEST = 1 << 53  # whole numbers below are exact as doubles
-_COMPUTED = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "neg": "neg", "abs": "abs"}
-"""What a guard computes by itself: functions of ``operator``, and their names in ``native/guard.cpp``."""
+_WORDS = {
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "div",
+    "neg": "neg",
+    "abs": "abs",
+    "int": "",
+    "float": "",
+}
+"""What a guard computes by itself (``waiting.calculate``), by its names in ``native/guard.cpp``, where every number is
+a double."""
 
 
 @functools.cache
@@ -88,13 +98,13 @@ class Guards:
 
     def outcome(self, test: str, left: Any, right: Any) -> bool | None:
         """How a comparison comes out, guarded; None where the values have to be read. ``test`` is a function of
-        ``operator``; each side a number, a tensor with one element, or ``(function of operator, one or two sides)``."""
+        ``operator``; each side a number, a tensor with one element, or ``(name of a function, one or two sides)``."""
         if is_sync_forbidden() or settings.memory_limit:  # which the preview would not keep to
             return None
         found = _Test()
         try:
             with self._host.paused(), self._impure.paused():
-                outcome: bool = getattr(operator, test)(*[self._number(side, found) for side in (left, right)])
+                outcome: bool = calculate(test, *[self._number(side, found) for side in (left, right)])
         except (_Unguarded, ArithmeticError):
             return None
         tensors, words = found.tensors, " ".join([*found.words, test])
@@ -112,10 +122,10 @@ class Guards:
         """What Python gets for a side of a comparison, which is added to ``test``."""
         if type(side) is tuple:
             function, *sides = side
-            if function not in _COMPUTED:
+            if function not in _WORDS:
                 raise _Unguarded
-            value = getattr(operator, function)(*[self._number(one, test) for one in sides])
-            test.words.append(_COMPUTED[function])
+            value = calculate(function, *[self._number(one, test) for one in sides])
+            test.words += [_WORDS[function]] if _WORDS[function] else []
         elif isinstance(side, torch.Tensor):
             value = self._preview.number(side)
             if value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -20,6 +21,7 @@ from marid.graph.program import Program, Task, bind
 from marid.graph.tape import Tape
 from marid.replay.arguments import Call
 from marid.replay.autograd_function import record_backwards
+from marid.replay.conversions import converting
 from marid.replay.counters import rated_groups
 from marid.replay.draws import Streams
 from marid.replay.gradients import LIVE, graph_of, kept_by_autograd
@@ -30,9 +32,10 @@ from marid.replay.pending import run_needed
 from marid.replay.places import ChangesState, Places, Refused, numbers_of
 from marid.replay.reachable import reach
 from marid.replay.recording import CONSTANT, GRAD, HOST, OUTPUT, READ, TENSOR, Assigned, Origin, Recording, Ref
-from marid.replay.returned_reads import Computed, ReturnedRead, Waiting, reads_in, returned_reads
+from marid.replay.returned_reads import returned_reads
 from marid.replay.schedules import ScheduleLog, is_followed
 from marid.replay.state_check import Place, Snapshot
+from marid.replay.waiting import Computed, ReturnedRead, Waiting, reads_in
 
 
 def grad_of(tensor: Any) -> Any:
@@ -95,6 +98,7 @@ class Run:
         guards = {} if self._for_file or refuse_reads else {"outcome": self._guards.outcome}
         try:
             with (
+                contextlib.nullcontext() if self._for_file else converting(self._function),
                 returned_reads(None if self._for_file else _CALL) as waiting,
                 observing(refuse_reads, **guards) as seen,
                 host,

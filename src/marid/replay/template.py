@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +37,7 @@ from marid.replay.recording import (
     expressions,
 )
 from marid.replay.returned_reads import METHODS
+from marid.replay.waiting import calculate
 from marid.semantics.scopes import current_scope, current_site
 from marid.settings import settings
 
@@ -296,7 +296,7 @@ class _HandOut:
         name, *sides = of
         if name in METHODS:
             return getattr(self._tensor(sides[0]), name)()
-        return getattr(operator, name)(*map(self._read, sides))
+        return calculate(name, *map(self._read, sides))
 
     def _handle(self, made: Made) -> Any:
         storage = made.storage

@@ -4,8 +4,7 @@ An abstract interpretation: what may be on the stack and in the local variables 
 ways that lead there, until nothing changes. A value may be compared, returned, put into containers that the function
 makes and returns, and take part in arithmetic if it is a number; anything else is a use that cannot wait.
 
-Opcodes are those that ``dis`` documents for Python 3.11 to 3.14. One that is not listed here may not come while a value
-is on the stack.
+An opcode that ``opcodes.py`` does not list may not come while a value is on the stack.
 """
 
 from __future__ import annotations
@@ -14,10 +13,13 @@ import dis
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
+
+from marid.replay.opcodes import CLEANS, ENDS, IN_TURN, JUMPS, POPS, POPS_BY_COUNT, QUIET, SIGNS, SKIPPED
+from marid.replay.waiting import Conversion
 
 # What an entry of the stack or a variable may be: what stands for a number or another value, a container that holds
 # such, and anything else. A container that the function has made, or the `append` of one, is a pair of ``_MADE`` or
@@ -27,39 +29,17 @@ _MADE, _APPEND, _CALLEE = "made", "append", "callee"
 Kind = frozenset[Any]
 _NOTHING: Kind = frozenset([_OTHER])
 
-_POPS = {
-    "NOP": 0, "RESUME": 0, "KW_NAMES": 0, "PUSH_NULL": 0, "COPY_FREE_VARS": 0, "MAKE_CELL": 0, "LOAD_CONST": 0,
-    "LOAD_SMALL_INT": 0, "LOAD_DEREF": 0, "LOAD_CLOSURE": 0, "LOAD_GLOBAL": 0, "LOAD_ATTR": 1, "LOAD_METHOD": 1,
-    "POP_ITER": 1, "END_FOR": 1, "GET_ITER": 1, "SET_FUNCTION_ATTRIBUTE": 2, "FOR_ITER": 0, "STORE_ATTR": 2,
-    "STORE_DEREF": 1, "STORE_GLOBAL": 1, "STORE_SUBSCR": 3, "UNPACK_SEQUENCE": 1, "UNARY_NEGATIVE": 1,
-    "UNARY_INVERT": 1, "UNARY_NOT": 1, "TO_BOOL": 1, "BINARY_OP": 2, "BINARY_SUBSCR": 2, "BINARY_SLICE": 3,
-    "COMPARE_OP": 2, "CONTAINS_OP": 2, "IS_OP": 2, "LIST_APPEND": 1, "LIST_EXTEND": 1, "SET_ADD": 1, "MAP_ADD": 2,
-    "RETURN_VALUE": 1, "RETURN_CONST": 0, "JUMP_FORWARD": 0, "JUMP_BACKWARD": 0, "JUMP_BACKWARD_NO_INTERRUPT": 0,
-    "CALL_INTRINSIC_1": 1,
-}  # fmt: skip
-_POPS_BY_COUNT: dict[str, Callable[[int], int]] = {
-    "CALL": lambda count: count + 2,
-    "CALL_KW": lambda count: count + 3,
-    "BUILD_SLICE": lambda count: count,
-    "BUILD_TUPLE": lambda count: count,
-    "BUILD_LIST": lambda count: count,
-    "BUILD_MAP": lambda count: 2 * count,
-    "BUILD_CONST_KEY_MAP": lambda count: count + 1,
-    "MAKE_FUNCTION": lambda flags: 1 + flags.bit_count(),  # before Python 3.13
-}
-"""How many entries of the stack an instruction takes; what it gives follows from ``dis.stack_effect``."""
-_SKIPPED = ("CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN")
-_ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
-_JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
-_IN_TURN = ("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
-_CLEANS = {"SWAP", "COPY", "POP_TOP", "STORE_FAST", "RERAISE"}
-_SIGNS = {"+", "-", "*", "/"}
-_ABS = (_CALLEE, "abs of Python")
-_QUIET = (
-    *("NOP", "RESUME", "KW_NAMES", "PUSH_NULL", "COPY", "SWAP", "POP_", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_DEREF"),
-    *("LOAD_GLOBAL", "LOAD_FAST", "STORE_FAST", "BUILD_", "LIST_APPEND", "MAP_ADD", "JUMP_", "RETURN_", "DELETE_FAST"),
-)
-"""How instructions begin that call nothing, so that nothing is written meanwhile."""
+
+def _python(name: str) -> tuple[str, str]:
+    """The callee that is a builtin of Python, or stands for it."""
+    return _CALLEE, f"{name} of Python"
+
+
+CONVERSIONS = {name: _python(name)[1] for name in ("int", "float")}
+"""The names by which ``use_of`` knows the calls of these."""
+BUILTINS = frozenset(["abs", "len"])
+"""What is followed where a function calls it by a global name, and that is the builtin."""
+_OF_A_NUMBER = frozenset([_python("abs"), *[(_CALLEE, name) for name in CONVERSIONS.values()]])
 
 
 @dataclass(frozen=True)
@@ -72,16 +52,16 @@ class Use:
 
 
 @functools.lru_cache(1024)
-def use_of(code: CodeType, offset: int, name: str, knows_abs: bool) -> Use | None:
+def use_of(code: CodeType, offset: int, name: str, builtins: frozenset[str]) -> Use | None:
     """What becomes of what the call at ``offset`` (``f_lasti`` of a frame in that call) returns: of the method or the
-    comprehension ``name``. None where it may be used in another way, and where something else is called there. The
-    global ``abs`` is Python's if ``knows_abs``."""
+    comprehension ``name``, or of one of the ``CONVERSIONS``. None where it may be used in another way, and where
+    something else is called there. ``builtins`` are those of ``BUILTINS`` that global names stand for."""
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return None
     if {"locals", "vars", "eval", "exec", "_getframe", "currentframe"} & {*code.co_names}:
         return None
     try:
-        return _Flow(code, offset, name, knows_abs).use()
+        return _Flow(code, offset, name, builtins).use()
     except _Unknown:
         return None
 
@@ -124,12 +104,13 @@ class _State:
 class _Flow:
     """One function, and the value that the call of ``name`` at ``offset`` returns. Raises ``_Unknown``."""
 
-    def __init__(self, code: CodeType, offset: int, name: str, knows_abs: bool) -> None:
-        self._knows_abs = knows_abs
+    def __init__(self, code: CodeType, offset: int, name: str, builtins: frozenset[str]) -> None:
+        self._builtins = builtins
         self._callee = frozenset([(_CALLEE, name)])
-        self._kind: Kind = frozenset([_NUMBER if name == "item" else _HOLDER if name.startswith("<") else _VALUE])
+        is_number = name == "item" or name in CONVERSIONS.values()
+        self._kind: Kind = frozenset([_NUMBER if is_number else _HOLDER if name.startswith("<") else _VALUE])
         found = dis.Bytecode(code)
-        self._instructions = [one for one in found if one.opname not in _SKIPPED]
+        self._instructions = [one for one in found if one.opname not in SKIPPED]
         # Within a call, a frame is at the instruction, in what is cached behind it, or (Python 3.11) at PRECALL before.
         here = max((one for one in found if one.offset <= offset), key=lambda one: one.offset)
         if here.opname not in ("CALL", "PRECALL"):
@@ -140,18 +121,18 @@ class _Flow:
         self._handled = [range(entry.start, entry.end) for entry in entries]
         if any(self._read in lines for lines in self._handled):
             raise _Unknown
-        self._holding: set[int] = set()  # containers in which the value may be
+        self._holding: dict[int, Kind] = {}  # containers in which the value may be, and what is put into them
         self._escaped: set[int] = set()  # those that others may look into
         self._returned = self._before = False
 
     def use(self) -> Use:
         """What becomes of the value. Raises ``_Unknown``."""
         while True:
-            known = len(self._holding)
+            known = {**self._holding}
             self._follow()
-            if self._holding & self._escaped:
+            if self._holding.keys() & self._escaped:
                 raise _Unknown
-            if len(self._holding) == known:
+            if self._holding == known:
                 return Use(self._returned, self._before)
 
     def _follow(self) -> None:
@@ -176,15 +157,15 @@ class _Flow:
         if any(one.offset in lines for lines in self._handled) and any(map(self._holds, kinds)):
             raise _Unknown
         target = self._target(one)
-        if target is not None and one.opname not in _JUMPS:
+        if target is not None and one.opname not in JUMPS:
             jumped = state.copy()
             self._step(one, jumped, jump=True)
             yield target, jumped
         self._step(one, state, jump=False)
-        if one.opname in _JUMPS:
+        if one.opname in JUMPS:
             assert target is not None
             yield target, state
-        elif one.opname not in _ENDS:
+        elif one.opname not in ENDS:
             yield index + 1, state
 
     def _target(self, one: dis.Instruction) -> int | None:
@@ -198,7 +179,7 @@ class _Flow:
     def _only_cleans(self, handler: int) -> bool:
         """Whether a handler does nothing but put variables back and raise again, as that of a comprehension."""
         for one in self._instructions[self._at(handler) :]:
-            if one.opname not in _CLEANS:
+            if one.opname not in CLEANS:
                 return False
             if one.opname == "RERAISE":
                 return True
@@ -222,11 +203,11 @@ class _Flow:
         if self._moves(one, state):
             return
         effect = dis.stack_effect(one.opcode, one.arg, jump=jump)
-        pops = _POPS_BY_COUNT[name](count) if name in _POPS_BY_COUNT else _POPS.get(name)
+        pops = POPS_BY_COUNT[name](count) if name in POPS_BY_COUNT else POPS.get(name)
         if name.startswith("POP_JUMP"):
             pops = 1
         if name.startswith("JUMP_IF"):  # the value stays on the stack where it jumps
-            self._test(state.stack[-1:], state)
+            self._test(state.stack[-1:], state, truth=True)
             state.pop(-effect)
             return
         if pops is None:
@@ -237,7 +218,7 @@ class _Flow:
         made = self._result(one, taken, state)
         if not any(map(self._holds, (*state.stack, *state.variables.values(), made))):
             state.called = False
-        elif not (name.startswith(_QUIET) or any(map(self._holds, taken)) or self._is_append(one, taken)):
+        elif not (name.startswith(QUIET) or any(map(self._holds, taken)) or self._is_append(one, taken)):
             state.called = True
         if one.offset == self._read:
             if name != "CALL" or self._callee not in taken[:2]:
@@ -251,7 +232,7 @@ class _Flow:
         """Carry out what only moves entries between stack and variables; whether it was that."""
         name, count, at = one.opname, one.arg or 0, one.argval
         load, store = state.variables.get, state.variables
-        if name in _IN_TURN:
+        if name in IN_TURN:
             state.stack += [load(variable, _NOTHING) for variable in at]
         elif name == "STORE_FAST_LOAD_FAST":
             store[at[0]] = state.pop(1)[0]
@@ -295,8 +276,8 @@ class _Flow:
         elif name in ("BUILD_LIST", "BUILD_MAP"):
             if name == "BUILD_MAP" and any(map(self._holds, taken[::2])):
                 raise _Unknown  # as keys
-            if held:
-                self._holding.add(one.offset)
+            for kind in taken:
+                self._hold(one.offset, kind)
             return frozenset([(_MADE, one.offset)])
         elif name in ("BUILD_TUPLE", "BUILD_CONST_KEY_MAP"):
             return frozenset([_HOLDER]) if held else _NOTHING
@@ -304,7 +285,8 @@ class _Flow:
             state.reach(count)
             if name == "LIST_EXTEND" and taken[-1] & {_NUMBER, _VALUE}:
                 raise _Unknown  # what stands for a value has no items
-            self._put(taken[-1], state.stack[-count])
+            items = frozenset([_HOLDER]) if name == "LIST_EXTEND" and self._holds(taken[-1]) else taken[-1]
+            self._put(items, state.stack[-count])
             self._plain(taken[:-1])
         elif name == "STORE_SUBSCR":
             self._put(taken[0], taken[1])
@@ -317,10 +299,18 @@ class _Flow:
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             self._plain(taken)
             return frozenset([(_CALLEE, one.argval)])
-        elif name == "LOAD_GLOBAL" and one.argval == "abs" and self._knows_abs:
-            return frozenset([_ABS])
-        elif name == "CALL" and held and len(taken) == 3 and frozenset([_ABS]) in taken[:2]:
+        elif name == "LOAD_GLOBAL" and one.argval in self._builtins:
+            return frozenset([_python(one.argval)])
+        elif name == "LOAD_CONST" and isinstance(one.argval, Conversion):
+            return frozenset([(_CALLEE, CONVERSIONS[one.argval.name])])
+        elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, _OF_A_NUMBER):
             return self._of_numbers(one, taken, state)
+        elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, frozenset([_python("len")])):
+            if not all(map(self._is_container, taken[2])):
+                raise _Unknown
+        elif (name == "BINARY_SUBSCR" or one.argrepr == "[]") and (container := self._made(taken[0])) is not None:
+            self._plain(taken[1:])
+            return self._holding.get(container, _NOTHING) | _NOTHING
         elif name == "LOAD_CONST" and type(one.argval) is CodeType:
             return frozenset([(_CALLEE, one.argval.co_name)])
         elif name == "MAKE_FUNCTION":
@@ -343,18 +333,20 @@ class _Flow:
             self._escape(taken)
             return _NOTHING
         if one.opname in ("BINARY_OP", "UNARY_NEGATIVE", "CALL"):
-            known = one.opname != "BINARY_OP" or one.argrepr.rstrip("=") in _SIGNS
+            known = one.opname != "BINARY_OP" or one.argrepr.rstrip("=") in SIGNS
             if not known or not all(map(self._may_be_number, taken)):
                 raise _Unknown
             return frozenset([_NUMBER])
         if one.opname.endswith("NONE"):
             raise _Unknown
-        self._test(taken, state)
+        self._test(taken, state, truth=one.opname != "COMPARE_OP")
         return _NOTHING
 
-    def _test(self, taken: list[Kind], state: _State) -> None:
+    def _test(self, taken: list[Kind], state: _State, truth: bool) -> None:
+        """Numbers are compared; or it is asked whether something is true, as are containers that have items."""
         if any(map(self._holds, taken)):
-            if not all(map(self._may_be_number, taken)):
+            numbers = [one for kind in taken for one in kind if not (truth and self._is_container(one))]
+            if not self._may_be_number(frozenset(numbers)):
                 raise _Unknown
             self._before |= state.called
 
@@ -372,8 +364,21 @@ class _Flow:
         if site is None:
             self._plain([value])
             self._escape([container])
-        elif self._holds(value):
-            self._holding.add(site)
+        else:
+            self._hold(site, value)
+
+    def _hold(self, site: int, value: Kind) -> None:
+        if self._holds(value):
+            self._holding[site] = self._holding.get(site, _NOTHING) | value
+
+    @staticmethod
+    def _calls(taken: list[Kind], callees: frozenset[Any]) -> bool:
+        """Whether a call is of one of these."""
+        return any(len(kind) == 1 and kind <= callees for kind in taken[:2])
+
+    @staticmethod
+    def _is_container(one: Any) -> bool:
+        return one == _HOLDER or (type(one) is tuple and one[0] == _MADE)
 
     @staticmethod
     def _made(kind: Kind) -> int | None:
