@@ -10,8 +10,9 @@ counts what their values hold, ``stack.cpp`` finds where they were written, ``ac
 out, ``dispatch.cpp`` leaves others to Python, ``handle.cpp`` is what tensors of the device are, ``host_calls.cpp``
 tells of calls on those of the host, ``autocast.cpp`` casts before some operations, ``derive.cpp`` says what they return
 for new sizes, ``cut.cpp`` chooses what runs, ``bind.cpp`` makes a program's key of it, ``runs.cpp`` begins runs and
-hands out their results, ``placement.cpp`` says where results lie meanwhile, ``concretely.cpp`` sets the state of
-dispatch, and ``immediate.cpp`` and ``immediate_results.cpp`` run operations as they are called.
+hands out their results, ``placement.cpp`` says where results lie meanwhile, ``state.cpp`` compares what
+``marid.compile`` works on, ``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp`` and
+``immediate_results.cpp`` run operations as they are called.
 
 Where it is not built and cannot be, the import raises ``ImportError``.
 """

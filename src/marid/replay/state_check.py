@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch.optim.lr_scheduler import LRScheduler
 
+from marid.native import module
 from marid.replay.reachable import LONG, MISSING, Reached, is_plain
 
 
@@ -75,14 +76,14 @@ class Snapshot:
         self._arrays = [(one, one.shape, one.dtype, _bytes(one)) for _, one in reached.arrays]
         groups, counts = set(map(id, rated)), {id(schedule.__dict__) for schedule in schedules}
         keys = enumerate((id(one), key) for one in self._dicts for key in one)
-        self._free = [index for index, (one, key) in keys if one in counts or (one in groups and key == "lr")]
+        free = [index for index, (one, key) in keys if one in counts or (one in groups and key == "lr")]
+        self._free = tuple(free)
         self._kept = list(self._objects())
-        self._ids = list(map(id, self._kept))
 
     def _objects(self) -> Iterator[Any]:
         return chain(
             chain.from_iterable(map(dict.values, self._dicts)),
-            chain.from_iterable(self._dicts),
+            chain.from_iterable(map(dict.keys, self._dicts)),
             chain.from_iterable(self._lists),
             [scope.get(name, MISSING) for scope, name in self._names],
             [_content(cell) for cell in self._cells],
@@ -100,11 +101,11 @@ class Snapshot:
         """What is not as it was, in words."""
         if any(self._empty):
             return self._what_changed()
-        now = self._now()
-        if list(map(id, now)) != self._ids:
+        if not self._is_same():
+            now = self._now()
             if len(now) != len(self._kept) or not all(map(_unchanged, self._kept, now)):
                 return self._what_changed()
-            self._kept, self._ids = now, list(map(id, now))
+            self._kept = now
         for one, length in self._long:
             if len(one) != length:
                 return f"a container of {length} entries changed"
@@ -112,6 +113,10 @@ class Snapshot:
             if one.shape != shape or one.dtype != dtype or _bytes(one) != content:
                 return f"the array {path} changed"
         return None
+
+    def _is_same(self) -> bool:
+        """Whether all objects are those that were there."""
+        return module.same_objects(self._dicts, self._lists, self._names, self._cells, self._kept, self._free, MISSING)
 
     def differences(self) -> list[tuple[int, Any, Any]]:
         """The objects that are others now: position, before and now. None of them where there are more or fewer."""
@@ -123,11 +128,11 @@ class Snapshot:
 
     def expect(self, index: int, thing: Any) -> None:
         """From now on, ``thing`` is what is to be at that position."""
-        self._kept[index], self._ids[index] = thing, id(thing)
+        self._kept[index] = thing
 
     def is_once(self, thing: Any) -> bool:
         """Whether one of the objects is ``thing``, and only one."""
-        return self._ids.count(id(thing)) == 1
+        return sum(one is thing for one in self._kept) == 1
 
     def place(self, index: int) -> Place | None:
         """Where the object at a position is kept, if something else can be put there."""

@@ -14,6 +14,7 @@ from marid.frontend.engines import engine_of
 from marid.frontend.materialize import bytes_of
 from marid.graph.node import Node, Storage, Value, root_of
 from marid.graph.prepared import GuardFailed, Prepared
+from marid.native import module
 from marid.replay.arguments import Call
 from marid.replay.autograd_function import connect
 from marid.replay.draws import take_again
@@ -76,7 +77,7 @@ class Template:
         for assigned in recording.assigned:  # whose memory the next one may need
             recording.reached.seen.pop(id(own[assigned.position]), None)
         self._state_specs = [tensor._value.spec for tensor in own]
-        self._state_flags = [_flags(tensor) for tensor in own]
+        self._state_flags = module.tensor_flags(own)
         tensors = arguments + len(own)
         asked = {index for kind, index in recording.used if kind == GRAD} | {index for index, _ in recording.grads}
         asked |= {index for index, spec in enumerate(recording.grads_before) if spec is not None}
@@ -114,7 +115,7 @@ class Template:
             return None
         if not run_needed(recording.device, used, self._writes):
             return None
-        if any(value.concrete is None for value in values.values()) or not self._upload(call, values):
+        if [value for value in values.values() if value.concrete is None] or not self._upload(call, values):
             return None
         return tensors, grads, values
 
@@ -168,8 +169,7 @@ class Template:
                 self.recording.reached.lazy[assigned.position] = now
 
     def _is_state_alike(self) -> bool:
-        own = self.recording.reached.lazy
-        return [t._value.spec for t in own] == self._state_specs and [_flags(t) for t in own] == self._state_flags
+        return module.same_tensors(self.recording.reached.lazy, self._state_specs, self._state_flags)
 
     def _grads_of(self, tensors: list[Any]) -> dict[int, Any] | None:
         grads = {index: tensors[index].grad for index in self._grads_asked}
@@ -200,10 +200,6 @@ class Template:
                 return False
             values[UPLOAD, index] = handles.source(engine_of(device).adopt(made), spec)
         return True
-
-
-def _flags(tensor: Any) -> tuple[bool, bool]:
-    return tensor.requires_grad, tensor._backward_hooks is None
 
 
 class _HandOut:
