@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from marid.graph.node import Draw, Node, Output, Value, input_values, raise_failure, root_of
+from marid.graph.arguments import input_values
+from marid.graph.node import Draw, Node, Output, Value, raise_failure, root_of
 from marid.graph.program import Task
 from marid.graph.tape import Tape
 

@@ -15,7 +15,8 @@ import torch
 from marid.execute.kernel_warnings import warn_of
 from marid.execute.specialisation import Launchable
 from marid.execute.table import TableRun
-from marid.graph.node import Node, Value, input_values, root_of
+from marid.graph.arguments import input_values
+from marid.graph.node import Node, Value, root_of
 from marid.graph.program import Task
 from marid.native import int64s, library, module
 from marid.report.hooks import Ran, ran, run_of

@@ -30,17 +30,9 @@ from marid.execute.interrupted import Interrupted
 from marid.execute.kernel_warnings import KernelWarnings
 from marid.execute.specialisation import Launchable, Runnable
 from marid.execute.store import ProgramStore
+from marid.graph.arguments import placed, values_in
 from marid.graph.mersenne_twister import MersenneTwisters
-from marid.graph.node import (
-    Node,
-    Operation,
-    Spec,
-    Value,
-    fail,
-    placed,
-    root_of,
-    values_in,
-)
+from marid.graph.node import Node, Operation, Spec, Value, fail, root_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task, bind, deliver
 from marid.native import library, module, omp_pause

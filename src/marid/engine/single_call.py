@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from marid.engine.protocol import Called, Geometry, Returned, other_layout
+from marid.graph.arguments import map_leaves
 from marid.graph.node import Operation
 
 
@@ -37,7 +38,7 @@ def perform(
 def describe(returned: Any, tensors: list[torch.Tensor], state: torch.Tensor | None) -> Called:
     """What a call did, for a recorder that does not look into tensors."""
     parts = _Parts(tensors)
-    return Called(parts.describe(returned), [geometry_of(tensor) for tensor in tensors], state)
+    return Called(map_leaves(parts.describe, returned, list), [geometry_of(tensor) for tensor in tensors], state)
 
 
 class _Parts:
@@ -50,8 +51,6 @@ class _Parts:
             self._blocks.setdefault(tensor.untyped_storage().data_ptr(), index)
 
     def describe(self, item: Any) -> Any:
-        if isinstance(item, (list, tuple)):
-            return [self.describe(part) for part in item]
         if not isinstance(item, torch.Tensor):
             return item
         layout = other_layout(item)

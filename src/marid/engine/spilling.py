@@ -14,7 +14,8 @@ from marid.engine.protocol import Called, GiveBack
 from marid.engine.snapshot import snapshot
 from marid.execute.residency import ROLES, Residency
 from marid.execute.specialisation import Runnable
-from marid.graph.node import Operation, Value, input_values, root_of, values_in
+from marid.graph.arguments import input_values, values_in
+from marid.graph.node import Operation, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task
 from marid.report.stats import counters

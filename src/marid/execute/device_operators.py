@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from marid.graph.arguments import map_leaves
 from marid.graph.node import Operation
 from marid.graph.program import Constant, Instruction, Param, Program
 from marid.ops.facts import facts_of
@@ -94,29 +95,25 @@ class HostOperator(Operation):
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def to_host(item: Any) -> Any:
-            if isinstance(item, (list, tuple)):
-                return [to_host(part) for part in item]
             if not isinstance(item, torch.Tensor):
                 return item
             copies.append((item, item.to(_HOST, copy=True)))
             return copies[-1][1]
 
         def to_device(item: Any) -> Any:
-            if isinstance(item, (list, tuple)):
-                return [to_device(part) for part in item]
             if not isinstance(item, torch.Tensor):
                 return item
             given = next((tensor for tensor, copy in copies if copy is item), None)
             return item.to(self._device) if given is None else given
 
-        named = {name: _HOST if name == "device" else to_host(arg) for name, arg in kwargs.items()}
-        returned = self.target._op(*[to_host(arg) for arg in args], **named)
+        named = {name: _HOST if name == "device" else map_leaves(to_host, arg, list) for name, arg in kwargs.items()}
+        returned = self.target._op(*map_leaves(to_host, args, list), **named)
         formals = [formal.name for formal in self._schema.arguments]
         written = dict(zip(formals, facts_of(self.func).written, strict=True))
         for name, arg in [*zip(formals, args, strict=False), *kwargs.items()]:
             if written[name] and isinstance(arg, torch.Tensor):
                 arg.copy_(next(copy for tensor, copy in copies if tensor is arg))
-        return to_device(returned)
+        return map_leaves(to_device, returned, list)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

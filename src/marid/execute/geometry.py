@@ -18,6 +18,7 @@ import torch
 
 from marid.errors import LazyTensorError
 from marid.graph.analysis import analysis_of
+from marid.graph.arguments import leaves
 from marid.graph.node import Node, Spec, strides_alike
 from marid.graph.program import Instruction, Program, Result
 from marid.native import module
@@ -100,7 +101,7 @@ def settle(
         base = tensors[shared[result.slot]] if result.slot in shared else None
         if spec is None or result.slot in analysis.unsettled or agrees(tensor, spec, base, given):
             continue
-        owned = (base is not None or not _is_among(tensor, given)) and _has_its_memory(tensor, base)
+        owned = (base is not None or all(tensor is not one for one in leaves(given))) and _has_its_memory(tensor, base)
         if tensor.device.type == "cpu":  # kernels of other devices may lay out otherwise than the CPU's
             report(_misprediction(node, instruction, result, tensor, spec, owned, specs, params))
         elif result.path and result.path[0]:
@@ -169,10 +170,6 @@ def agrees(tensor: Any, spec: Spec, base: torch.Tensor | None, given: list[Any])
     """Whether a result has the geometry ``spec``, as a view of ``base``, or as a tensor of its own: none of those that
     were ``given``."""
     return module.agrees(tensor, spec, base, given)
-
-
-def _is_among(tensor: Any, given: list[Any]) -> bool:
-    return any(tensor is one or (type(one) is list and _is_among(tensor, one)) for one in given)
 
 
 def _placement(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -15,6 +15,7 @@ import torch
 from marid.engine.protocol import other_layout
 from marid.errors import UnsupportedOperationError
 from marid.frontend import handles
+from marid.graph.arguments import map_leaves
 from marid.graph.node import Node, Output
 from marid.semantics.scopes import current_site
 
@@ -145,9 +146,9 @@ def bucket(number: float) -> str:
 def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Any call. Raises torch's device error for tensors of other devices."""
     device = _device_of(args, kwargs)
-    cleaned = tuple([_clean(recorder, arg, index, device) for index, arg in enumerate(args)])
+    cleaned = tuple([_cleaned(recorder, arg, index, device) for index, arg in enumerate(args)])
     named = {
-        name: _clean(recorder, arg, recorder.position.get(name, -1), device)
+        name: _cleaned(recorder, arg, recorder.position.get(name, -1), device)
         for name, arg in kwargs.items()
         if name not in NOT_RECORDED or (name == "layout" and arg is not torch.strided)
     }
@@ -155,18 +156,17 @@ def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     return Call(taken, device, kwargs.get("generator"))
 
 
-def _clean(recorder: Recorder, arg: Any, position: int, device: int) -> Any:
-    if handles.is_lazy(arg):
-        if arg._value.spec.device != device:
-            raise _on_other_device(device, f"{handles.DEVICE_TYPE}:{arg._value.spec.device}")
-        return arg
-    if isinstance(arg, (list, tuple)):
-        return [_clean(recorder, item, position, device) for item in arg]
-    if isinstance(arg, torch.Tensor):
-        return _lifted(recorder, arg, position, device)
-    if isinstance(arg, torch.SymInt):
-        return arg.node.guard_int("", 0)
-    return arg
+def _cleaned(recorder: Recorder, arg: Any, position: int, device: int) -> Any:
+    def clean(leaf: Any) -> Any:
+        if handles.is_lazy(leaf):
+            if leaf._value.spec.device != device:
+                raise _on_other_device(device, f"{handles.DEVICE_TYPE}:{leaf._value.spec.device}")
+            return leaf
+        if isinstance(leaf, torch.Tensor):
+            return _lifted(recorder, leaf, position, device)
+        return leaf.node.guard_int("", 0) if isinstance(leaf, torch.SymInt) else leaf
+
+    return map_leaves(clean, list(arg) if isinstance(arg, (list, tuple)) else arg)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -18,6 +18,7 @@ from marid.frontend import handles, infer
 from marid.frontend.foreach_rules import for_each
 from marid.frontend.rules import rules, same_as
 from marid.frontend.smaller import Smaller, sizes_of
+from marid.graph.arguments import map_leaves
 from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.native import module
 
@@ -131,14 +132,13 @@ def _request(recorder: Recorder, args: tuple[Any, ...], kwargs: Any, values: tup
 
 def _blurred(part: Any, is_size: bool) -> Any:
     """A part of a key without its sizes."""
-    kind = type(part)
-    if kind is Spec:
-        return part.kind or _kind(part)
-    if kind is tuple:
-        return tuple([_blurred(item, is_size) for item in part])
-    if is_size and kind is int:
-        return max(-2, min(part, 2))
-    return part
+
+    def blur(leaf: Any) -> Any:
+        if type(leaf) is Spec:
+            return leaf.kind or _kind(leaf)
+        return max(-2, min(leaf, 2)) if is_size and type(leaf) is int else leaf
+
+    return map_leaves(blur, part)
 
 
 def _kind(spec: Spec) -> Any:

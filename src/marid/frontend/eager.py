@@ -15,7 +15,8 @@ from marid.frontend.calls import Call, unsupported, writes_of
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize, run_anyway
 from marid.frontend.results import retarget
-from marid.graph.node import Draw, input_values, root_of
+from marid.graph.arguments import input_values, map_leaves
+from marid.graph.node import Draw, root_of
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
 
@@ -100,17 +101,13 @@ def _hand_back(recorder: Recorder, call: Call, writes: list[int], called: Called
             tensor._value.spec = spec
             retarget(tensor, tensor._value, tensor._storage)
 
-    return _handed(recorder, call, called.returned)
+    return map_leaves(lambda made: _handle(recorder, call, made), called.returned)
 
 
-def _handed(recorder: Recorder, call: Call, item: Any) -> Any:
-    if isinstance(item, list):
-        return [_handed(recorder, call, part) for part in item]
-    return _handle(recorder, call, item) if isinstance(item, Returned) else item
-
-
-def _handle(recorder: Recorder, call: Call, made: Returned) -> Any:
-    """The handle for a returned tensor: an argument itself, an alias of one, or a new one."""
+def _handle(recorder: Recorder, call: Call, made: Any) -> Any:
+    """The handle for a returned tensor: an argument itself, an alias of one, or a new one. Anything else itself."""
+    if not isinstance(made, Returned):
+        return made
     if made.layout is not None:
         raise unsupported(recorder.op.name, f"its result has layout {made.layout}")
     if made.same_as is not None:

@@ -25,7 +25,8 @@ from marid.engine.inprocess import concretely
 from marid.engine.protocol import other_layout
 from marid.frontend import handles
 from marid.frontend.smaller import Smaller, sizes_of
-from marid.graph.node import Node, Output, Spec, Value, root_of
+from marid.graph.arguments import placed
+from marid.graph.node import Spec, Value, root_of
 from marid.ops.facts import facts_of
 
 # Operators whose small calls were laid out otherwise than large ones.
@@ -250,8 +251,8 @@ def _run(request: Request, device: str, fill: int | None, func: Any = None) -> t
     """Run the operator, or ``func``, on stand-ins; the return value and the stand-ins of ``request.tensors``."""
     with concretely():
         stand_ins = _StandIns(request, device, fill)
-        args = [stand_ins.place(arg) for arg in request.args]
-        kwargs = {name: stand_ins.place(arg) for name, arg in request.kwargs.items()}
+        args = [placed(arg, stand_ins.next) for arg in request.args]
+        kwargs = {name: placed(arg, stand_ins.next) for name, arg in request.kwargs.items()}
         names = {argument.name for argument in request.func._schema.arguments}
         if not stand_ins.made and "device" in names:
             kwargs["device"] = torch.device(device)
@@ -290,17 +291,14 @@ class _StandIns:
     def all(self) -> list[torch.Tensor]:
         """The stand-ins of all values."""
         for value in self._values:
-            self.place(value)
+            self.next(value)
         return self.made
 
-    def place(self, arg: Any) -> Any:
-        """The argument with stand-ins in place of values; values are met in the order of ``request.tensors``."""
-        kind = type(arg)
-        if kind is Node or kind is Output:
-            first = self.same[len(self.made)]
-            self.made.append(self.made[first] if first < len(self.made) else self._make(arg))
-            return self.made[-1]
-        return [self.place(item) for item in arg] if kind is tuple or kind is list else arg
+    def next(self, value: Value) -> torch.Tensor:
+        """The stand-in of a value; they are met in the order of ``request.tensors``."""
+        first = self.same[len(self.made)]
+        self.made.append(self.made[first] if first < len(self.made) else self._make(value))
+        return self.made[-1]
 
     def _make(self, value: Value) -> torch.Tensor:
         spec = value.spec

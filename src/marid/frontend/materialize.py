@@ -17,7 +17,8 @@ from marid.frontend import handles
 from marid.frontend.ahead import ReadLoop, has_stepped, may_go_ahead
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
-from marid.graph.node import Node, Value, input_values, last_write, root_of
+from marid.graph.arguments import input_values
+from marid.graph.node import Node, Value, last_write, root_of
 from marid.graph.tape import Tape, traffic
 from marid.native import module
 from marid.report.hooks import Materialized, materialized, recorded

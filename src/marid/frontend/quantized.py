@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from marid.frontend.quantized_operators import PACKINGS
 
@@ -80,14 +80,16 @@ class QuantizedTensor(torch.Tensor):
             if func in _ABOUT:
                 return func(*args, **kwargs)
             _refuse_writes(func, args, kwargs)
-            return func(*_unpacked(args, func), **_unpacked(kwargs, func))
+            args, kwargs = _unpacked((args, kwargs), func)
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]._with(args[0].packed)
         _refuse_writes(func, args, kwargs or {})
-        return func(*_unpacked(args, func), **_unpacked(kwargs or {}, func))
+        args, kwargs = _unpacked((args, kwargs or {}), func)
+        return func(*args, **kwargs)
 
     def _with(self, packed: Tensor | None = None, turned: bool | None = None) -> QuantizedTensor:
         packed = self.packed if packed is None else packed
@@ -136,22 +138,16 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError(f"{name} cannot write to a packed matrix: write to what its dequantize() returns")
 
 
-def _unpacked(arg: Any, func: Any) -> Any:
-    if isinstance(arg, QuantizedTensor):
-        name = _name_of(func)
-        if name not in _said:
-            _said.add(name)
+def _unpacked(given: Any, func: Any) -> Any:
+    for one in tree_leaves(given):
+        if isinstance(one, QuantizedTensor) and _name_of(func) not in _said:
+            _said.add(_name_of(func))
             warnings.warn(
-                f"{name} has no form for packed matrices: one of {arg.packing} is unpacked for it, to "
-                f"{arg.numel() * 4} bytes (said once for each operation)",
-                stacklevel=4,
+                f"{_name_of(func)} has no form for packed matrices: one of {one.packing} is unpacked for it, to "
+                f"{one.numel() * 4} bytes (said once for each operation)",
+                stacklevel=3,
             )
-        return arg.dequantize()
-    if isinstance(arg, (tuple, list)):
-        return type(arg)([_unpacked(item, func) for item in arg])
-    if isinstance(arg, dict):
-        return {name: _unpacked(item, func) for name, item in arg.items()}
-    return arg
+    return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, given)
 
 
 # --- what it has forms for -------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from marid.frontend.limits import overflow
 from marid.frontend.materialize import download, run_everything
 from marid.frontend.results import order, results_of, set_geometry
 from marid.frontend.storage_objects import resize_memory
+from marid.graph.arguments import map_leaves
 from marid.graph.node import Node, Operation, Spec, Storage, Value, last_write, root_of
 from marid.graph.program import operation_of
 from marid.graph.tape import Tape
@@ -261,13 +262,7 @@ def _unshare(tensor: Any, call: Call) -> None:
     old = tensor._value
     own = recorder_of(torch.ops.aten.alias.default).record((tensor,), {})._value
     tensor._value = own
-    call.args, call.kwargs = _swapped(call.args, old, own), _swapped(call.kwargs, old, own)
-
-
-def _swapped(arg: Any, old: Value, new: Value) -> Any:
-    if type(arg) is tuple:
-        return tuple([_swapped(item, old, new) for item in arg])
-    return new if arg is old else arg
+    call.args, call.kwargs = map_leaves(lambda leaf: own if leaf is old else leaf, (call.args, call.kwargs))
 
 
 # --- the dispatch entry --------------------------------------------------------------------------------------------

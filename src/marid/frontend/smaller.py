@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from marid.frontend import handles
+from marid.graph.arguments import map_leaves
 from marid.graph.node import Node, Output, Spec, Value, root_of
 
 _SMALL = 5
@@ -48,12 +49,12 @@ class Smaller:
         return node
 
     def _place(self, arg: Any, is_size: bool) -> Any:
-        kind = type(arg)
-        if kind is Node or kind is Output:
-            return self._values[arg]
-        if kind is tuple:
-            return tuple([self._place(item, is_size) for item in arg])
-        return self._smaller.get(arg, arg) if is_size and kind is int else arg
+        def place(leaf: Any) -> Any:
+            if isinstance(leaf, (Node, Output)):
+                return self._values[leaf]
+            return self._smaller.get(leaf, leaf) if is_size and type(leaf) is int else leaf
+
+        return map_leaves(place, arg)
 
 
 def sizes_of(func: Any) -> set[Any]:

@@ -19,7 +19,8 @@ from marid.frontend.results import retarget
 from marid.frontend.subclasses import as_class, user_class
 from marid.frontend.uninitialized import converted
 from marid.frontend.waits import awaited
-from marid.graph.node import Node, Output, Storage, Value, last_write, values_in
+from marid.graph.arguments import placed, values_in
+from marid.graph.node import Node, Storage, Value, last_write
 from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.semantics.tracebacks import folded
 from marid.settings import settings
@@ -64,12 +65,12 @@ class LazyTensor(torch.Tensor):
     def inputs(self) -> list[Any]:
         """The operation's arguments; empty once it has run. Tensors among them are for reading, not for writing to."""
         args = self._operation_node().args or ()
-        return [_for_user(arg) for arg in args]
+        return [placed(arg, _for_user) for arg in args]
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The operation's keyword arguments; empty once it has run."""
-        return {name: _for_user(arg) for name, arg in self._operation_node().kwargs or ()}
+        return {name: placed(arg, _for_user) for name, arg in self._operation_node().kwargs or ()}
 
     @property
     def metadata(self) -> SemanticMetadata:
@@ -259,13 +260,9 @@ class LazyTensor(torch.Tensor):
         return serialize.reduce(self)
 
 
-def _for_user(arg: Any) -> Any:
-    if isinstance(arg, (Node, Output)):
-        assert arg.spec is not None
-        return handles.wrap(arg, arg.spec)
-    if isinstance(arg, tuple):
-        return [_for_user(item) for item in arg]
-    return arg
+def _for_user(value: Value) -> Any:
+    assert value.spec is not None
+    return handles.wrap(value, value.spec)
 
 
 handles.bind_handle_class(LazyTensor)

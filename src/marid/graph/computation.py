@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from marid.graph.arguments import values_in
 from marid.graph.fx import to_fx
 from marid.graph.html import folded_html, table_html
-from marid.graph.node import Node, Spec, Value, values_in
+from marid.graph.node import Node, Spec, Value
 
 if TYPE_CHECKING:
     import networkx

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
+from marid.graph.arguments import placed
 from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Draw, Node, Output, Spec, Value
 
@@ -48,17 +49,12 @@ def to_fx(
             _annotate(item, value.node, value.spec, metadata)
         return items[value]
 
-    def convert(arg: Any) -> Any:
-        if isinstance(arg, (Node, Output)):
-            return item_of(arg)
-        return [convert(item) for item in arg] if isinstance(arg, tuple) else arg
-
     for node, args, kwargs in operations:
         assert node.op is not None
         draw = next((value for _, value in kwargs if isinstance(value, Draw)), None)
         target = node.op.func if draw is None else _drawn(node.op.func, draw)
-        named = {name: convert(arg) for name, arg in kwargs if not isinstance(arg, Draw)}
-        calls[node] = fx.call_function(target, tuple(convert(arg) for arg in args), named)
+        named = {name: placed(arg, item_of) for name, arg in kwargs if not isinstance(arg, Draw)}
+        calls[node] = fx.call_function(target, tuple(placed(arg, item_of) for arg in args), named)
         if node.outs is None:
             items[node] = calls[node]
         _annotate(calls[node], node, node.spec, metadata)

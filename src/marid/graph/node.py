@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -322,14 +322,6 @@ def last_write(storage: Storage | None) -> Node | None:
     return storage.last_write
 
 
-def input_values(node: Node) -> Iterator[Value]:
-    """The values ``node`` is called with, in argument order; none once it has run."""
-    if node.args is not None:
-        yield from values_in(node.args)
-        for _, arg in node.kwargs or ():
-            yield from values_in((arg,))
-
-
 def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
     """How many elements lie from a tensor's first to its last, both counted; 0 where there are none."""
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -339,22 +331,3 @@ def strides_alike(stride: tuple[int, ...], spec: Spec) -> bool:
     """Whether strides differ from those of ``spec`` at most where they do not matter."""
     steps = zip(stride, spec.stride, spec.shape, strict=True)
     return spec.numel == 0 or all(a == b or size == 1 for a, b, size in steps)
-
-
-def placed(arg: Any, place: Callable[[Value], Any]) -> Any:
-    """An argument with what ``place`` says in place of its values."""
-    if isinstance(arg, (Node, Output)):
-        return place(arg)
-    return [placed(item, place) for item in arg] if type(arg) is tuple else arg
-
-
-def values_in(args: tuple[Any, ...]) -> Iterator[Value]:
-    """The values among arguments. Arguments nest one deep at most: a tensor, or a list of tensors."""
-    for arg in args:
-        kind = type(arg)
-        if kind is Node or kind is Output:
-            yield arg
-        elif kind is tuple:
-            for item in arg:
-                if type(item) is Node or type(item) is Output:
-                    yield item

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from marid.graph.node import Node, Output, Spec, Value, root_of, values_in
+from marid.graph.arguments import values_in
+from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.graph.program import Constant, ListOf, Param, Program, Slot
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import weakref
 
-from marid.graph.node import Node, Operation, Spec, Value, fail_like, failures, input_values
+from marid.graph.arguments import input_values
+from marid.graph.node import Node, Operation, Spec, Value, fail_like, failures
 from marid.native import module
 
 

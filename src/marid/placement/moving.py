@@ -71,16 +71,9 @@ class Together(TorchFunctionMode):
         is a cache, stays what it is."""
         if not hasattr(self._own, "copies"):
             return args, kwargs  # not within the model, whose copies these would be
-        return tuple(self._argument(one, target) for one in args), {
-            name: self._argument(one, target) for name, one in kwargs.items()
-        }
-
-    def _argument(self, value: Any, target: torch.device) -> Any:
-        if isinstance(value, Tensor):
-            return self._brought(value, target)
-        if type(value) is tuple:
-            return tuple(self._argument(one, target) for one in value)
-        return value
+        given, bring = (args, tuple(kwargs.items())), lambda one: self._brought(one, target)
+        args, pairs = _pytree.tree_map_only(Tensor, bring, given, is_leaf=lambda one: type(one) is not tuple)
+        return args, dict(pairs)
 
     def unhook(self) -> None:
         """Not be in force any more."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from marid.graph.arguments import input_values, values_in
 from marid.graph.computation import ComputationGraph, Meaning, Recorded
-from marid.graph.node import Node, Value, input_values, root_of, values_in
+from marid.graph.node import Node, Value, root_of
 from marid.graph.program_nodes import nodes_of_program as nodes_of
 from marid.ops.facts import facts_of
 from marid.report.operator_times import Profile

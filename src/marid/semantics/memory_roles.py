@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from marid.graph.node import Node, Value, input_values, root_of
+from marid.graph.arguments import input_values
+from marid.graph.node import Node, Value, root_of
 from marid.semantics.caches import grows
 from marid.semantics.marks import marks
 from marid.semantics.scopes import BACKWARD, FORWARD, OPTIMIZER

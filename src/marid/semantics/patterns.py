@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from marid.graph.arguments import map_leaves
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Operation, Output, Spec, Value
 from marid.graph.program_nodes import Held
@@ -106,9 +106,8 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        convert = lambda arg: pytree.tree_map_only(torch.Tensor, self.value_of, arg)  # noqa: E731
-        given = tuple([_tuples(convert(arg)) for arg in args])
-        named = tuple([(name, _tuples(convert(arg))) for name, arg in (kwargs or {}).items()])
+        convert = lambda leaf: self.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        given, named = map_leaves(convert, (tuple(args), tuple((kwargs or {}).items())), tuple)
         schema = func._schema
         view = any(arg.alias_info is not None and not arg.alias_info.is_write for arg in schema.arguments)
         op = Operation(func, schema.is_mutable, view)
@@ -130,10 +129,6 @@ class _Tracer(TorchDispatchMode):
         node.outs = [Held(out) for out in outs]  # pyright: ignore[reportAttributeAccessIssue]
         self.nodes.append(node)
         return made
-
-
-def _tuples(arg: Any) -> Any:
-    return tuple([_tuples(item) for item in arg]) if isinstance(arg, (list, tuple)) else arg
 
 
 def _spec(tensor: torch.Tensor) -> Spec:

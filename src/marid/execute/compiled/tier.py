@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from marid import policy
 from marid.built import the_compiler
@@ -302,7 +303,7 @@ def _entry(found: Entry | Job) -> Entry | None:
 
 def _hints(values: tuple[int, ...], general: dict[str, Any]) -> list[int]:
     """Examples of the sizes for the compiler, none of them equal to one that does not change."""
-    taken = set(_integers(general))
+    taken = {leaf for leaf in tree_leaves(general) if type(leaf) is int}
     hints: list[int] = []
     for value in values:
         hint = max(value, 2)
@@ -311,17 +312,6 @@ def _hints(values: tuple[int, ...], general: dict[str, Any]) -> list[int]:
         taken.add(hint)
         hints.append(hint)
     return hints
-
-
-def _integers(item: Any) -> Iterator[int]:
-    if isinstance(item, dict):
-        for value in item.values():
-            yield from _integers(value)
-    elif isinstance(item, list):
-        for value in item:
-            yield from _integers(value)
-    elif type(item) is int:
-        yield item
 
 
 def _copies(specs: Specs, part: Partition) -> int:

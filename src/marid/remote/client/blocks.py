@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from marid.engine.protocol import Geometry
-from marid.graph.node import Node, Spec, Value, fail, failure_of, input_values, root_of, span_of, without_frames
+from marid.graph.arguments import input_values
+from marid.graph.node import Node, Spec, Value, fail, failure_of, root_of, span_of, without_frames
 from marid.graph.program import Task
 from marid.semantics.marks import marks
 from marid.semantics.memory_roles import ACTIVATION, INPUT, made_as, written_as

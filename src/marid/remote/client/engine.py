@@ -22,7 +22,8 @@ from marid.engine.memory_limit import refuse_beyond
 from marid.engine.protocol import Called, Engine, Geometry, GiveBack, Need, Returned
 from marid.engine.snapshot import snapshot
 from marid.errors import LazyTensorError, MaterializationError, WireError
-from marid.graph.node import Node, Operation, Value, values_in
+from marid.graph.arguments import values_in
+from marid.graph.node import Node, Operation, Value
 from marid.graph.prepared import Prepared
 from marid.graph.program import bind
 from marid.remote.client import blocks

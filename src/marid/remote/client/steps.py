@@ -14,7 +14,8 @@ from marid.engine.plain import as_int, as_list, as_text, spec_from
 from marid.engine.protocol import Called, Returned
 from marid.errors import WireError
 from marid.execute.residency import ROLES
-from marid.graph.node import Operation, Spec, Value, placed
+from marid.graph.arguments import leaves, map_leaves, placed
+from marid.graph.node import Operation, Spec, Value
 from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec, role_of
 from marid.remote.client.contents import Content, FileContent
 from marid.remote.client.link import Link
@@ -239,7 +240,8 @@ class CallStep(Step):
     def __init__(self, request: Call, site: Any) -> None:
         self._request = request
         self.operator = request.operator
-        self.inputs = tuple([arg.number for arg in _handles((*request.args, *[arg for _, arg in request.kwargs]))])
+        given = leaves((request.args, request.kwargs))
+        self.inputs = tuple([arg.number for arg in given if isinstance(arg, Handle)])
         self.base = request.base
         self.site = site
         self._settings = current()
@@ -279,7 +281,7 @@ class CallStep(Step):
         ``WireError``."""
         parts = _Returns(memory, buffers, self)
         try:
-            returned = parts.read(self.result["returned"])
+            returned = map_leaves(parts.read, self.result["returned"])
             geometries = [geometry_of_spec(spec_from(spec)) for spec in self.result["arguments"]]
             state = self.result["state"]
             after = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
@@ -296,14 +298,6 @@ class CallStep(Step):
         return Called(returned, geometries, after)
 
 
-def _handles(args: Iterable[Any]) -> Iterable[Handle]:
-    for arg in args:
-        if isinstance(arg, Handle):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from _handles(arg)
-
-
 class _Returns:
     """Reads what an operator returned, noting the new ``blocks`` and ``handles``, and the ``extra`` ones: further
     handles of its arguments."""
@@ -318,8 +312,6 @@ class _Returns:
         self._base = step.base
 
     def read(self, item: Any) -> Any:
-        if isinstance(item, list):
-            return [self.read(one) for one in item]
         if not isinstance(item, dict):
             return item
         if "c" in item:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from marid.graph.arguments import map_leaves
 from marid.graph.node import Operation
 from marid.report.units import bytes_text
 
@@ -31,19 +32,15 @@ def returned_bytes(op: Operation, args: list[Any], kwargs: dict[str, Any], tenso
         return 0
 
     def bare(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
-        return [bare(part) for part in item] if isinstance(item, list) else item
+        if not isinstance(item, torch.Tensor):
+            return item
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
 
     where = {"device": "meta"} if op.factory and any(a.name == "device" for a in op.func._schema.arguments) else {}
+    named = {name: map_leaves(bare, arg) for name, arg in kwargs.items()}
     try:
-        returned = op.func(*bare(args), **{name: bare(arg) for name, arg in kwargs.items()}, **where)
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ):  # it says so itself, or its result depends on data
+        returned = op.func(*map_leaves(bare, args), **named, **where)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it says so itself, or its result depends on data
         return sum(tensor.numel() * 8 * max(tensor.dim(), 1) for tensor in tensors)
     results = [returned] if isinstance(returned, torch.Tensor) else returned
     if not isinstance(results, (list, tuple)):

@@ -16,6 +16,7 @@ from marid.engine.plain import dtype_name, spec_to
 from marid.errors import WireError
 from marid.execute.interrupted import Interrupted
 from marid.execute.residency import ROLES
+from marid.graph.arguments import map_leaves
 from marid.recent import Recent
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES
@@ -217,29 +218,27 @@ class Workspace:
         op = operator_named(request.operator)
         check_call(op, request.args, request.kwargs)
         tensors: list[torch.Tensor] = []
-        args = [self._argument(arg, tensors) for arg in request.args]
-        kwargs = {name: self._argument(arg, tensors) for name, arg in request.kwargs}
+
+        def concrete(leaf: Any) -> Any:
+            if not isinstance(leaf, Handle):
+                return leaf
+            tensors.append(self._tensor(leaf.number))
+            return tensors[-1]
+
+        args = map_leaves(concrete, list(request.args), list)
+        kwargs = {name: map_leaves(concrete, arg, list) for name, arg in request.kwargs}
         called = self.executor.call(op, args, kwargs, tensors, request.state, self._held)
         made: list[torch.Tensor] = []
-        returned = self._returned(called.returned, request.base, made)
+        returned = map_leaves(lambda item: self._returned(item, request.base, made), called.returned)
         for index, tensor in enumerate(made):
             self.keep(request.base + index, tensor)
         geometries = [spec_to(spec_of(tensor)) for tensor in tensors]
         state = None if called.state is None else called.state.numpy().tobytes()
         return {"returned": returned, "arguments": geometries, "state": state}
 
-    def _argument(self, arg: Any, tensors: list[torch.Tensor]) -> Any:
-        if isinstance(arg, Handle):
-            tensors.append(self._tensor(arg.number))
-            return tensors[-1]
-        if isinstance(arg, list):
-            return [self._argument(item, tensors) for item in arg]
-        return list(arg) if isinstance(arg, tuple) else arg
-
     def _returned(self, item: Any, base: int, made: list[torch.Tensor]) -> Any:
-        """What an operator returned as plain data: ``{"t": [handle, spec, layout, same as, base]}`` for a tensor."""
-        if isinstance(item, list):
-            return [self._returned(part, base, made) for part in item]
+        """A part of what an operator returned as plain data: ``{"t": [handle, spec, layout, same as, base]}`` for a
+        tensor."""
         if hasattr(item, "layout"):
             if item.layout is not None:
                 return {"t": [None, None, item.layout, None, None]}
