@@ -27,7 +27,7 @@ from marid.execute.table import Table, Untranslatable, donors, translate
 from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Spec
 from marid.graph.prepared import Replay
-from marid.graph.program import Instruction, ListOf, Param, Program, Slot, Task
+from marid.graph.program import Instruction, Param, Program, Task, filled
 from marid.recent import Recent
 from marid.settings import settings
 
@@ -251,13 +251,9 @@ def _arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """What an instruction is called with."""
 
-    def value_of(arg: Any) -> Any:
-        if isinstance(arg, Slot):
-            return tensors[arg.index]
-        if isinstance(arg, Param):
-            return generator(params[arg.index]) if arg.draw else params[arg.index]
-        if isinstance(arg, ListOf):
-            return [value_of(item) for item in arg.items]
-        return arg.value
+    def number_of(param: Param) -> Any:
+        return generator(params[param.index]) if param.draw else params[param.index]
 
-    return [value_of(a) for a in instruction.args], {name: value_of(a) for name, a in instruction.kwargs}
+    tensor_of = tensors.__getitem__
+    args = [filled(arg, tensor_of, number_of, list) for arg in instruction.args]
+    return args, {name: filled(arg, tensor_of, number_of, list) for name, arg in instruction.kwargs}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from marid.graph.program import ListOf, Param, Program, Slot
+from marid.graph.program import Param, Program, filled
 
 
 def source_of(program: Program, dying: list[list[int]]) -> str:
@@ -13,14 +13,14 @@ def source_of(program: Program, dying: list[list[int]]) -> str:
     constants = itertools.count()
     lines = ["def program(inputs, c, generator):"]
 
+    def number(param: Param) -> str:
+        return f"c[{param.index}]" if not param.draw else f"generator(c[{param.index}])"
+
+    def constant(value: Any) -> str:
+        return repr(value) if _is_literal(value) else f"k{next(constants)}"
+
     def text_of(arg: Any) -> str:
-        if isinstance(arg, Slot):
-            return f"t{arg.index}"
-        if isinstance(arg, Param):
-            return f"c[{arg.index}]" if not arg.draw else f"generator(c[{arg.index}])"
-        if isinstance(arg, ListOf):
-            return f"[{', '.join(text_of(item) for item in arg.items)}]"
-        return repr(arg.value) if _is_literal(arg.value) else f"k{next(constants)}"
+        return filled(arg, "t{}".format, number, lambda items: f"[{', '.join(items)}]", constant)
 
     if program.input_slots:
         lines.append(f" [{_names(program.input_slots)}] = inputs")

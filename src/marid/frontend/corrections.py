@@ -14,7 +14,7 @@ from marid.frontend import handles, infer
 from marid.frontend.calls import NOT_RECORDED, taken_from
 from marid.frontend.record import recorder_of
 from marid.graph.node import Node, Spec
-from marid.graph.program import ListOf, Param, Slot
+from marid.graph.program import filled
 
 
 def correct(misprediction: Misprediction) -> None:
@@ -23,8 +23,13 @@ def correct(misprediction: Misprediction) -> None:
     if instruction.op.func.namespace == "marid":  # a compiled part stands for other operators
         return
     recorder = recorder_of(instruction.op.func)
-    args = tuple([_given(arg, misprediction) for arg in instruction.args])
-    kwargs = {name: _given(arg, misprediction) for name, arg in instruction.kwargs if name not in NOT_RECORDED}
+
+    def given(arg: Any) -> Any:
+        specs, params = misprediction.specs, misprediction.params
+        return filled(arg, lambda slot: _StandIn(specs[slot]), lambda param: params[param.index], list)
+
+    args = tuple([given(arg) for arg in instruction.args])
+    kwargs = {name: given(arg) for name, arg in instruction.kwargs if name not in NOT_RECORDED}
     key, values, named, _ = taken_from(_StandIn, args, kwargs, recorder.exact_floats, recorder.exact_lists)
     infer.try_large_calls(recorder.func)
     if recorder.deriver is not None:
@@ -49,14 +54,3 @@ class _StandIn:
     def __init__(self, of: Spec | None) -> None:
         assert of is not None
         self._value = Node(0, None, None, None, handles.spec_like(of, of.device), None, None, None)
-
-
-def _given(arg: Any, misprediction: Misprediction) -> Any:
-    """An argument as the operator was called with it."""
-    if isinstance(arg, Slot):
-        return _StandIn(misprediction.specs[arg.index])
-    if isinstance(arg, Param):
-        return misprediction.params[arg.index]
-    if isinstance(arg, ListOf):
-        return [_given(item, misprediction) for item in arg.items]
-    return arg.value

@@ -18,7 +18,7 @@ The key is the whole structure, not a digest of it: two programs are the same on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,24 @@ class ListOf:
     """A list with tensors (or None) in it."""
 
     items: tuple[Any, ...]
+
+
+def filled(
+    arg: Any,
+    tensor: Callable[[int], Any],
+    number: Callable[[Param], Any],
+    listed: Callable[[list[Any]], Any] = tuple,
+    constant: Callable[[Any], Any] | None = None,
+) -> Any:
+    """An argument of an instruction with what these make of the slots, parameters, lists and constants in it."""
+    kind = type(arg)
+    if kind is Slot:
+        return tensor(arg.index)
+    if kind is Param:
+        return number(arg)
+    if kind is ListOf:
+        return listed([filled(item, tensor, number, listed, constant) for item in arg.items])
+    return arg.value if constant is None else constant(arg.value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from marid.graph.arguments import values_in
 from marid.graph.node import Node, Output, Spec, Value, root_of
-from marid.graph.program import Constant, ListOf, Param, Program, Slot
+from marid.graph.program import Param, Program, filled
 
 
 def nodes_of_program(
@@ -21,10 +21,13 @@ def nodes_of_program(
         for index, slot in enumerate(program.input_slots)
     }
 
+    def number_of(param: Param) -> Any:
+        return params[param.index] if param.index < len(params) else None
+
     nodes = []
     for index, (instruction, site, scope) in enumerate(zip(program.instructions, sites, scopes, strict=True)):
-        args = tuple([_argument(arg, values, params) for arg in instruction.args])
-        kwargs = tuple([(name, _argument(arg, values, params)) for name, arg in instruction.kwargs])
+        args = tuple([filled(arg, values.__getitem__, number_of) for arg in instruction.args])
+        kwargs = tuple([(name, filled(arg, values.__getitem__, number_of)) for name, arg in instruction.kwargs])
         first = next(values_in(args), None)
         root = root_of(first) if instruction.op.view and first is not None else None
         node = Node(index, instruction.op, args, kwargs, None, root, site, scope)
@@ -41,17 +44,6 @@ def nodes_of_program(
             node.outs = outs  # pyright: ignore[reportAttributeAccessIssue]
         nodes.append(node)
     return nodes, values
-
-
-def _argument(arg: Any, values: dict[int, Value], params: Sequence[Any]) -> Any:
-    if isinstance(arg, Slot):
-        return values[arg.index]
-    if isinstance(arg, Param):
-        return params[arg.index] if arg.index < len(params) else None
-    if isinstance(arg, ListOf):
-        return tuple([_argument(item, values, params) for item in arg.items])
-    assert isinstance(arg, Constant)
-    return arg.value
 
 
 class Held:

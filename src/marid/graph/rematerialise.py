@@ -25,7 +25,7 @@ import torch
 
 from marid.graph.analysis import Analysis, analysis_of, forecast
 from marid.graph.node import Spec
-from marid.graph.program import Constant, Instruction, ListOf, Program, Result, Slot
+from marid.graph.program import Constant, Instruction, ListOf, Program, Result, Slot, filled
 from marid.ops.facts import facts_of
 
 
@@ -309,9 +309,8 @@ class _Rewriter:
                 self._existing.setdefault(root, set()).add(recorded.slot)
 
     def _renamed(self, arg: Any) -> Any:
-        if isinstance(arg, Slot):
-            return Slot(self._names[arg.index])
-        return ListOf(tuple([self._renamed(item) for item in arg.items])) if isinstance(arg, ListOf) else arg
+        rename = lambda slot: Slot(self._names[slot])  # noqa: E731
+        return filled(arg, rename, lambda param: param, lambda items: ListOf(tuple(items)), Constant)
 
     def _drop(self, root: int) -> None:
         for slot in self._existing.pop(root):

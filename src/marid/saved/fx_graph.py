@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from marid.graph.fx import to_fx
 from marid.graph.node import Node, Value
 from marid.graph.program_nodes import nodes_of_program
 from marid.replay.places import is_draw
 from marid.saved.reading import Plan, Result
-from marid.saved.structure import mapped
 
 
 def graph_of(plan: Plan) -> torch.fx.GraphModule:
@@ -44,7 +44,7 @@ def graph_of(plan: Plan) -> torch.fx.GraphModule:
         # None for what it returns and does not work on
         return values[leaf.of] if leaf.kind in ("output", "input") else places.get((leaf.kind, leaf.of))
 
-    return to_fx(operations, sources, mapped(plan.results, result), None, "SavedProgram")
+    return to_fx(operations, sources, tree_map(result, plan.results), None, "SavedProgram")
 
 
 def _plain(name: str, taken: set[str]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree
+from torch.utils._pytree import tree_leaves
 
 from marid.engine.inprocess import concretely
 from marid.engine.safetensors import Entry, read_file, read_metadata
@@ -22,7 +23,7 @@ from marid.replay.recording import CONSTANT, HOST, MADE, OUTPUT, TENSOR, UPLOAD,
 from marid.replay.state_check import Snapshot, same_number
 from marid.replay.template import Template
 from marid.saved.json_text import DIGEST, ENTRY
-from marid.saved.structure import fitted, leaves_of
+from marid.saved.structure import fitted
 from marid.semantics.tracebacks import folded
 
 if TYPE_CHECKING:
@@ -145,8 +146,8 @@ class SavedProgram:
         self._specs = [_spec(plan, slot) for slot, _ in self._given]
         self._written = [slot in analysis.written for slot, _ in self._given]
         seen = {analysis.roots[slot] for slot in program.output_slots} | analysis.written
-        seen |= {leaf.of for leaf in leaves_of(plan.results) if leaf.kind == "input"}
-        on_host = {leaf.number for leaf in leaves_of(plan.arguments) if leaf.on_host}
+        seen |= {leaf.of for leaf in tree_leaves(plan.results) if leaf.kind == "input"}
+        on_host = {leaf.number for leaf in tree_leaves(plan.arguments) if leaf.on_host}
         self._fresh = [of in on_host and slot in seen for slot, of in self._given]  # as the function made a copy
         refs: dict[int, Ref] = {slot: (TENSOR, i) for i, (slot, _) in enumerate(self._given)}
         lazy, origins = list(state), []
@@ -209,7 +210,7 @@ class SavedProgram:
     ) -> tuple[list[Made], list[tuple[str, Any]]]:
         made: dict[int, Made] = {}
         results: list[tuple[str, Any]] = []
-        for leaf in leaves_of(plan.results):
+        for leaf in tree_leaves(plan.results):
             if leaf.kind == "input" and refs[leaf.of][0] == TENSOR:
                 results.append(refs[leaf.of])
             elif leaf.kind in ("output", "input"):

@@ -11,6 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils._pytree import tree_leaves
+
 from marid.engine.plain import as_int, as_list, as_text, spec_from
 from marid.errors import WireError
 from marid.frontend import handles, random
@@ -24,7 +26,7 @@ from marid.replay.places import is_draw
 from marid.saved.counting import Counting
 from marid.saved.json_text import Numbers, part_of, parts_of, slot_of, text_from
 from marid.saved.sizes import check_sizes, is_dense
-from marid.saved.structure import leaves_of, rebuilt, value_from
+from marid.saved.structure import rebuilt, value_from
 from marid.semantics.scopes import Site, current_scope
 
 _NODES = 1 << 19
@@ -99,7 +101,7 @@ class Plan:
         nodes = _Nodes(data, specs, arguments, names, state)
         results = rebuilt(data.get("results"), lambda leaf: _result(leaf, len(arguments), names))
         draws = [_drawn(one, specs, device) for one in as_list(data.get("draws"), _MOST, "its draws")]
-        nodes.check_returned([leaf.of for leaf in leaves_of(results) if leaf.kind == "input"])
+        nodes.check_returned([leaf.of for leaf in tree_leaves(results) if leaf.kind == "input"])
         program, numbers, computed = nodes.program(text, results, len(draws))
         counting = Counting.read(part_of(data, "counters", dict), computed)
         slots = nodes.specs(program)
@@ -198,7 +200,7 @@ class _Nodes:
 
     def program(self, text: str, results: Any, draws: int) -> tuple[Program, list[Any], list[tuple[int, Any]]]:
         """The program, its numbers, and those of them that are computed."""
-        wanted = list(dict.fromkeys(one.of for one in leaves_of(results) if one.kind == "output"))
+        wanted = list(dict.fromkeys(one.of for one in tree_leaves(results) if one.kind == "output"))
         if wanted != self._outputs:
             raise WireError("its outputs are not those of its results")
         parts = [list(self._targets), list(self.sources), wanted, self._instructions]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from marid.errors import UnsupportedOperationError
 from marid.frontend import handles, random
@@ -21,7 +22,6 @@ from marid.replay.places import ChangesState
 from marid.replay.reachable import Reached, reach
 from marid.replay.recording import Recording
 from marid.saved.sizes import is_dense
-from marid.saved.structure import mapped
 from marid.semantics.scopes import meet
 from marid.settings import settings
 
@@ -123,7 +123,7 @@ def _copied(examples: tuple[Any, ...]) -> tuple[Any, ...]:
         return copies[-1]
 
     with torch.no_grad():
-        made = mapped(examples, copy)
+        made = tree_map(copy, examples)
     materialize(copies, "save_program()")
     return made
 

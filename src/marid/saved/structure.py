@@ -63,23 +63,6 @@ def rebuilt(data: Any, leaf: Callable[[dict[str, Any]], Any], depth: int = 0) ->
     return tuple(made) if kind == "tuple" else made
 
 
-def mapped(thing: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same structure with what ``leaf`` makes of its leaves."""
-    kind = type(thing)
-    if kind is tuple or kind is list:
-        return kind([mapped(item, leaf) for item in thing])
-    return {key: mapped(item, leaf) for key, item in thing.items()} if kind is dict else leaf(thing)
-
-
-def leaves_of(thing: Any) -> list[Any]:
-    """The leaves of what ``rebuilt`` has made, in order."""
-    if type(thing) is dict:
-        thing = list(thing.values())
-    if type(thing) is tuple or type(thing) is list:
-        return [leaf for item in thing for leaf in leaves_of(item)]
-    return [thing]
-
-
 def fitted(thing: Any, expected: Any, place: str, leaf: Callable[[Any, Any, str], None]) -> None:
     """Call ``leaf`` with each leaf of ``thing``, its counterpart in ``expected``, and where it is. Raises ``TypeError``
     where the structures differ."""

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from marid.graph.computation import Recorded
 from marid.graph.node import Node, Operation, Output, Spec, Value
-from marid.graph.program import Instruction, ListOf, Param, Slot
+from marid.graph.program import Instruction, Param, Slot, filled
 from marid.semantics.roofline import Machine
 
 _COPIES = {
@@ -83,21 +83,21 @@ def flops_of(recorded: Recorded, node: Node) -> int:
 def flops_of_instruction(instruction: Instruction, specs: tuple[Spec | None, ...], params: list[Any]) -> int:
     """The same of an instruction of a program that runs with tensors of these specs and with these numbers."""
 
-    def given(arg: Any) -> Any:
-        if isinstance(arg, Slot):
-            spec = specs[arg.index]
-            return () if spec is None else spec.shape
-        if isinstance(arg, ListOf):
-            return tuple(map(given, arg.items))
-        return params[arg.index] if isinstance(arg, Param) else arg.value
+    def shape_of(slot: int) -> tuple[int, ...]:
+        spec = specs[slot]
+        return () if spec is None else spec.shape
+
+    def number_of(param: Param) -> Any:
+        return params[param.index]
 
     def known(slots: Iterable[int]) -> list[Spec]:
         return [spec for slot in slots if (spec := specs[slot]) is not None]
 
     inputs = known(arg.index for arg in instruction.operands() if isinstance(arg, Slot))
     outputs = known(result.slot for result in instruction.results)
-    named = {name: given(arg) for name, arg in instruction.kwargs}
-    return _flops(instruction.op, map(given, instruction.args), named, outputs, inputs)
+    args = (filled(arg, shape_of, number_of) for arg in instruction.args)
+    named = {name: filled(arg, shape_of, number_of) for name, arg in instruction.kwargs}
+    return _flops(instruction.op, args, named, outputs, inputs)
 
 
 def _flops(op: Operation, args: Iterable[Any], kwargs: dict[str, Any], outputs: list[Spec], inputs: list[Spec]) -> int:
