@@ -402,10 +402,10 @@ def test_a_body_made_by_hand_is_a_program() -> None:
         pytest.param(_one(0, 1, named=["out", 0]), id="an argument that is not there"),
         pytest.param(_one(0, 1, named=["alpha"]), id="a name without a value"),
         pytest.param(_one(0, 1, named=["alpha", 0]), id="a tensor for a number"),
-        pytest.param(_one(0, ["s", "x"]), id="a text for a tensor"),
+        pytest.param(_one(0, {"str": "x"}), id="a text for a tensor"),
         pytest.param(_one(0, None), id="None for a tensor"),
         pytest.param(_one(0, "g"), id="a random position for a tensor"),
-        pytest.param(_one(0, ["l", [1]]), id="a list for a tensor"),
+        pytest.param(_one(0, [1]), id="a list for a tensor"),
         pytest.param(_one(0, 2), id="its own result"),
         pytest.param(_one(0, 1.5), id="a bare number"),
         pytest.param(_one(0, {"x": 1}), id="a map"),
@@ -416,13 +416,18 @@ def test_a_body_made_by_hand_is_a_program() -> None:
         pytest.param(_one(0, 0, op="aten.topk.default", results=[2, [0]]), id="a tensor for an integer"),
         pytest.param(_one(0, "p", op="aten.topk.default", results=[2, [2]]), id="a third result of two"),
         pytest.param(_one(0, "p", op="aten.topk.default", results=[2, []]), id="two results as one"),
-        pytest.param(_one(["l", [0, None]], op="aten.cat.default"), id="None in a list of tensors"),
-        pytest.param(_one(["l", [["l", [0]]]], op="aten.cat.default"), id="a list in a list"),
-        pytest.param(_one(0, ["t", "float7"], op="aten.prims.default"), id="an operator without overload"),
-        pytest.param(_one(0, op="aten._to_copy.default", named=["dtype", ["t", "float7"]]), id="no dtype"),
-        pytest.param(_one(0, op="aten._to_copy.default", named=["memory_format", ["m", 9]]), id="no memory format"),
-        pytest.param(_one(0, op="aten._to_copy.default", named=["device", ["s", "cuda"]]), id="a device"),
-        pytest.param(_one(0, ["s", "x" * 300], op="aten.div.Tensor_mode"), id="a long text"),
+        pytest.param(_one([0, None], op="aten.cat.default"), id="None in a list of tensors"),
+        pytest.param(_one([[0]], op="aten.cat.default"), id="a list in a list"),
+        pytest.param(_one(0, {"dtype": "float7"}, op="aten.prims.default"), id="an operator without overload"),
+        pytest.param(_one(0, op="aten._to_copy.default", named=["dtype", {"dtype": "float7"}]), id="no dtype"),
+        pytest.param(
+            _one(0, op="aten._to_copy.default", named=["memory_format", {"memory_format": "other"}]),
+            id="no memory format",
+        ),
+        pytest.param(_one(0, op="aten._to_copy.default", named=["device", {"str": "cuda"}]), id="a device"),
+        pytest.param(
+            _one(0, 1, named=["rounding_mode", {"str": "x" * 300}], op="aten.div.Tensor_mode"), id="a long text"
+        ),
     ],
 )
 def test_bodies_that_are_no_programs_are_refused(body: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parts of messages and of saved programs as plain data: whole numbers, texts, dtypes, numbers of runs, specs.
+"""Parts of messages and saved programs as plain data: whole numbers, texts, dtypes, constants, numbers of runs, specs.
 
 What is read was written by somebody else: each part has bounds, and what does not fit raises ``WireError``.
 """
@@ -53,8 +53,6 @@ _DTYPES = {
         *(torch.complex32, torch.complex64, torch.complex128),
     )
 }
-MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
-"""They travel as positions in this."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -72,6 +70,48 @@ def dtype_named(name: Any) -> torch.dtype:
     if dtype is None:
         raise WireError(f"there is no dtype {str(name)[:40]!r}")
     return dtype
+
+
+# --- the constants of a program --------------------------------------------------------------------------------------
+
+_TEXT = 256  # the longest text
+_FORMATS = {
+    str(one).removeprefix("torch."): one
+    for one in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+}
+
+
+def constant_to(value: Any) -> Any:
+    """An argument that is part of a program as plain data: None and booleans as they are, the rest tagged. Raises
+    ``WireError``."""
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is str:
+        return {"str": value}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.memory_format):
+        return {"memory_format": str(value).removeprefix("torch.")}
+    if value is torch.strided:
+        return {"layout": "strided"}
+    raise WireError(f"a program with {value!r} in it cannot be sent or saved")
+
+
+def constant_from(data: Any) -> Any:
+    """What ``constant_to`` was given. Raises ``WireError``."""
+    if data is None or type(data) is bool:
+        return data
+    if type(data) is dict and len(data) == 1:
+        ((tag, value),) = data.items()
+        if tag == "str":
+            return as_text(value, _TEXT, "a text")
+        if tag == "dtype":
+            return dtype_named(value)
+        if tag == "memory_format" and type(value) is str and value in _FORMATS:
+            return _FORMATS[value]
+        if tag == "layout" and value == "strided":
+            return torch.strided
+    raise WireError(f"{str(data)[:40]!r} is no argument of an operator")
 
 
 # --- the numbers of a run --------------------------------------------------------------------------------------------

@@ -34,17 +34,14 @@ import json
 import math
 from typing import Any
 
-import torch
-
-from marid.engine.plain import MEMORY_FORMATS, as_int, as_list, as_text, dtype_name
+from marid.engine.plain import as_int, as_list, as_text, constant_to
 from marid.errors import WireError
-from marid.graph.program import Constant, ListOf, Param, Slot
+from marid.graph.program import filled
 
 FORMAT, VERSION = "marid.program", 1
 ENTRY, DIGEST = "marid.program", "marid.program.sha256"
 _TEXTS = 4096  # the longest text in a file
 _SLOTS = 1 << 20
-_FORMATS = {str(one).removeprefix("torch."): index for index, one in enumerate(MEMORY_FORMATS)}
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -136,25 +133,7 @@ def number_from(data: Any) -> Any:
 
 def argument_to(arg: Any, number: Any) -> Any:
     """An argument of an instruction as JSON; ``number`` gives the JSON of a parameter."""
-    if isinstance(arg, Slot):
-        return name_of(arg.index)
-    if isinstance(arg, Param):
-        return number(arg.index)
-    if isinstance(arg, ListOf):
-        return [argument_to(item, number) for item in arg.items]
-    assert isinstance(arg, Constant)
-    value = arg.value
-    if value is None or type(value) is bool:
-        return value
-    if type(value) is str:
-        return {"str": value}
-    if isinstance(value, torch.dtype):
-        return {"dtype": dtype_name(value)}
-    if isinstance(value, torch.memory_format):
-        return {"memory_format": str(value).removeprefix("torch.")}
-    if value is torch.strided:
-        return {"layout": "strided"}
-    raise WireError(f"a program with {value!r} in it cannot be saved")
+    return filled(arg, name_of, lambda param: number(param.index), list, constant_to)
 
 
 class Numbers:
@@ -176,23 +155,13 @@ class Numbers:
         if type(arg) is str:
             return slot_of(arg)
         if type(arg) is list:
-            if all(map(_is_number, arg)):
-                return self._list(arg)
-            return ["l", [self.wire(item) for item in arg]]
+            return self._list(arg) if all(map(_is_number, arg)) else [self.wire(item) for item in arg]
         if _is_number(arg):
             return self._one(arg)
-        if type(arg) is dict and len(arg) == 1:
-            ((tag, value),) = arg.items()
-            if tag == "draw":
-                self.values.append(("draw", as_int(value, 0, _SLOTS, "a draw")))
-                return "g"
-            if tag == "memory_format" and type(value) is str and value in _FORMATS:
-                return ["m", _FORMATS[value]]
-            if tag == "layout" and value == "strided":
-                return ["y"]
-            if tag in ("str", "dtype"):
-                return [tag[0] if tag == "str" else "t", as_text(value, 256, "a text")]
-        raise WireError(f"{str(arg)[:40]!r} is no argument of an operator")
+        if type(arg) is dict and arg.keys() == {"draw"}:
+            self.values.append(("draw", as_int(arg["draw"], 0, _SLOTS, "a draw")))
+            return "g"
+        return arg  # a constant, which is the same in both
 
     def _one(self, number: Any) -> str:
         if _is_computed(number):

@@ -15,7 +15,7 @@ import msgpack
 
 from marid.errors import WireError
 
-VERSION = 3
+VERSION = 4
 """Of the protocol; both sides must speak the same one."""
 
 HEADER_BYTES = 1 << 20

@@ -17,13 +17,14 @@ import torch
 
 from marid.engine.plain import (
     LONGEST,
-    MEMORY_FORMATS,
     RANK,
     as_bytes,
     as_int,
     as_list,
     as_text,
     check_sizes,
+    constant_from,
+    constant_to,
     dtype_name,
     dtype_named,
     number_from,
@@ -32,6 +33,8 @@ from marid.engine.plain import (
     spec_to,
 )
 from marid.errors import WireError
+from marid.graph.arguments import map_leaves
+from marid.graph.node import Draw
 from marid.remote.wire.codec import Buffer
 
 HANDLES = 1 << 53
@@ -184,35 +187,18 @@ class Handle:
 def _write_argument(arg: Any) -> Any:
     if isinstance(arg, Handle):
         return {"h": arg.number}
-    if isinstance(arg, (list, tuple)):
-        return [_write_argument(item) for item in arg]
-    if isinstance(arg, torch.dtype):
-        return {"t": dtype_name(arg)}
-    if isinstance(arg, torch.memory_format):
-        return {"m": MEMORY_FORMATS.index(arg)}
-    if arg is torch.strided:
-        return {"y": True}
-    return arg if arg is None or type(arg) in (bool, str) else number_to(arg)
+    return number_to(arg) if isinstance(arg, (int, float, complex, Draw)) else constant_to(arg)
 
 
 def _read_argument(data: Any, depth: int = 0) -> Any:
-    if data is None or type(data) in (bool, str):
-        return data
     if type(data) is list:
         if depth > 1 or len(data) > _ITEMS:
             raise WireError("a list of arguments is too long, or nested")
         return [_read_argument(item, depth + 1) for item in data]
-    if type(data) is dict and len(data) == 1:
-        ((tag, value),) = data.items()
-        if tag == "h":
-            return Handle(as_int(value, 0, HANDLES, "a handle"))
-        if tag == "t":
-            return dtype_named(value)
-        if tag == "m":
-            return MEMORY_FORMATS[as_int(value, 0, len(MEMORY_FORMATS) - 1, "a memory format")]
-        if tag == "y":
-            return torch.strided
-    return number_from(data)
+    if type(data) is dict and data.keys() == {"h"}:
+        return Handle(as_int(data["h"], 0, HANDLES, "a handle"))
+    is_number = type(data) in (int, float) or (type(data) is dict and bool(data.keys() & {"c", "d"}))
+    return number_from(data) if is_number else constant_from(data)
 
 
 def _read_view(data: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -226,7 +212,7 @@ def _read_view(data: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 HANDLE = whole(0, HANDLES, "handle")
 SIZES = wholes(LONGEST, RANK, "sizes")
-ARGUMENT = Kind("argument", _read_argument, _write_argument)
+ARGUMENT = Kind("argument", _read_argument, lambda arg: map_leaves(_write_argument, arg, list))
 VIEW = Kind("offset, shape and stride", _read_view)
 
 

@@ -2,9 +2,10 @@
 
 A body is ``[[operator names], [input slots], [output slots], [instruction, ...]]``, an instruction
 ``[operator index, [argument, ...], [name, argument, ...], [slot, path..., ...]]``. Arguments: a slot is its number; "p"
-is the next number of the run, "g" the next random position; None and booleans are themselves; texts, dtypes, memory
-formats and lists are tagged. A program travels once, compressed, and is then named by the digest of its body, and so do
-geometries: the spec of every slot, ``[[spec, ...], [index by slot, ...]]``. ``worker/program_reader.py`` reads both.
+is the next number of the run, "g" the next random position; lists are themselves, and so are constants as
+``engine/plain.py`` writes them. A program travels once, compressed, and is then named by the digest of its body, and
+so do geometries: the spec of every slot, ``[[spec, ...], [index by slot, ...]]``. ``worker/program_reader.py`` reads
+both.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import zlib
 from typing import Any
 
 import blake3
-import torch
 
-from marid.engine.plain import MEMORY_FORMATS, dtype_name, spec_to
+from marid.engine.plain import constant_to, spec_to
 from marid.errors import WireError
 from marid.graph.node import Spec
-from marid.graph.program import ListOf, Param, Program, Slot
+from marid.graph.program import Program, filled
 from marid.remote.wire.codec import pack_plain
 
 DIGEST_BYTES = 32
@@ -67,24 +67,7 @@ def body_of(program: Program) -> bytes:
 
 
 def _argument_to(arg: Any) -> Any:
-    if isinstance(arg, Slot):
-        return arg.index
-    if isinstance(arg, Param):
-        return "g" if arg.draw else "p"
-    if isinstance(arg, ListOf):
-        return ["l", [_argument_to(item) for item in arg.items]]
-    value = arg.value
-    if value is None or type(value) is bool:
-        return value
-    if type(value) is str:
-        return ["s", value]
-    if isinstance(value, torch.dtype):
-        return ["t", dtype_name(value)]
-    if isinstance(value, torch.memory_format):
-        return ["m", MEMORY_FORMATS.index(value)]
-    if value is torch.strided:
-        return ["y"]
-    raise WireError(f"a program with {value!r} in it cannot be sent")
+    return filled(arg, int, lambda param: "g" if param.draw else "p", list, constant_to)
 
 
 def geometry_of(specs: tuple[Spec | None, ...]) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from marid.engine.plain import MEMORY_FORMATS, as_int, as_list, as_text, dtype_named
+from marid.engine.plain import as_int, as_list, as_text, constant_from
 from marid.errors import WireError
 from marid.graph.node import Draw, Operation
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Result, Slot
@@ -112,23 +112,13 @@ class _Reader:
         if arg == "g" and kind == "Generator":
             self.kinds.append(_is_draw)
             return Param(len(self.kinds) - 1, True)
-        if type(arg) is bool:
-            return Constant(arg) if kind in ("bool", "number", "Tensor", "SymBool") else None
-        if type(arg) is not list or not 0 < len(arg) <= 2:
-            return None
-        tag, value = arg[0], arg[-1]
-        if tag == "l" and type(value) is list and len(value) <= _ITEMS and kind in _LISTS:
-            items = [Constant(None) if x is None and kind == _MAYBE else self._made(x, _LISTS[kind]) for x in value]
+        if type(arg) is list:
+            if len(arg) > _ITEMS or kind not in _LISTS:
+                return None
+            items = [Constant(None) if x is None and kind == _MAYBE else self._made(x, _LISTS[kind]) for x in arg]
             return None if any(item is None for item in items) else ListOf(tuple(items))
-        if tag == "s" and kind == "str":
-            return Constant(as_text(value, 256, "a text"))
-        if tag == "t" and kind == "ScalarType":
-            return Constant(dtype_named(value))
-        if tag == "m" and kind == "MemoryFormat":
-            return Constant(MEMORY_FORMATS[as_int(value, 0, len(MEMORY_FORMATS) - 1, "a memory format")])
-        if tag == "y" and kind == "Layout":
-            return Constant(torch.strided)
-        return None
+        value = constant_from(arg)
+        return Constant(value) if kind in _CONSTANTS.get(type(value), ()) else None
 
     def _results(self, data: Any, op: Operation) -> tuple[Result, ...]:
         listed = as_list(data, 2 * _RESULTS, "results")
@@ -161,6 +151,13 @@ def _leads_to_tensor(path: tuple[int, ...], returns: list[str]) -> bool:
 
 
 _MAYBE = "List[Optional[Tensor]]"
+_CONSTANTS = {
+    bool: ("bool", "number", "Tensor", "SymBool"),
+    str: ("str",),
+    torch.dtype: ("ScalarType",),
+    torch.memory_format: ("MemoryFormat",),
+    torch.layout: ("Layout",),
+}
 _LISTS = {"List[Tensor]": "Tensor", _MAYBE: "Tensor", "List[number]": "number"}
 
 
