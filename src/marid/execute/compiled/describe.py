@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from marid.execute.compiled.arguments import name_of, plain, plain_constant
 from marid.execute.compiled.eligibility import is_row_product
 from marid.execute.compiled.partition import Partition, Specs, arguments_of
 from marid.graph.node import Spec
@@ -60,7 +61,7 @@ def describe(part: Partition, program: Program, specs: Specs, params: list[Any])
             {**_geometry(specs[slot]), "written": written, "base": base, "offset": _offset(part, specs, position)}
             for position, (slot, written, base) in enumerate(zip(part.inputs, part.written, part.bases, strict=True))
         ],
-        "numbers": [_name(number.dtype) for number in part.numbers],
+        "numbers": [name_of(number.dtype) for number in part.numbers],
         "instructions": instructions,
         "outputs": [slots[slot] for slot in part.outputs],
     }
@@ -74,12 +75,12 @@ def _tensors(instruction: Instruction, specs: Specs) -> list[Spec]:
 
 def _geometry(spec: Spec | None) -> dict[str, Any]:
     assert spec is not None
-    return {"size": list(spec.shape), "stride": list(spec.stride), "dtype": _name(spec.dtype)}
+    return {"size": list(spec.shape), "stride": list(spec.stride), "dtype": name_of(spec.dtype)}
 
 
 def geometry_of(tensor: torch.Tensor) -> dict[str, Any]:
     """What a description says of a result."""
-    return {"size": list(tensor.shape), "stride": list(tensor.stride()), "dtype": _name(tensor.dtype)}
+    return {"size": list(tensor.shape), "stride": list(tensor.stride()), "dtype": name_of(tensor.dtype)}
 
 
 def _offset(part: Partition, specs: Specs, position: int) -> int:
@@ -88,28 +89,6 @@ def _offset(part: Partition, specs: Specs, position: int) -> int:
     assert own is not None
     assert base is not None
     return own.offset - base.offset if part.bases[position] >= 0 else 0
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def plain(number: Any) -> Any:
-    """A number as data: floats as text, exact, also those that JSON does not know. Raises ``TypeError``."""
-    if not isinstance(number, (int, float)):
-        raise TypeError(f"{number!r} is no number that a part may have")
-    return {"float": number.hex()} if isinstance(number, float) else number
-
-
-def plain_constant(value: Any) -> Any:
-    """Any other argument than a number as data. Raises ``TypeError``."""
-    if isinstance(value, torch.dtype):
-        return {"dtype": _name(value)}
-    if isinstance(value, torch.memory_format):
-        return {"memory_format": str(value).removeprefix("torch.")}
-    if value is not None and not isinstance(value, (bool, str)):
-        raise TypeError(f"{value!r} is nothing that a part may have")
-    return {"constant": value}
 
 
 # --- symbols -------------------------------------------------------------------------------------------------------

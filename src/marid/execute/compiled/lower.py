@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from marid.execute.compiled.part_graph import PartGraph, Refused, dtype_named, overload_named
+from marid.execute.compiled.arguments import dtype_named
+from marid.execute.compiled.part_graph import PartGraph, Refused, overload_named
 from marid.ops.own_operators import OwnOperator, define
 
 
@@ -199,9 +200,9 @@ class _Builder(PartGraph):
         self.add_inputs([index for index, shape in enumerate(inputs) if shape["base"] < 0])
         for index, shape in enumerate(inputs):
             if shape["base"] >= 0:
-                size, stride = ([self.baked(n) for n in shape[key]] for key in ("size", "stride"))
+                size, stride = ([self.whole(n) for n in shape[key]] for key in ("size", "stride"))
                 base = self.items[shape["base"]]
-                self.items[index] = self.call("as_strided", "default", base, size, stride, self.baked(shape["offset"]))
+                self.items[index] = self.call("as_strided", "default", base, size, stride, self.whole(shape["offset"]))
 
     def module(self) -> torch.fx.GraphModule:
         self.add_calls()
@@ -215,16 +216,16 @@ class _Builder(PartGraph):
         return self.emit(instruction["op"], instruction["overload"], arguments, self.lifted(instruction["args"]))
 
     def size_of(self, instruction: dict[str, Any]) -> list[Any]:
-        return [self.baked(n) for n in instruction["results"][0]["size"]]
+        return [self.whole(n) for n in instruction["results"][0]["size"]]
 
     def lifted(self, arguments: dict[str, Any]) -> bool:
         return any(
             isinstance(value, dict) and ("number" in value or "numbers" in value) for value in arguments.values()
         )
 
-    def baked(self, value: Any) -> Any:
-        if not isinstance(value, dict) or "float" in value:
-            return super().baked(value)
+    def whole(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
         item, chosen, offset = value["e"]
         for index in chosen:
             item = self.graph.call_function(operator.mul, (self.sizes[index], item))

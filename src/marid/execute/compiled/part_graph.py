@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from marid.execute.compiled.arguments import argument_of
+
 
 class Refused(Exception):
     """The part must run flat; the text says why."""
@@ -59,37 +61,11 @@ class PartGraph:
 
     def value(self, value: dict[str, Any]) -> Any:
         """An argument."""
-        if "slot" in value:
-            return self.items[value["slot"]]
-        if "list" in value:
-            return [None if item is None else self.items[item["slot"]] for item in value["list"]]
-        if "number" in value:
-            return self.numbers[value["number"]]
-        if "numbers" in value:
-            return [self.numbers[index] for index in value["numbers"]]
-        if "dtype" in value:
-            return dtype_named(value["dtype"])
-        if "memory_format" in value:
-            found = getattr(torch, value["memory_format"], None)
-            if not isinstance(found, torch.memory_format):
-                raise Refused("no such memory format")
-            return found
-        if "baked" in value:
-            given = value["baked"]
-            return [self.baked(n) for n in given] if isinstance(given, list) else self.baked(given)
-        return value["constant"]
+        return argument_of(value, self.items.__getitem__, self.numbers.__getitem__, self.whole)
 
-    def baked(self, value: Any) -> Any:
-        """A number that is part of the code."""
-        return float.fromhex(value["float"]) if isinstance(value, dict) else value
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """A type. Raises ``Refused``."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise Refused(f"no type {name!r}")
-    return found
+    def whole(self, value: Any) -> Any:
+        """A whole number that is part of the code."""
+        return value
 
 
 def overload_named(name: str, overload: str) -> torch._ops.OpOverload:

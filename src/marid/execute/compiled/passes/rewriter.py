@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from marid.execute.compiled.describe import Description, geometry_of, plain, plain_constant
+from marid.execute.compiled.arguments import dtype_named, plain, plain_constant
+from marid.execute.compiled.describe import Description, geometry_of
 from marid.execute.compiled.eligibility import is_row_product
-from marid.execute.compiled.part_graph import PartGraph, dtype_named
+from marid.execute.compiled.part_graph import PartGraph
 from marid.graph.node import Operation, Spec
 from marid.graph.program import operation_of
 from marid.ops.facts import facts_of
