@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from marid.engine import plain
-from marid.engine.plain import spec_from, spec_to
+from marid.engine.plain import spec_from, spec_of, spec_to
 from marid.errors import WireError
 from marid.execute.accelerator import Host
 from marid.frontend import handles
@@ -29,7 +29,7 @@ from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.program_records import BODY_BYTES, body_of, digest_of, geometry_of, packed, unpacked
 from marid.remote.wire.requests import read_requests
-from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, matches, memory_of, packing_of, spec_of, tensor_of
+from marid.remote.wire.tensors import CHUNK_BYTES, chunks_of, matches, memory_of, packing_of, tensor_of
 from marid.remote.worker.chunk_store import ChunkStore
 from marid.remote.worker.operators import operator_named
 from marid.remote.worker.program_reader import RemoteProgram, geometry_from

@@ -210,8 +210,19 @@ def check_sizes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dt
         raise WireError("a tensor is too large to be addressed")
 
 
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """The spec of a concrete tensor."""
+    offset = int(tensor.storage_offset())
+    return interned(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
 def interned(
-    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, conj: bool, neg: bool
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    conj: bool = False,
+    neg: bool = False,
 ) -> Spec:
     """The one spec with these parts, on device 0."""
     key = (shape, stride, offset, dtype, conj, neg)

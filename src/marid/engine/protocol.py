@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from marid.graph.node import Node, Operation, Value
+from marid.graph.node import Node, Operation, Spec, Value
 from marid.graph.prepared import Prepared
 
 Buffer = Any
@@ -21,17 +21,6 @@ Need = Literal["run", "value", "buffer"]
 """Why values are waited for: to have run, to be read by the host next, or to be handed back to the engine next."""
 
 
-class Geometry(NamedTuple):
-    """How a tensor lies in its memory: sizes in elements, as ``graph.node.Spec``."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    conj: bool = False
-    neg: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Returned:
     """A tensor that an operator returned.
@@ -41,7 +30,7 @@ class Returned:
     """
 
     buffer: Buffer
-    geometry: Geometry | None
+    geometry: Spec | None
     layout: str | None = None
     same_as: int | None = None
     base: int | None = None
@@ -60,7 +49,7 @@ class Called:
     tensor arguments have now; and where the generator stands that it drew from."""
 
     returned: Any
-    geometries: list[Geometry]
+    geometries: list[Spec]
     state: torch.Tensor | None
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from marid.engine.protocol import Called, Geometry, Returned, other_layout
+from marid.engine.plain import spec_of
+from marid.engine.protocol import Called, Returned, other_layout
 from marid.graph.arguments import map_leaves
 from marid.graph.node import Operation
 
@@ -38,7 +39,7 @@ def perform(
 def describe(returned: Any, tensors: list[torch.Tensor], state: torch.Tensor | None) -> Called:
     """What a call did, for a recorder that does not look into tensors."""
     parts = _Parts(tensors)
-    return Called(map_leaves(parts.describe, returned, list), [geometry_of(tensor) for tensor in tensors], state)
+    return Called(map_leaves(parts.describe, returned, list), [spec_of(tensor) for tensor in tensors], state)
 
 
 class _Parts:
@@ -58,10 +59,4 @@ class _Parts:
             return Returned(None, None, layout)
         address = item.untyped_storage().data_ptr()
         base = self._blocks.get(address) if address else None
-        return Returned(item, geometry_of(item), None, self._identities.get(id(item)), base)
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """The geometry of a strided tensor."""
-    offset = int(tensor.storage_offset())
-    return Geometry(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        return Returned(item, spec_of(item), None, self._identities.get(id(item)), base)

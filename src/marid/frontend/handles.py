@@ -109,8 +109,8 @@ def spec(
     return found
 
 
-def spec_like(of: Any, device: int) -> Spec:
-    """The interned spec with the geometry and dtype of ``of`` (a ``Spec`` or a ``Geometry``), on another device."""
+def spec_like(of: Spec, device: int) -> Spec:
+    """The interned spec with the geometry and dtype of ``of``, on another device."""
     return spec(of.shape, of.stride, of.offset, of.dtype, device, of.conj, of.neg)
 
 

@@ -69,7 +69,7 @@ _PREDICTED_BY = {
 
 @dataclass(slots=True)
 class OutSpec:
-    """One returned tensor: where it is in the return value, its spec, and the argument it is a view of, if any.
+    """One returned tensor: where its ``Spec`` is in the return value, and the argument that it is a view of, if any.
 
     ``view_of`` and ``same_as`` count the tensor arguments of the call, in order; ``same_as`` means that the argument
     itself is returned.

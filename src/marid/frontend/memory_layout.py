@@ -22,7 +22,7 @@ class _Look(torch.Tensor):
 
 
 class MemoryLayout(NamedTuple):
-    """Sizes and strides."""
+    """Sizes and strides alone, of what may never exist: rules calculate with them, and have the dtype elsewhere."""
 
     shape: Sizes
     stride: Sizes

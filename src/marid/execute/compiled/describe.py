@@ -79,7 +79,8 @@ def _geometry(spec: Spec | None) -> dict[str, Any]:
 
 
 def geometry_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a description says of a result."""
+    """What a description says of a result: data, in which sizes may become expressions, without what is the same for
+    all that can be compiled."""
     return {"size": list(tensor.shape), "stride": list(tensor.stride()), "dtype": name_of(tensor.dtype)}
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from marid.engine.protocol import Geometry
 from marid.graph.arguments import input_values
-from marid.graph.node import Node, Spec, Value, fail, failure_of, root_of, span_of, without_frames
+from marid.graph.node import Node, Spec, Value, fail, failure_of, root_of, without_frames
 from marid.graph.program import Task
 from marid.semantics.marks import marks
 from marid.semantics.memory_roles import ACTIVATION, INPUT, made_as, written_as
@@ -36,7 +35,7 @@ class Block:
         *("marked", "role", "root", "scope", "site", "role_sent", "version"),
     )
 
-    def __init__(self, root: Geometry, site: Any, nbytes: int | None = None) -> None:
+    def __init__(self, root: Spec, site: Any, nbytes: int | None = None) -> None:
         self.identity = next(_identities)
         self.root = root
         self.nbytes = extent_of(root) if nbytes is None else nbytes
@@ -63,7 +62,7 @@ class RemoteBuffer:
 
     __slots__ = ("__weakref__", "_dropped", "block", "brought", "geometry", "handle")
 
-    def __init__(self, handle: int, geometry: Geometry, block: Block, dropped: deque[tuple[int, Block]]) -> None:
+    def __init__(self, handle: int, geometry: Spec, block: Block, dropped: deque[tuple[int, Block]]) -> None:
         self.handle = handle
         self.geometry = geometry
         self.block = block
@@ -77,30 +76,22 @@ class RemoteBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
-        count = self.geometry.dtype.itemsize
-        for size in self.geometry.shape:
-            count *= size
-        return count
+        return self.geometry.nbytes
 
     def __repr__(self) -> str:
         return f"RemoteBuffer({self.handle}, {list(self.geometry.shape)}, {self.geometry.dtype})"
 
 
-def geometry_of_spec(spec: Spec) -> Geometry:
-    """The same without the device."""
-    return Geometry(spec.shape, spec.stride, spec.offset, spec.dtype, spec.conj, spec.neg)
-
-
-def extent_of(of: Geometry | Spec) -> int:
+def extent_of(of: Spec) -> int:
     """Bytes of memory from its beginning to the last element."""
-    return 0 if 0 in of.shape else (of.offset + span_of(of.shape, of.stride)) * of.dtype.itemsize
+    return (of.offset + of.span) * of.dtype.itemsize if of.numel else 0
 
 
 class Memory:
     """Hands out handles and keeps count of them. ``alive`` maps handles to block and geometry."""
 
     def __init__(self) -> None:
-        self.alive: dict[int, tuple[Block, Geometry]] = {}
+        self.alive: dict[int, tuple[Block, Spec]] = {}
         self._dropped: deque[tuple[int, Block]] = deque()
         self._next = 1
 
@@ -109,7 +100,7 @@ class Memory:
         first, self._next = self._next, self._next + count
         return first
 
-    def made(self, handle: int, geometry: Geometry, block: Block, node: Node | None) -> RemoteBuffer:
+    def made(self, handle: int, geometry: Spec, block: Block, node: Node | None) -> RemoteBuffer:
         """A tensor that is made on the worker, by the operation of ``node`` if there is one."""
         self.alive[handle] = block, geometry
         if node is not None and block.scope is None:
@@ -130,9 +121,9 @@ class Memory:
         for handle in handles:
             self.alive.pop(handle, None)
 
-    def blocks(self) -> dict[int, tuple[Block, list[tuple[int, Geometry]]]]:
+    def blocks(self) -> dict[int, tuple[Block, list[tuple[int, Spec]]]]:
         """The blocks that are alive, by identity, with the handles that lie in each."""
-        found: dict[int, tuple[Block, list[tuple[int, Geometry]]]] = {}
+        found: dict[int, tuple[Block, list[tuple[int, Spec]]]] = {}
         for handle, (block, geometry) in self.alive.items():
             found.setdefault(block.identity, (block, []))[1].append((handle, geometry))
         return found

@@ -19,7 +19,8 @@ import torch
 
 from marid.engine.inprocess import concretely
 from marid.engine.memory_limit import refuse_beyond
-from marid.engine.protocol import Called, Engine, Geometry, GiveBack, Need, Returned
+from marid.engine.plain import interned
+from marid.engine.protocol import Called, Engine, GiveBack, Need, Returned
 from marid.engine.snapshot import snapshot
 from marid.errors import LazyTensorError, MaterializationError, WireError
 from marid.graph.arguments import values_in
@@ -275,18 +276,17 @@ class RemoteEngine:
         with self.lock:
             if tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
                 raise AssertionError("an adopted tensor begins where its memory does, with its bits resolved")
-            geometry = Geometry(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
             with concretely():
-                return self._send(geometry, content_of(tensor))
+                return self._send(tensor, content_of(tensor))
 
     def load(self, tensor: torch.Tensor, path: str, offset: int) -> RemoteBuffer:
         if tensor.nbytes < LARGE:
             return self.upload(tensor)
-        content = FileContent(path, offset, tensor.nbytes)
         with self.lock:
-            return self._send(Geometry(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype), content)
+            return self._send(tensor, FileContent(path, offset, tensor.nbytes))
 
-    def _send(self, geometry: Geometry, content: Content | FileContent) -> RemoteBuffer:
+    def _send(self, tensor: torch.Tensor, content: Content | FileContent) -> RemoteBuffer:
+        geometry = interned(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
         block = Block(geometry, current_site())
         buffer = self.remote.made(self.remote.take(1), geometry, block, None)
         self.queue.do(UploadStep(buffer, content))

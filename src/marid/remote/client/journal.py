@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from marid.engine.protocol import Geometry
+from marid.engine.plain import interned
+from marid.graph.node import Spec
 from marid.remote.client.blocks import Block
 from marid.remote.client.contents import Content, content_of
 from marid.remote.client.runs import RunStep
@@ -179,7 +180,7 @@ def _take(delivery: Delivery) -> int:
         step = FetchStep(handle, block, (0, (count,), (1,)), got.append, (geometry.dtype, (count,)))
         delivery.queue.do(step)
         delivery.wait(step)
-        flat = Geometry((count,), (1,), 0, geometry.dtype)
+        flat = interned((count,), (1,), 0, geometry.dtype)
         content = content_of(got[0])
         content.spool()
         total += block.nbytes
@@ -196,7 +197,7 @@ class CheckpointStep(Step):
     answered = True
 
     def __init__(
-        self, block: Block, content: Content, flat: Geometry, scratch: int, tensors: list[tuple[int, Geometry]]
+        self, block: Block, content: Content, flat: Spec, scratch: int, tensors: list[tuple[int, Spec]]
     ) -> None:
         self.makes = (block,)
         self.handles = tuple([handle for handle, _ in tensors])
@@ -212,7 +213,7 @@ class CheckpointStep(Step):
         return [*found, Free((scratch,))]
 
 
-def _as_viewed(base: int, flat: Geometry, handle: int, of: Geometry) -> list[Request]:
+def _as_viewed(base: int, flat: Spec, handle: int, of: Spec) -> list[Request]:
     """Requests that make ``handle`` a view of this geometry of the flat tensor ``base``, whose numbers are not larger;
     the next handles are free."""
     between = base + 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from marid.engine.plain import as_int, as_list, spec_from
-from marid.engine.protocol import Geometry, GiveBack
+from marid.engine.protocol import GiveBack
 from marid.execute.geometry import Misprediction, report
 from marid.execute.store import ProgramStore
 from marid.graph.analysis import analysis_of, forecast
@@ -15,7 +15,7 @@ from marid.graph.node import Node, Spec, finish
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, differ
 from marid.recent import Recent
-from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec
+from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of
 from marid.remote.client.steps import Sent, Step, configure
 from marid.remote.wire import requests as ask
 from marid.remote.wire.kernel_settings import current
@@ -46,26 +46,17 @@ class Specialization:
     """A program with the specs of its slots. ``extents`` are the bytes that each root takes at least, by slot;
     ``transient_bytes`` the forecast of what its results take at once."""
 
-    __slots__ = ("_geometries", "digest", "encoded", "extents", "specs", "transient_bytes")
+    __slots__ = ("digest", "encoded", "extents", "specs", "transient_bytes")
 
     def __init__(self, encoded: EncodedProgram, specs: tuple[Spec | None, ...], transient_bytes: int) -> None:
         self.encoded = encoded
         self.specs = specs
         self.digest = digest_of(self.body)
         self.transient_bytes = transient_bytes
-        self._geometries: dict[int, Geometry] = {}
         self.extents: dict[int, int] = {}
         for root, spec in zip(encoded.roots, specs, strict=True):
             if spec is not None:
                 self.extents[root] = max(self.extents.get(root, 0), extent_of(spec))
-
-    def geometry(self, slot: int) -> Geometry | None:
-        """That of what is in a slot, if that is a tensor."""
-        found = self._geometries.get(slot)
-        spec = self.specs[slot]
-        if found is None and spec is not None:
-            found = self._geometries[slot] = geometry_of_spec(spec)
-        return found
 
     @property
     def body(self) -> bytes:
@@ -138,7 +129,7 @@ class RunStep(Step):
         made: list[Block] = []
         for slot in slots:
             root = self.specialization.encoded.roots[slot]
-            geometry = self.specialization.geometry(root)
+            geometry = self.specialization.specs[root]
             if root not in self.blocks and geometry is not None:
                 self.blocks[root] = block = Block(geometry, self.site, self.specialization.extents[root])
                 made.append(block)
@@ -146,7 +137,7 @@ class RunStep(Step):
 
     def output(self, memory: Memory, slot: int, node: Node) -> RemoteBuffer:
         """The tensor that it makes in a slot, by the operation of ``node``."""
-        geometry = self.specialization.geometry(slot)
+        geometry = self.specialization.specs[slot]
         assert geometry is not None
         return memory.made(self.base + slot, geometry, self.blocks[self.specialization.encoded.roots[slot]], node)
 

@@ -16,7 +16,7 @@ from marid.errors import WireError
 from marid.execute.residency import ROLES
 from marid.graph.arguments import leaves, map_leaves, placed
 from marid.graph.node import Operation, Spec, Value
-from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, geometry_of_spec, role_of
+from marid.remote.client.blocks import Block, Memory, RemoteBuffer, extent_of, role_of
 from marid.remote.client.contents import Content, FileContent
 from marid.remote.client.link import Link
 from marid.remote.wire.fields import Handle
@@ -282,7 +282,7 @@ class CallStep(Step):
         parts = _Returns(memory, buffers, self)
         try:
             returned = map_leaves(parts.read, self.result["returned"])
-            geometries = [geometry_of_spec(spec_from(spec)) for spec in self.result["arguments"]]
+            geometries = [spec_from(spec) for spec in self.result["arguments"]]
             state = self.result["state"]
             after = None if state is None else torch.frombuffer(bytearray(state), dtype=torch.uint8)
             if len(geometries) != len(buffers):
@@ -290,7 +290,7 @@ class CallStep(Step):
         except (LookupError, TypeError, ValueError, WireError) as error:
             raise WireError(f"what {self.operator} returned cannot be read: {error}") from None
         for buffer, geometry in zip(buffers, geometries, strict=True):
-            if geometry != buffer.geometry:
+            if geometry is not buffer.geometry:
                 buffer.geometry = geometry
                 buffer.block.nbytes = max(buffer.block.nbytes, extent_of(geometry))
                 memory.alive[buffer.handle] = buffer.block, geometry
@@ -322,7 +322,7 @@ class _Returns:
                 as_int(index, 0, len(self._buffers) - 1, "an argument")
         if layout is not None:
             return Returned(None, None, as_text(layout, 64, "a layout"))
-        geometry = geometry_of_spec(spec_from(spec))
+        geometry = spec_from(spec)
         if same_as is not None:
             self.extra.append(as_int(handle, self._base, self._base + RESULTS - 1, "a handle"))
             return Returned(self._buffers[same_as], geometry, None, same_as, base)

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from marid.engine.protocol import Geometry
+from marid.engine.plain import interned
 from marid.errors import MaterializationError
+from marid.graph.node import Spec
 from marid.remote.client.blocks import Block, Memory, RemoteBuffer
 from marid.remote.client.delivery import Delivery
 from marid.remote.client.link import Link
@@ -76,7 +77,7 @@ class TakeStep(Step):
         """Why the first copy failed."""
         self.sources = (source,)
         self._peers = source, target
-        self._geometry: Geometry = buffer.geometry
+        self._geometry: Spec = buffer.geometry
         self._kept: Any = buffer
         self._is_first = is_first
         self._notified: tuple[Link, Link] | None = None
@@ -213,7 +214,7 @@ def take(target: Device, source: Device, buffer: RemoteBuffer) -> RemoteBuffer |
     packed = pack(source, buffer)
     with target.lock:
         target.delivery.settle()
-        taken = _made(target, buffer.geometry._replace(offset=0))
+        taken = _made(target, _from_its_start(buffer.geometry))
         is_first = before is None or before[0] != links
         step = TakeStep(source, target, packed, taken, current_site(), is_first)
         target.queue.do(step)
@@ -253,7 +254,7 @@ def pack(device: Device, buffer: RemoteBuffer) -> RemoteBuffer:
         device.delivery.settle()
         buffer.block.check()
         of = buffer.geometry
-        packed = _made(device, Geometry((packing_of(of.shape, of.stride, of.dtype).nbytes,), (1,), 0, torch.uint8))
+        packed = _made(device, interned((packing_of(of.shape, of.stride, of.dtype).nbytes,), (1,), 0, torch.uint8))
         step = PackStep(buffer, packed, current_site())
         device.queue.do(step)
         device.finish(step)
@@ -266,12 +267,16 @@ def reduce(device: Device, group: bytes, operation: str, buffer: RemoteBuffer) -
     with device.lock:
         device.delivery.settle()
         buffer.block.check()
-        made = _made(device, buffer.geometry._replace(offset=0))
+        made = _made(device, _from_its_start(buffer.geometry))
         step = ReduceStep(group, operation, buffer, made, current_site())
         device.queue.do(step)
         device.delivery.flush()
         return step
 
 
-def _made(device: Device, geometry: Geometry) -> RemoteBuffer:
+def _made(device: Device, geometry: Spec) -> RemoteBuffer:
     return device.remote.made(device.remote.take(1), geometry, Block(geometry, current_site()), None)
+
+
+def _from_its_start(of: Spec) -> Spec:
+    return interned(of.shape, of.stride, 0, of.dtype, of.conj, of.neg)

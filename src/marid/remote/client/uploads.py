@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from marid.engine.plain import as_int, as_list
-from marid.engine.protocol import Geometry as Layout
+from marid.graph.node import Spec
 from marid.remote.client.blocks import RemoteBuffer, role_of
 from marid.remote.client.contents import LARGE, Content, FileContent
 from marid.remote.client.steps import Sent, Step
@@ -57,7 +57,7 @@ class UploadStep(Step):
         return upload_requests(self.contents[0], self.geometry, self.handles[0], sent)
 
 
-def upload_requests(content: Content | FileContent, of: Layout, handle: int, sent: Sent) -> list[Request]:
+def upload_requests(content: Content | FileContent, of: Spec, handle: int, sent: Sent) -> list[Request]:
     """What makes ``content`` a tensor: its bytes, or the chunks that the worker lacks and their names."""
     if not content.digests:
         return [Upload(handle, of.dtype, of.shape, of.stride, tuple(content.pieces()))]

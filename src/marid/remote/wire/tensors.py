@@ -22,25 +22,10 @@ import blake3
 import torch
 
 from marid.engine.pages import in_large_pages
-from marid.engine.plain import (
-    interned,
-)
 from marid.errors import WireError
 from marid.execute.accelerator import Accelerator
 from marid.graph.node import Spec, span_of, strides_alike
 from marid.remote.wire.codec import SEGMENT_BYTES
-
-
-def spec_of(tensor: torch.Tensor) -> Spec:
-    """The spec of a concrete tensor."""
-    return interned(
-        tuple(tensor.shape),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 def matches(tensor: torch.Tensor, spec: Spec) -> bool:
@@ -62,7 +47,8 @@ _REMEMBERED = 1024  # packings
 
 
 class Packing:
-    """How tensors of one shape, stride (elements) and item size (bytes) are packed. ``nbytes`` is what is sent;
+    """How tensors of one shape, stride (elements) and item size (bytes) are packed, whatever else their ``Spec`` says.
+    ``nbytes`` is what is sent;
     ``is_dense`` says that this is their memory as it is."""
 
     __slots__ = ("_core", "_order", "is_dense", "nbytes", "shape", "span", "stride")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from marid.engine.inprocess import concretely
-from marid.engine.plain import dtype_name, spec_to
+from marid.engine.plain import dtype_name, spec_of, spec_to
 from marid.errors import WireError
 from marid.execute.interrupted import Interrupted
 from marid.execute.residency import ROLES
@@ -23,7 +23,7 @@ from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES
 from marid.remote.wire.fields import Handle
 from marid.remote.wire.kernel_settings import KernelSettings
 from marid.remote.wire.program_records import digest_of, unpacked
-from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, spec_of, tensor_of
+from marid.remote.wire.tensors import bytes_of_number, memory_of, packing_of, segments_of, tensor_of
 from marid.remote.worker.budget import bytes_of
 from marid.remote.worker.chunk_store import ChunkStore
 from marid.remote.worker.collectives import Groups, WouldBlock
