@@ -15,8 +15,7 @@ import torch
 from marid.engine.protocol import other_layout
 from marid.errors import UnsupportedOperationError
 from marid.frontend import handles
-from marid.graph.arguments import map_leaves
-from marid.graph.node import Node, Output
+from marid.graph.arguments import leaves, map_leaves, values_in
 from marid.semantics.scopes import current_site
 
 if TYPE_CHECKING:
@@ -170,10 +169,9 @@ def _cleaned(recorder: Recorder, arg: Any, position: int, device: int) -> Any:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for arg in (*args, *kwargs.values()):
-        for item in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if handles.is_lazy(item):
-                return item._value.spec.device
+    for item in leaves((args, list(kwargs.values()))):
+        if handles.is_lazy(item):
+            return item._value.spec.device
     device = kwargs.get("device")
     index = None if device is None else torch.device(device).index
     return handles.current_device() if index is None else index
@@ -214,7 +212,7 @@ def writes_of(recorder: Recorder, args: tuple[Any, ...], kwargs: Pairs | None) -
     seen = 0
     arguments = [*enumerate(args), *((recorder.position[name], value) for name, value in kwargs or ())]
     for position, arg in arguments:
-        count = sum(isinstance(item, (Node, Output)) for item in (arg if type(arg) is tuple else (arg,)))
+        count = len(list(values_in((arg,))))
         if recorder.written[position]:
             writes += range(seen, seen + count)
         seen += count
