@@ -173,7 +173,7 @@ def test_a_forgotten_change_would_be_seen() -> None:
     ) == ["True True"]
 
 
-_LIGHT = {"marid", "marid.registration", "marid.built", "marid.settings", "marid.uninterrupted"}
+_LIGHT = {"marid", "marid_native", "marid.registration", "marid.built", "marid.settings", "marid.uninterrupted"}
 
 
 _AUTOLOADED = "import os, marid_autoload; os.environ['MARID_AUTOLOAD'] = '1'; marid_autoload.autoload()"

@@ -1,19 +1,22 @@
 """Where the C++ half of Marid is, and building it.
 
-Apart from ``native``, which loads it: what registers the device takes it only where it has been built.
+Apart from ``native``, which has it built: what registers the device takes it only where that has been done.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +59,17 @@ def library_path() -> Path:
     if beside.exists() or (not cached.exists() and os.access(_FOLDER, os.W_OK)):
         return beside
     return cached
+
+
+@functools.cache
+def load(path: Path) -> Any:
+    """The library, which is a Python module. Raises ``ImportError`` where it cannot be loaded."""
+    loader = ExtensionFileLoader("marid_native", str(path))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    loaded = importlib.util.module_from_spec(spec)
+    loader.exec_module(loaded)
+    return loaded
 
 
 def the_compiler() -> str | None:

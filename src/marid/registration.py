@@ -7,7 +7,6 @@ the rest of it, all above this file, is loaded at that time too.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import sys
 import threading
@@ -106,7 +105,7 @@ def register() -> None:
     setattr(torch.ops, "marid", _Operators("marid"))  # noqa: B010
     path = built.library_path()
     if path.exists():
-        ctypes.CDLL(str(path)).marid_register_hooks()
+        built.load(path).register_hooks()
     else:
         _keep_alive.append(_Hooks())
         torch._C._acc.register_python_privateuseone_hook(_keep_alive[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import sys
@@ -25,7 +24,7 @@ from marid.frontend.materialize import bytes_of, run_everything, wait_anyway
 from marid.frontend.record import follow_switches
 from marid.frontend.tensor import LazyTensor
 from marid.graph.node import tell
-from marid.native import library
+from marid.native import module
 from marid.report.stats import counters
 from marid.semantics import scopes
 from marid.semantics.tracebacks import folded
@@ -43,8 +42,8 @@ def give_devices() -> None:
     )
     first_backward.start()
     first_backward.join()
-    library.marid_register_hooks()
-    library.marid_set_device_count(handles.device_count)
+    module.register_hooks()
+    module.set_device_count(handles.device_count)
 
 
 # What kernels ask for when they run, and set with these functions of ``torch._C``.
@@ -226,23 +225,21 @@ def peak_memory() -> int:
     return counters.peak_memory
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
-def _figures(device: int, reset: int, found: Any) -> None:
+def _figures(device: int, reset: int) -> tuple[int, int]:
     if reset:
         counters.peak_memory = 0
-    found[0] = bytes_of([device])
-    found[1] = peak_memory()
+    return bytes_of([device]), peak_memory()
 
 
 def give_figures() -> Callable[[], None]:
     """Let ``torch.accelerator`` know how much memory is in use. Returns what ends that."""
-    library.marid_set_figures(_figures)
-    return lambda: library.marid_set_figures(None)
+    module.set_figures(_figures)
+    return lambda: module.set_figures(None)
 
 
 def require_first_use() -> None:
     """Have PyTorch ask for the first use again."""
-    library.marid_require_init()
+    module.require_init()
 
 
 def _index(device: Any) -> int:
@@ -284,7 +281,7 @@ def names() -> dict[str, Any]:
         """Make a device current for this thread, which is a first use of it."""
         index = _index(device)
         registration.first_use()
-        library.marid_set_current_device(index)
+        module.set_current_device(index)
 
     @contextlib.contextmanager
     def device(device: Any) -> Iterator[None]:

@@ -7,7 +7,6 @@ are copied (``native/handle.cpp``).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 
 from marid.graph.node import Node, Spec, Storage, Value
 from marid.graph.tape import Tape
-from marid.native import library, module
+from marid.native import module
 from marid.registration import DEVICE_TYPE, device_module, first_use
 from marid.semantics.scopes import current_scope, current_site
 from marid.settings import settings
@@ -42,7 +41,7 @@ def bind_handle_class(cls: type) -> None:
 
 def current_device() -> int:
     """The index of the current device of this thread."""
-    return library.marid_current_device()
+    return module.current_device()
 
 
 def check_index(device: Any) -> None:
@@ -130,9 +129,7 @@ def spec_of(tensor: torch.Tensor, device: int) -> Spec:
 def _pattern(of: Spec) -> torch.Tensor:
     with torch.inference_mode(False):  # else every handle like it would be an inference tensor, for good
         pattern = torch._C._acc.create_empty_tensor((0,), of.dtype)
-    rank = len(of.shape)
-    array = ctypes.c_int64 * max(rank, 1)
-    library.marid_set_geometry(pattern._cdata, of.device, rank, array(*of.shape), array(*of.stride), of.offset)
+    module.set_geometry(pattern._cdata, of.device, of.shape, of.stride, of.offset)
     _set_bits(pattern, of)
     return pattern
 

@@ -20,8 +20,6 @@ Where it is not built and cannot be, the import raises ``ImportError``.
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
-import importlib.util
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,18 +27,16 @@ from typing import Any
 
 import torch
 
-from marid.built import build, library_path
-
-_MODULE = "marid_native"
+from marid.built import build, library_path, load
 
 
-def _load() -> ctypes.CDLL:
+def _load() -> Any:
     path = library_path()
     try:
         if not path.exists():
             build(path)
-        return _declare(ctypes.CDLL(str(path)))
-    except OSError as error:
+        return load(path)
+    except (OSError, ImportError) as error:
         reason = str(error)
     except subprocess.CalledProcessError as error:
         reason = f"the compiler failed:\n{error.stderr}"
@@ -49,15 +45,6 @@ def _load() -> ctypes.CDLL:
         "C++ compiler and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev), or a wheel of marid that "
         "was built for this PyTorch and this Python (make wheel)"
     )
-
-
-def _load_module() -> Any:
-    loader = importlib.machinery.ExtensionFileLoader(_MODULE, library._name)
-    spec = importlib.util.spec_from_loader(_MODULE, loader)
-    assert spec is not None
-    loaded = importlib.util.module_from_spec(spec)
-    loader.exec_module(loaded)
-    return loaded
 
 
 def int64s(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
@@ -70,13 +57,6 @@ _TEXT, _CHAR = ctypes.c_char_p, ctypes.c_char
 _INT64S, _POINTERS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_void_p)
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
-    "marid_set_geometry": (None, [_POINTER, _INT, _INT, _INT64S, _INT64S, _INT64]),
-    "marid_register_hooks": (None, []),
-    "marid_require_init": (None, []),
-    "marid_set_figures": (None, [_POINTER]),
-    "marid_set_device_count": (None, [_INT]),
-    "marid_set_current_device": (None, [_INT]),
-    "marid_current_device": (_INT, []),
     "marid_memory_install": (None, [_INT64]),
     "marid_memory_uninstall": (None, []),
     "marid_memory_place": (_INT64, [_INT64, _INT64S, _INT64S, _INT64S, _INT64, _INT64S]),
@@ -143,11 +123,11 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     return loaded
 
 
-library: ctypes.CDLL = _load()
-"""The loaded library."""
+module: Any = _load()
+"""The C++ half. Addresses of what it owns are ints here, and None is null."""
 
-module: Any = _load_module()
-"""The same as a Python module."""
+library: ctypes.CDLL = _declare(ctypes.CDLL(module.__file__))
+"""The same as a library, for functions that are not in the module yet."""
 
 
 def _omp_pause() -> int | None:

@@ -3,7 +3,9 @@
 // PyTorch asks a device guard for the current device, for streams and for events.
 // The Python guard that PyTorch offers (torch._C._acc) knows one device only and ends
 // the process when a Python exception passes through backward; this guard does neither.
-// Compiled once per PyTorch version on first import (see __init__.py) and loaded with ctypes.
+#include "device.h"
+
+#include "expose.h"
 #include "record.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -27,11 +29,13 @@ void set_requires_device_init(c10::DeviceType type, bool value);
 
 namespace {
 
+using namespace marid;
+
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 // None before the first use: autograd starts a thread for each device with the first backward of a process, and then
 // refuses to work in a fork.
 std::atomic<int> device_count{0};
-constinit thread_local c10::DeviceIndex current_device = 0;
+constinit thread_local c10::DeviceIndex current = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
 std::atomic<c10::StreamId> next_stream{1};
 
@@ -39,7 +43,7 @@ std::atomic<c10::StreamId> next_stream{1};
 // and an event has happened once it is recorded.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
-  c10::Device getDevice() const override { return {kType, current_device}; }
+  c10::Device getDevice() const override { return {kType, current}; }
   c10::Device exchangeDevice(c10::Device d) const override {
     c10::Device old = getDevice();
     setDevice(d);
@@ -48,16 +52,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device d) const override {
     TORCH_CHECK(d.index() < device_count.load(), "remote_accelerator:", int(d.index()),
                 " does not exist: ", device_count.load(), " device(s) are available");
-    if (d.index() >= 0) current_device = d.index();
+    if (d.index() >= 0) current = d.index();
   }
   void uncheckedSetDevice(c10::Device d) const noexcept override {
-    if (d.index() >= 0) current_device = d.index();
+    if (d.index() >= 0) current = d.index();
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(device_count.load());
   }
   c10::Device concrete(c10::Device d) const {
-    return {kType, d.index() < 0 ? current_device : d.index()};
+    return {kType, d.index() < 0 ? current : d.index()};
   }
   c10::Stream getStream(c10::Device d) const override {
     c10::Device on = concrete(d);
@@ -146,12 +150,24 @@ struct Inside : c10::TensorImpl {
 };
 
 at::Generator make_generator(c10::DeviceIndex index) {
-  return at::make_generator<PositionGenerator>(index < 0 ? current_device : index);
+  return at::make_generator<PositionGenerator>(index < 0 ? current : index);
 }
 
-// Bytes that the living values of a device hold, now and at most: asked of Python, once the device is used.
-using Figures = void (*)(int device, int reset, int64_t* now_and_peak);
-std::atomic<Figures> figures{nullptr};
+// What to ask for bytes that the living values of a device hold, now and at most: Python, once the device is used.
+std::atomic<PyObject*> figures{nullptr};
+
+// Both; from then on the most is that since now, where that is wanted. Zeros where Python cannot say.
+std::pair<long long, long long> ask_for_figures(c10::DeviceIndex device, bool reset) {
+  std::pair<long long, long long> now_and_peak;
+  InterpreterLock lock;
+  if (figures == nullptr) return now_and_peak;
+  Ref ask = Ref::to(figures);
+  Ref found(PyObject_CallFunction(ask.get(), "ii", int(device), int(reset)));
+  if (!found || !PyArg_ParseTuple(found.get(), "LL", &now_and_peak.first, &now_and_peak.second)) {
+    PyErr_WriteUnraisable(ask.get());  // PyTorch asks in the midst of what must not fail
+  }
+  return now_and_peak;
+}
 
 // Without an allocator PyTorch dereferences a null pointer where a storage is asked for, and `torch.accelerator` wants
 // one that knows figures.
@@ -165,19 +181,15 @@ struct NoAllocator final : c10::DeviceAllocator {
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
-    int64_t found[2] = {0, 0};
-    if (Figures ask = figures.load()) ask(device, 0, found);
+    auto [now, peak] = ask_for_figures(device, false);
     for (auto* of : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
-      (*of)[0].current = found[0];
-      (*of)[0].peak = found[1];
+      (*of)[0].current = now;
+      (*of)[0].peak = peak;
     }
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex device) override {
-    int64_t found[2];
-    if (Figures ask = figures.load()) ask(device, 1, found);
-  }
+  void resetPeakStats(c10::DeviceIndex device) override { ask_for_figures(device, true); }
 };
 NoAllocator no_allocator;
 const bool allocator_registered = (c10::SetAllocator(kType, &no_allocator), true);
@@ -230,7 +242,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return &pinned_allocator;
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    marid::resize_storage(storage, bytes);
+    resize_storage(storage, bytes);
   }
 };
 Hooks hooks;
@@ -238,33 +250,44 @@ Hooks hooks;
 // What REGISTER_GENERATOR_PRIVATEUSE1 does, without its warning at every import.
 const bool generator_registered = (at::GetGeneratorPrivate() = make_generator, true);
 
-}  // namespace
-
-extern "C" {
-
 // Tell PyTorch of the hooks, unless it has others already.
-void marid_register_hooks() {
+void register_hooks() {
   if (at::isPrivateUse1HooksRegistered()) return;
   at::RegisterPrivateUse1HooksInterface(&hooks);
   at::setHostAllocator(kType, &pinned_allocator);
 }
 // Have PyTorch call `_lazy_init` again, before the next use in this process.
-void marid_require_init() { torch::utils::set_requires_device_init(kType, true); }
-void marid_set_figures(Figures ask) { figures = ask; }
+void require_init() { torch::utils::set_requires_device_init(kType, true); }
+// Let PyTorch ask a function (device, whether to reset the most) for bytes now and at most; None to end that.
+void set_figures(PyObject* ask) { Ref old(figures.exchange(ask == Py_None ? nullptr : Py_NewRef(ask))); }
 
-void marid_set_device_count(int n) { device_count = n; }
-int marid_current_device() { return current_device; }
-void marid_set_current_device(int index) { current_device = static_cast<c10::DeviceIndex>(index); }
+void set_device_count(int count) { device_count = count; }
+void set_current_device(c10::DeviceIndex index) { current = index; }
 
-// `tensor` is a TensorImpl* (torch.Tensor._cdata) that nobody else uses yet; sizes and
-// strides are int64[rank]. Makes it the data-less pattern from which lazy tensors are copied.
-void marid_set_geometry(void* tensor, int device, int rank, const int64_t* sizes, const int64_t* strides,
-                        int64_t offset) {
-  auto* impl = static_cast<c10::TensorImpl*>(tensor);
-  c10::Device on(kType, static_cast<c10::DeviceIndex>(device));
-  Inside::set_device(impl, on);
-  impl->set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, on)));
-  impl->set_sizes_and_strides(c10::IntArrayRef(sizes, rank), c10::IntArrayRef(strides, rank), offset);
+// Make of a tensor that nobody else uses yet the data-less pattern from which lazy tensors are copied.
+void set_geometry(c10::TensorImpl* tensor, c10::DeviceIndex device, const std::vector<int64_t>& sizes,
+                  const std::vector<int64_t>& strides, int64_t offset) {
+  c10::Device on(kType, device);
+  Inside::set_device(tensor, on);
+  tensor->set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, on)));
+  tensor->set_sizes_and_strides(sizes, strides, offset);
 }
 
-}  // extern "C"
+}  // namespace
+
+namespace marid {
+
+c10::DeviceIndex current_device() { return current; }
+
+PyMethodDef device_functions[] = {
+    held<register_hooks>("register_hooks"),
+    held<require_init>("require_init"),
+    held<set_figures>("set_figures"),
+    held<set_device_count>("set_device_count"),
+    held<set_current_device>("set_current_device"),
+    held<current_device>("current_device"),
+    held<set_geometry>("set_geometry"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

@@ -1,12 +1,11 @@
 #include "factories.h"
 
+#include "device.h"
 #include "immediate.h"
 
 #include <c10/core/DefaultDtype.h>
 
 #include <vector>
-
-extern "C" int marid_current_device();  // device.cpp
 
 namespace marid {
 
@@ -17,7 +16,7 @@ c10::DeviceIndex device_of(const Operator& op, c10::ArrayRef<c10::IValue> argume
   if (!op.device) return -1;
   const c10::IValue& given = arguments[*op.device];
   bool is_current = given.isNone() || !given.toDevice().has_index();
-  auto index = static_cast<c10::DeviceIndex>(is_current ? marid_current_device() : given.toDevice().index());
+  c10::DeviceIndex index = is_current ? current_device() : given.toDevice().index();
   return index < PyList_GET_SIZE(tapes) ? index : -1;
 }
 

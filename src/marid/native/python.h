@@ -42,6 +42,18 @@ class InterpreterLock {
   PyGILState_STATE state_;
 };
 
+// The opposite: other threads may have the interpreter's lock, for as long as this lives.
+class WithoutLock {
+ public:
+  WithoutLock() : state_(PyEval_SaveThread()) {}
+  WithoutLock(const WithoutLock&) = delete;
+  WithoutLock& operator=(const WithoutLock&) = delete;
+  ~WithoutLock() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
 // Give references back, with the interpreter's lock or without it; where the process ends nothing is left to give to.
 inline void give_up(std::initializer_list<Ref*> held) {
   bool empty = true;
