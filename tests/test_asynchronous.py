@@ -20,7 +20,7 @@ from marid.frontend import ahead, handles, materialize
 from marid.frontend.engines import local_engine as engine
 from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Draw
-from marid.native import library
+from marid.native import module
 from tests.helpers import DEVICE, interrupted
 
 pytestmark = [
@@ -127,7 +127,7 @@ def test_what_cannot_be_done_on_the_devices_thread_is_done_on_the_users(
     at, refused = MersenneTwisters.at, []
 
     def at_home(self: MersenneTwisters, draw: Draw) -> torch.Generator:
-        if library.marid_queue_is_here():  # pyright: ignore[reportOptionalMemberAccess]
+        if module.queue_is_here():
             refused.append(draw)
             time.sleep(0.05)  # by then somebody waits for what comes after it
             raise RuntimeError("not here")

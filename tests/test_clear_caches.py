@@ -11,7 +11,7 @@ from torch import nn
 import marid
 from marid.frontend import record
 from marid.frontend.engines import local_engine
-from marid.native import library
+from marid.native import module
 from tests.helpers import DEVICE, on_both, train_step
 
 
@@ -27,14 +27,14 @@ def test_document_003_programs_plans_and_pools_are_given_back() -> None:
     engine = local_engine
     assert len(engine.programs) > 0
     assert engine.arena.nbytes > 0
-    assert library.marid_memory_cached() > 0
+    assert module.memory_cached() > 0
     known = sum(len(one.known) for one in record._recorders.values())
     assert known > 0
 
     marid.clear_caches()
     assert len(engine.programs) == 0
     assert engine.arena.nbytes == 0
-    assert library.marid_memory_cached() == 0
+    assert module.memory_cached() == 0
     assert not any(one.known for one in record._recorders.values())
 
     before = marid.stats()

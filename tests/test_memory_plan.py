@@ -20,7 +20,7 @@ from marid.engine.inprocess import InProcessEngine
 from marid.execute.arena import Placement
 from marid.execute.memory_plan import MemoryPlan, Trace, plan
 from marid.frontend.engines import local_engine as engine
-from marid.native import library
+from marid.native import module
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 pytestmark = [
@@ -360,7 +360,6 @@ def test_a_large_slab_is_replaced_when_only_small_ones_are_needed() -> None:
 
 def test_freed_results_are_used_again_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of results go to a pool that never holds more than ``pool_bytes``."""
-    assert library is not None
     x = torch.rand(1 << 18, device=DEVICE)
     addresses = set()
     for _ in range(10):
@@ -368,19 +367,19 @@ def test_freed_results_are_used_again_up_to_a_limit(monkeypatch: pytest.MonkeyPa
         marid.materialize(y)
         addresses.add(y._value.concrete.data_ptr())
         del y
-    assert library.marid_memory_cached() >= 1 << 20
+    assert module.memory_cached() >= 1 << 20
     assert len(addresses) < 10
     results = []
     for _ in range(200):
         results.append((x * 2).sin() + 1)
         marid.materialize(results[-1])
     del results
-    assert library.marid_memory_cached() <= marid.settings.pool_bytes
-    assert library.marid_memory_cached() > 1 << 20
+    assert module.memory_cached() <= marid.settings.pool_bytes
+    assert module.memory_cached() > 1 << 20
     monkeypatch.setattr(marid.settings, "pool_bytes", 1 << 20)
-    assert library.marid_memory_cached() <= 1 << 20
+    assert module.memory_cached() <= 1 << 20
     torch.remote_accelerator.empty_cache()
-    assert library.marid_memory_cached() == 0
+    assert module.memory_cached() == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

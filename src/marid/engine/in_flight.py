@@ -5,7 +5,6 @@ What a value holds in place of its tensor until then is the flight that makes it
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +17,11 @@ from marid.execute.table import TableRun
 from marid.graph.arguments import input_values
 from marid.graph.node import Node, Value, root_of
 from marid.graph.program import Task
-from marid.native import int64s, library, module
+from marid.native import module
 from marid.report.hooks import Ran, ran, run_of
 
-Positioned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-
 _PLAIN, _WATCHED, _PLANNED = range(3)
+_free = module.job_free
 
 
 class TaskInFlight:
@@ -53,7 +51,9 @@ class TaskInFlight:
         runnable: Launchable,
         run: TableRun,
         give_back: Callable[[list[Node]], None],
+        positioned: Callable[[int], int | None],
     ) -> None:
+        """``positioned`` gives generators to what ``job`` says."""
         self.task = task
         self.runnable = runnable
         self._placement = placement = runnable.placement
@@ -71,19 +71,17 @@ class TaskInFlight:
             memory, plan, peak = _WATCHED, None, placement.forecast
         else:
             memory, plan, peak = _PLANNED, placement.native, placement.plan.peak
-        pointers = (ctypes.c_void_p * len(slots))(*[source.pointer for source in self._sources])
-        self.job: int = library.marid_job_new(
-            run.pointer, len(slots), int64s(slots), pointers, int64s(from_slots), memory, plan, peak
-        )
+        pointers = [source.pointer for source in self._sources]
+        self.job: int = module.job_new(run.pointer, slots, pointers, from_slots, memory, plan, peak, positioned)
 
     def __del__(self) -> None:
         job = getattr(self, "job", None)  # None where Ctrl-C came before there was one
-        if library is not None and job is not None:  # the end of the interpreter takes the library away
-            library.marid_job_free(job)
+        if _free is not None and job is not None:  # the end of the interpreter takes the function away
+            _free(job)
 
-    def start(self, positioned: Any) -> bool:
-        """Hand it over; False when the process is about to end. ``positioned`` gives it generators."""
-        self.number = library.marid_job_submit(self.job, positioned)
+    def start(self) -> bool:
+        """Hand it over; False when the process is about to end."""
+        self.number = module.job_submit(self.job)
         if self.number == 0:
             return False
         module.hand_over(self.task, self, self._kept)
@@ -93,13 +91,13 @@ class TaskInFlight:
         """It is done: give its values their tensors."""
         self.run.tensors(self.runnable.output_slots, self.task)
         self._note_memory(True)
-        self.runnable.ran(library.marid_job_seconds(self.job))
+        self.runnable.ran(module.job_seconds(self.job))
 
     def tell(self) -> None:
         """Tell listeners that it is done."""
         if self.queued and ran.listeners:
-            began = library.marid_job_began(self.job)
-            ended = began + library.marid_job_seconds(self.job)
+            began = module.job_began(self.job)
+            ended = began + module.job_seconds(self.job)
             compiled = self.runnable.compiled
             ran.tell(Ran(*run_of(self.task.nodes), began, ended, self.queued, "device", compiled, self.task.timing))
 
@@ -115,14 +113,14 @@ class TaskInFlight:
 
     def warn(self) -> None:
         """Warn of what its kernels have warned of."""
-        warnings = library.marid_job_warnings(self.job)
+        warnings = module.job_warnings(self.job)
         if warnings is not None:
             warn_of(module.warnings_of(warnings))
 
     def _note_memory(self, completed: bool) -> None:
         if self._placement is not None:
-            watched = library.marid_job_watched(self.job)
-            self._placement.ended(completed, watched, bool(library.marid_job_left(self.job)))
+            watched = module.job_watched(self.job)
+            self._placement.ended(completed, watched, module.job_left(self.job))
 
 
 def _links(task: Task) -> tuple[list[TableRun], list[int], list[int]]:

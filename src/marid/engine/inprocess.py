@@ -16,7 +16,7 @@ import torch
 from marid import policy
 from marid.engine import single_call
 from marid.engine.failed import explain, salvage
-from marid.engine.in_flight import Positioned, TaskInFlight
+from marid.engine.in_flight import TaskInFlight
 from marid.engine.memory_limit import within
 from marid.engine.protocol import Called, Engine, GiveBack, Need
 from marid.engine.snapshot import snapshot
@@ -35,7 +35,7 @@ from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Node, Operation, Spec, Value, fail, root_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task, bind, deliver
-from marid.native import library, module, omp_pause
+from marid.native import module, omp_pause
 from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
 
@@ -85,10 +85,9 @@ class InProcessEngine:
         self._by_job: dict[int, TaskInFlight] = {}
         self._depth = 0  # of runs on the calling thread, one inside of another
         self._writing: dict[Value, int] = {}  # the newest flight that may write the memory of a value
-        self._positioned = Positioned(self._position)
-        atexit.register(library.marid_queue_stop)
-        library.marid_queue_release_threads(omp_pause)
-        os.register_at_fork(before=self._before_fork, after_in_child=library.marid_queue_forked)
+        atexit.register(module.queue_stop)
+        module.queue_release_threads(omp_pause)
+        os.register_at_fork(before=self._before_fork, after_in_child=module.queue_forked)
 
     def run(self, nodes: list[Node], give_back: GiveBack, ahead: bool = False, room: int | None = None) -> int:
         with self.lock:
@@ -118,9 +117,9 @@ class InProcessEngine:
                 if number == 0:
                     return waited
             waited = True
-            if library.marid_queue_is_here():
+            if module.queue_is_here():
                 raise RuntimeError("a value was read on the device's own thread, which has to make it first")
-            library.marid_queue_wait(number, policy.UNHEARD_SECONDS)  # in which Ctrl-C goes unheard
+            module.queue_wait(number, policy.UNHEARD_SECONDS)  # in which Ctrl-C goes unheard
 
     def replay(self, prepared: Prepared, inputs: list[torch.Tensor], params: list[Any]) -> list[torch.Tensor]:
         with self.lock:
@@ -259,9 +258,9 @@ class InProcessEngine:
         run = runnable.start(task)
         if run is None:
             return False
-        flight = TaskInFlight(task, runnable, run, give_back)
+        flight = TaskInFlight(task, runnable, run, give_back, self._position)
         self._by_job[flight.job] = flight
-        if not flight.start(self._positioned):
+        if not flight.start():
             del self._by_job[flight.job]
             return False
         self._flights.append(flight)
@@ -292,7 +291,7 @@ class InProcessEngine:
     def _wait_for(self, number: int) -> None:
         """With the lock: wait for one flight."""
         while self._flights and self._flights[0].number <= number:
-            library.marid_queue_wait(number, policy.UNHEARD_SECONDS)
+            module.queue_wait(number, policy.UNHEARD_SECONDS)
             self._settle()
 
     def _drain(self) -> None:
@@ -303,7 +302,7 @@ class InProcessEngine:
         """Hand out the results of flights that are done; raise the error of one that failed."""
         if not self._flights:
             return
-        done = library.marid_queue_done()
+        done = module.queue_done()
         while self._flights and self._flights[0].number <= done:
             flight = self._flights.popleft()
             flight.land()
@@ -311,7 +310,7 @@ class InProcessEngine:
             _count(flight.task)
             flight.warn()
             flight.tell()
-        if self._flights and library.marid_queue_halted():
+        if self._flights and module.queue_halted():
             self._recover()
 
     def _recover(self) -> None:
@@ -321,7 +320,7 @@ class InProcessEngine:
         self._flights.clear()
         self._by_job.clear()
         self._writing.clear()
-        library.marid_queue_resume()
+        module.queue_resume()
         for flight in reversed(following):
             flight.take_back()
         failed.take_back()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 from marid import policy
 from marid.execute.memory_plan import MemoryPlan, Trace, plan
-from marid.native import int64s, library
+from marid.native import module
 from marid.report.stats import counters
 from marid.settings import settings
 
@@ -28,7 +27,7 @@ class Placement:
 
     __slots__ = ("__weakref__", "attempts", "donors", "forecast", "native", "plan")
 
-    def __init__(self, donors: Any, forecast: int) -> None:
+    def __init__(self, donors: bytes | None, forecast: int) -> None:
         self.donors = donors
         self.forecast = forecast
         self.plan: MemoryPlan | None = None
@@ -45,15 +44,15 @@ class Placement:
         if not _installed and not _withdrawn:  # in a worker's process, where nobody uses the device
             install()
         if self.plan is None:
-            library.marid_memory_watch(self.forecast)
+            module.memory_watch(self.forecast)
             return True
-        return bool(library.marid_memory_follow(self.native, self.plan.peak))
+        return module.memory_follow(self.native, self.plan.peak)
 
     def ended(self, completed: bool, watched: int | None, left: bool) -> None:
         """A run has ended: one that was ``watched`` (where to read what was seen), or one that may have ``left`` its
         plan."""
         if watched is not None:
-            seen = _read(watched)
+            seen = Trace(*module.memory_seen(watched))
             if completed and self.plan is None:
                 self._adopt(seen)
         elif completed and left:
@@ -67,12 +66,10 @@ class Placement:
         self.plan = plan(trace)
         offsets = self.plan.offsets
         events = [event for event in trace.events if event >= 0 or offsets[~event] >= 0]  # others cannot be told apart
-        self.native = library.marid_memory_plan(
-            len(trace.sizes), int64s(trace.sizes), int64s(offsets), len(events), int64s(events)
-        )
-        weakref.finalize(self, library.marid_memory_forget, self.native).atexit = False
+        self.native = module.memory_plan(trace.sizes, offsets, events)
+        weakref.finalize(self, module.memory_forget, self.native).atexit = False
         if self.plan.peak >= policy.MUCH_BYTES:
-            library.marid_memory_trim()  # what runs took before there was a plan
+            module.memory_trim()  # what runs took before there was a plan
         counters.note_plan(self.plan.peak, self.plan.lower_bound, self.plan.unplanned)
 
 
@@ -89,7 +86,7 @@ class Arena:
     @property
     def nbytes(self) -> int:
         """Bytes of the slab."""
-        return library.marid_memory_arena_bytes()
+        return module.memory_arena_bytes()
 
     def run(self, placement: Placement | None) -> Arena:
         """What the next ``with`` block runs; None to leave it to PyTorch's allocator."""
@@ -107,14 +104,14 @@ class Arena:
         if placement is None:
             return
         if placement.plan is None:
-            placement.ended(kind is None, library.marid_memory_end_watched(), False)
+            placement.ended(kind is None, module.memory_end_watched(), False)
         else:
-            placement.ended(kind is None, None, bool(library.marid_memory_end()))
+            placement.ended(kind is None, None, module.memory_end())
 
     def trim(self) -> None:
         """Give back the slab, and the blocks that are kept to be used again; between runs."""
-        library.marid_memory_release()
-        library.marid_memory_trim()
+        module.memory_release()
+        module.memory_trim()
 
 
 _installed = False
@@ -133,19 +130,12 @@ def install() -> Callable[[], None]:
 def _uninstall() -> None:
     global _installed, _withdrawn
     _installed, _withdrawn = False, True
-    library.marid_memory_uninstall()
+    module.memory_uninstall()
 
 
 def _settings_changed() -> None:
     if _installed:
-        library.marid_memory_install(settings.pool_bytes)
+        module.memory_install(settings.pool_bytes)
 
 
 settings.when_changed(_settings_changed)
-
-
-def _read(run: int) -> Trace:
-    sizes = int64s([0] * library.marid_memory_seen_blocks(run))
-    events = int64s([0] * library.marid_memory_seen_events(run))
-    library.marid_memory_seen(run, sizes, events)
-    return Trace(list(sizes), list(events))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from marid import policy
-from marid.native import int64s, library
+from marid.native import module
 
 _ALIGNMENT = 64  # what PyTorch's allocator aligns to
 
@@ -54,15 +54,8 @@ def plan(trace: Trace) -> MemoryPlan:
         placed = sorted(sorted(placed, key=lambda block: -trace.sizes[block])[: policy.PLAN_BLOCKS])
     sizes = [_padded(trace.sizes[block]) for block in placed]
     lower_bound = _most_alive(trace, set(placed))
-    found = int64s([0] * len(placed))
-    peak = library.marid_memory_place(
-        len(placed),
-        int64s(sizes),
-        int64s([births[block] for block in placed]),
-        int64s([deaths[block] for block in placed]),
-        lower_bound,
-        found,
-    )
+    lives = [births[block] for block in placed], [deaths[block] for block in placed]
+    peak, found = module.memory_place(sizes, *lives, lower_bound)
     offsets = [-1] * len(trace.sizes)
     for block, offset in zip(placed, found, strict=True):
         offsets[block] = offset

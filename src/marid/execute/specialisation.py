@@ -202,7 +202,7 @@ class Specialisation:
         given = self._owner.program.instructions[index].operands()
         return next(params[arg.index] for arg in given if isinstance(arg, Param) and arg.draw)
 
-    def _donors(self) -> Any:
+    def _donors(self) -> bytes | None:
         placement = self.placement
         return None if placement is None else placement.donors
 

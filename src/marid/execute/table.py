@@ -7,9 +7,9 @@ at once, and the program runs in Python (``Executable.interpret``).
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import weakref
+from array import array
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from marid import policy
 from marid.graph.analysis import Analysis, analysis_of
 from marid.graph.node import Operation, Spec
 from marid.graph.program import Constant, Instruction, ListOf, Param, Program, Slot, Task
-from marid.native import int64s, library, module
+from marid.native import module
 from marid.ops.facts import facts_of
 
 _SLOT, _PARAM, _DRAW, _CONSTANT, _LIST, _DEFAULT = range(6)
@@ -32,6 +32,7 @@ _MEMORY_FORMATS = [
     torch.channels_last_3d,
 ]
 
+_free = module.run_free
 
 Specs = tuple[Spec | None, ...] | None
 Seen = tuple[int | None, int | None, tuple[str, ...] | None]
@@ -51,23 +52,25 @@ class Table:
     __slots__ = ("__weakref__", "_input_slots", "pointer", "slot_count")
 
     def __init__(self, program: Program) -> None:
-        self.pointer: int = library.marid_program_new(program.slot_count)
-        weakref.finalize(self, library.marid_program_free, self.pointer).atexit = False
+        self.pointer: int = module.program_new(program.slot_count)
+        weakref.finalize(self, module.program_free, self.pointer).atexit = False
         self.slot_count = program.slot_count
         self._input_slots = program.input_slots
 
-    def start(self, inputs: list[Any], params: list[Any], donors: Any, specs: Specs, seen: Seen = UNSEEN) -> TableRun:
-        """A run on concrete tensors, not begun; inputs that are no tensors come later. ``donors`` is an array of the
-        function of that name, or None; ``seen`` says what is to be measured. Raises ``OverflowError`` for a number that
+    def start(
+        self, inputs: list[Any], params: list[Any], donors: bytes | None, specs: Specs, seen: Seen = UNSEEN
+    ) -> TableRun:
+        """A run on concrete tensors, not begun; inputs that are no tensors come later. ``donors`` is what the function
+        of that name gives, or None; ``seen`` says what is to be measured. Raises ``OverflowError`` for a number that
         does not fit into 64 bits."""
-        pointer = module.run_begin(self.pointer, self._input_slots, _address(donors), inputs, params, specs, *seen)
+        pointer = module.run_begin(self.pointer, self._input_slots, donors, inputs, params, specs, *seen)
         return TableRun(self, pointer, specs)
 
     def run(
         self,
         inputs: list[torch.Tensor],
         params: list[Any],
-        donors: Any,
+        donors: bytes | None,
         specs: Specs,
         outputs: tuple[int, ...],
         task: Task | None,
@@ -76,7 +79,7 @@ class Table:
     ) -> list[torch.Tensor] | tuple[int, TableRun]:
         """The same, begun: the tensors in the slots ``outputs`` after a whole run, which ``task`` has been given by
         then; else how far it came in about ``seconds`` (see ``TableRun.go``), and the run."""
-        begun = self.pointer, self._input_slots, _address(donors), inputs, params, specs
+        begun = self.pointer, self._input_slots, donors, inputs, params, specs
         found = module.run_once(*begun, *seen, outputs, seconds, task)
         return found if type(found) is list else (found[0], TableRun(self, found[1], specs))
 
@@ -92,26 +95,26 @@ class TableRun:
         self.pointer = pointer
 
     def __del__(self) -> None:
-        if library is not None:  # which the end of the interpreter takes away
-            library.marid_run_free(self.pointer)
+        if _free is not None:  # which the end of the interpreter takes away
+            _free(self.pointer)
 
     def go(self, generator: torch.Generator | None, seconds: float = policy.UNHEARD_SECONDS) -> int:
         """Go on to the end (``DONE``), for about ``seconds`` (``AGAIN``), or up to an operation that wants a generator
         (``DRAWS``), raises, or has given something else than was recorded (``RAISED``). ``generator`` is for the first
         operation, after ``DRAWS``."""
         positioned = None if generator is None else generator._cdata
-        return library.marid_run_go(self.pointer, positioned, seconds)
+        return module.run_go(self.pointer, positioned, seconds)
 
     @property
     def next(self) -> int:
         """The instruction that comes next."""
-        return library.marid_run_next(self.pointer)
+        return module.run_next(self.pointer)
 
     @property
     def differs(self) -> bool:
         """Whether the instruction before ``next`` has given something else than was recorded; what it was called with
         exists still."""
-        return bool(library.marid_run_differs(self.pointer))
+        return module.run_differs(self.pointer)
 
     def tensors(self, slots: tuple[int, ...], task: Task | None = None) -> list[torch.Tensor]:
         """The tensors in these slots; they are the results of ``task``, which is given them, if there is one."""
@@ -119,12 +122,8 @@ class TableRun:
 
     def existing(self) -> dict[int, torch.Tensor]:
         """Every tensor that exists now, by slot."""
-        slots = [slot for slot in range(self._table.slot_count) if library.marid_run_has(self.pointer, slot)]
+        slots = [slot for slot in range(self._table.slot_count) if module.run_has(self.pointer, slot)]
         return dict(zip(slots, self.tensors(tuple(slots)), strict=True))
-
-
-def _address(donors: Any) -> int | None:
-    return None if donors is None else ctypes.addressof(donors)
 
 
 # --- translating ---------------------------------------------------------------------------------------------------
@@ -144,8 +143,8 @@ def _add(pointer: int, instruction: Instruction, place: int, analysis: Analysis)
     if instruction.op.call is not target._op:
         raise Untranslatable(f"{func} is called in a way of its own")
     schema = func._schema
-    name = (facts_of(target).kernel or target._schema.name).encode()
-    if library.marid_program_operation(pointer, name, schema.overload_name.encode()) < 0:
+    name = facts_of(target).kernel or target._schema.name
+    if not module.program_operation(pointer, name, schema.overload_name):
         raise Untranslatable(f"{func} is not known to the dispatcher")
     named = dict(instruction.kwargs)
     for position, formal in enumerate(schema.arguments):
@@ -155,24 +154,24 @@ def _add(pointer: int, instruction: Instruction, place: int, analysis: Analysis)
             kind, index = _argument(pointer, named[formal.name])
         else:
             kind, index = _DEFAULT, 0
-        if not library.marid_program_argument(pointer, kind, index):
+        if not module.program_argument(pointer, kind, index):
             raise Untranslatable(f"argument {formal.name} of {func}")
     out = _out_overload(instruction.op)
     if out is not None:
-        library.marid_program_out(pointer, schema.name.encode(), out.encode())
+        module.program_out(pointer, schema.name, out)
     shared = analysis.shared[place]
     for result in instruction.results:
         if len(result.path) > 2:
             raise Untranslatable(f"results of {func}")
         first, second = (*result.path, 0, 0)[:2]
         settled = result.slot not in analysis.unsettled
-        library.marid_program_result(
+        module.program_result(
             pointer, result.slot, len(result.path), first, second, shared.get(result.slot, -1), settled
         )
     for slot in analysis.resized[place]:
-        library.marid_program_resized(pointer, slot)
+        module.program_resized(pointer, slot)
     for slot in analysis.dying[place]:
-        library.marid_program_dying(pointer, slot)
+        module.program_dying(pointer, slot)
 
 
 def _argument(pointer: int, arg: Any) -> tuple[int, int]:
@@ -181,11 +180,9 @@ def _argument(pointer: int, arg: Any) -> tuple[int, int]:
     if isinstance(arg, Param):
         return (_DRAW if arg.draw else _PARAM), arg.index
     if isinstance(arg, ListOf):
-        slots = [_listed(item) for item in arg.items]
-        return _LIST, library.marid_program_list(pointer, len(slots), int64s(slots))
+        return _LIST, module.program_list(pointer, [_listed(item) for item in arg.items])
     assert isinstance(arg, Constant)
-    kind, number, text = _constant(arg.value)
-    return _CONSTANT, library.marid_program_constant(pointer, kind, number, text)
+    return _CONSTANT, module.program_constant(pointer, *_constant(arg.value))
 
 
 def _listed(item: Any) -> int:
@@ -196,21 +193,21 @@ def _listed(item: Any) -> int:
     raise Untranslatable(f"{item} in a list")
 
 
-def _constant(value: Any) -> tuple[bytes, int, bytes]:
+def _constant(value: Any) -> tuple[str, int, str]:
     if value is None:
-        return b"n", 0, b""
+        return "n", 0, ""
     if isinstance(value, bool):
-        return b"b", int(value), b""
+        return "b", int(value), ""
     if isinstance(value, str):
-        return b"s", 0, value.encode()
+        return "s", 0, value
     if isinstance(value, torch.device):
-        return b"v", 0, str(value).encode()
+        return "v", 0, str(value)
     if isinstance(value, torch.dtype):
-        return b"t", _sample(value)._cdata, b""
+        return "t", _sample(value)._cdata, ""
     if value is torch.strided:
-        return b"i", 0, b""
+        return "i", 0, ""
     if value in _MEMORY_FORMATS:
-        return b"i", _MEMORY_FORMATS.index(value), b""
+        return "i", _MEMORY_FORMATS.index(value), ""
     raise Untranslatable(repr(value))
 
 
@@ -227,8 +224,8 @@ def _out_overload(op: Operation) -> str | None:
     return facts_of(op.func).out_overload if op.target is op.func else None
 
 
-def donors(program: Program, specs: tuple[Spec | None, ...]) -> Any:
-    """For each instruction the argument whose memory its result may take over, or -1, as an array for ``start``.
+def donors(program: Program, specs: tuple[Spec | None, ...]) -> bytes:
+    """For each instruction the argument whose memory its result may take over, or -1: an array of 64 bits each.
 
     An argument qualifies when it dies there, was made in the program and has the very spec of the result. Whether
     anybody else sees its memory is checked when it happens.
@@ -245,4 +242,4 @@ def donors(program: Program, specs: tuple[Spec | None, ...]) -> Any:
                     donor = position
                     break
         found.append(donor)
-    return int64s(found)
+    return array("q", found).tobytes()

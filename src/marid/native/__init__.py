@@ -1,10 +1,12 @@
 """The C++ half of Marid, built once per PyTorch and Python version when it is first needed (``marid/built.py``).
 
-A library called through ctypes: ``device.cpp`` is the device guard, ``memory.cpp`` the memory of planned runs,
-``execute.cpp`` runs programs without Python, ``compiled.cpp`` the parts of them that were compiled, ``guard.cpp`` tests
-numbers for ``marid.compile``, ``rwkv7.cpp`` has the operators of a model; ``gemm/`` multiplies matrices, and has a page
-of its own (``docs/matrix_kernels.md``). Kernels for this machine's vector unit are in ``*_kernels.cpp``. The same file
-is a Python module (``module.cpp``): ``kernels.cpp``, ``direct.cpp``, ``call.cpp``, ``record.cpp``, ``order.cpp`` and
+A Python module (``module.cpp``), to which each file adds functions: plain ones in C++, which ``expose.h`` gives a
+signature in Python, and ones that take Python's objects as they are. ``device.cpp`` is the device guard,
+``memory.cpp`` the memory of planned runs, ``programs.cpp`` puts programs together, ``execute.cpp`` runs them without
+Python, and ``queue.cpp`` on the device's own thread, ``compiled.cpp`` has the parts of them that were compiled,
+``guard.cpp`` tests numbers for ``marid.compile``, ``rwkv7.cpp`` has the operators of a model; ``gemm/`` multiplies
+matrices, and has a page of its own (``docs/matrix_kernels.md``). Kernels for this machine's vector unit are in
+``*_kernels.cpp``. ``kernels.cpp``, ``direct.cpp``, ``call.cpp``, ``record.cpp``, ``order.cpp`` and
 ``results.cpp`` record the usual operations, ``known_calls.cpp`` finds what is known of such calls, ``resident.cpp``
 counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums of gradients
 out, ``dispatch.cpp`` leaves others to Python, ``handle.cpp`` is what tensors of the device are, ``host_calls.cpp``
@@ -57,37 +59,6 @@ _TEXT, _CHAR = ctypes.c_char_p, ctypes.c_char
 _INT64S, _POINTERS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_void_p)
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
-    "marid_memory_install": (None, [_INT64]),
-    "marid_memory_uninstall": (None, []),
-    "marid_memory_place": (_INT64, [_INT64, _INT64S, _INT64S, _INT64S, _INT64, _INT64S]),
-    "marid_memory_plan": (_POINTER, [_INT64, _INT64S, _INT64S, _INT64, _INT64S]),
-    "marid_memory_forget": (None, [_POINTER]),
-    "marid_memory_watch": (None, [_INT64]),
-    "marid_memory_follow": (_INT, [_POINTER, _INT64]),
-    "marid_memory_end": (_INT, []),
-    "marid_memory_release": (None, []),
-    "marid_memory_arena_bytes": (_INT64, []),
-    "marid_memory_end_watched": (_POINTER, []),
-    "marid_memory_seen_blocks": (_INT64, [_POINTER]),
-    "marid_memory_seen_events": (_INT64, [_POINTER]),
-    "marid_memory_seen": (None, [_POINTER, _INT64S, _INT64S]),
-    "marid_memory_cached": (_INT64, []),
-    "marid_memory_trim": (None, []),
-    "marid_program_new": (_POINTER, [_INT64]),
-    "marid_program_free": (None, [_POINTER]),
-    "marid_program_operation": (_INT64, [_POINTER, _TEXT, _TEXT]),
-    "marid_program_out": (_INT, [_POINTER, _TEXT, _TEXT]),
-    "marid_program_argument": (_INT, [_POINTER, _INT, _INT64]),
-    "marid_program_result": (None, [_POINTER, _INT64, _INT64, _INT64, _INT64, _INT64, _INT]),
-    "marid_program_resized": (None, [_POINTER, _INT64]),
-    "marid_program_dying": (None, [_POINTER, _INT64]),
-    "marid_program_list": (_INT64, [_POINTER, _INT64, _INT64S]),
-    "marid_program_constant": (_INT64, [_POINTER, _CHAR, _INT64, _TEXT]),
-    "marid_run_free": (None, [_POINTER]),
-    "marid_run_go": (_INT, [_POINTER, _POINTER, ctypes.c_double]),
-    "marid_run_differs": (_INT, [_POINTER]),
-    "marid_run_next": (_INT64, [_POINTER]),
-    "marid_run_has": (_INT, [_POINTER, _INT64]),
     "marid_compiled_load": (_POINTER, [_TEXT, _INT]),
     "marid_compiled_unload": (None, [_POINTER]),
     "marid_compiled_problem": (_TEXT, []),
@@ -97,22 +68,6 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "marid_products_enable": (None, [_INT]),
     "marid_products_configure": (None, [_INT, _INT64, ctypes.c_double, ctypes.c_double, _INT64]),
     "marid_products_count": (_INT64, []),
-    "marid_job_new": (_POINTER, [_POINTER, _INT64, _INT64S, _POINTERS, _INT64S, _INT, _POINTER, _INT64]),
-    "marid_queue_release_threads": (None, [_POINTER]),
-    "marid_job_submit": (_INT64, [_POINTER, _POINTER]),
-    "marid_job_watched": (_POINTER, [_POINTER]),
-    "marid_job_left": (_INT, [_POINTER]),
-    "marid_job_began": (ctypes.c_double, [_POINTER]),
-    "marid_job_seconds": (ctypes.c_double, [_POINTER]),
-    "marid_job_warnings": (_POINTER, [_POINTER]),
-    "marid_job_free": (None, [_POINTER]),
-    "marid_queue_done": (_INT64, []),
-    "marid_queue_wait": (_INT, [_INT64, ctypes.c_double]),
-    "marid_queue_is_here": (_INT, []),
-    "marid_queue_halted": (_INT, []),
-    "marid_queue_resume": (None, []),
-    "marid_queue_stop": (None, []),
-    "marid_queue_forked": (None, []),
 }
 
 

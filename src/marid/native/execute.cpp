@@ -5,7 +5,7 @@
 // positioned, after every stretch of time in which Ctrl-C should be heard, and where an operation raises: the caller
 // then goes on in Python, which raises the same error in Python's terms. Each result is compared with what was recorded of
 // it; behind one that differs the run stops too, for Python to lay it out as recorded (execute/geometry.py).
-#include "python.h"
+#include "expose.h"
 
 #include "execute.h"
 
@@ -23,47 +23,6 @@ Tensor scalar_tensor_static(const Scalar& s, std::optional<ScalarType> dtype, st
 namespace {
 
 using namespace marid;
-
-Type classify(c10::TypePtr type) {
-  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-  switch (type->kind()) {
-    case c10::TypeKind::TensorType: return Type::kTensor;
-    case c10::TypeKind::IntType:
-    case c10::TypeKind::SymIntType: return Type::kInt;
-    case c10::TypeKind::FloatType: return Type::kFloat;
-    case c10::TypeKind::BoolType: return Type::kBool;
-    case c10::TypeKind::NumberType: return Type::kNumber;
-    case c10::TypeKind::ListType: {
-      c10::TypePtr element = type->expectRef<c10::ListType>().getElementType();
-      if (element->kind() == c10::TypeKind::OptionalType) {
-        return classify(element) == Type::kTensor ? Type::kMaybeTensors : Type::kOther;
-      }
-      switch (classify(element)) {
-        case Type::kTensor: return Type::kTensors;
-        case Type::kInt: return Type::kInts;
-        case Type::kFloat: return Type::kFloats;
-        case Type::kBool: return Type::kBools;
-        case Type::kNumber: return Type::kNumbers;
-        default: return Type::kOther;
-      }
-    }
-    default: return Type::kOther;
-  }
-}
-
-c10::IValue number_of(const Number& number, Type type) {
-  switch (type) {
-    case Type::kTensor: {
-      at::Tensor tensor = at::detail::scalar_tensor_static(number.scalar(), number.scalar().type(), at::kCPU);
-      tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-      return tensor;
-    }
-    case Type::kFloat: return number.real();
-    case Type::kInt: return number.i;
-    case Type::kBool: return number.i != 0;
-    default: return c10::IValue(number.scalar());
-  }
-}
 
 c10::IValue parameter_of(const Parameter& param, const Argument& arg) {
   Number only{};
@@ -136,13 +95,6 @@ bool is_sole(const at::Tensor& tensor) {
   return tensor.defined() && tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
          tensor.storage().nbytes() == tensor.numel() * tensor.element_size();
 }
-
-// Keeps what kernels warn of, for Python to warn of when their results are safe.
-struct Warnings final : c10::WarningHandler {
-  std::vector<std::string> kept;
-  c10::WarningHandler* outer = c10::WarningUtils::get_warning_handler();
-  void process(const c10::Warning& warning) override { kept.push_back(warning.msg()); }
-};
 
 // An item of a list that an operator returned. How long that is may depend on numbers, which are new in each run.
 at::Tensor item_of(const c10::IValue& list, int64_t index) {
@@ -235,6 +187,20 @@ class Stretch {
 
 }  // namespace
 
+c10::IValue marid::number_of(const Number& number, Type type) {
+  switch (type) {
+    case Type::kTensor: {
+      at::Tensor tensor = at::detail::scalar_tensor_static(number.scalar(), number.scalar().type(), at::kCPU);
+      tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+      return tensor;
+    }
+    case Type::kFloat: return number.real();
+    case Type::kInt: return number.i;
+    case Type::kBool: return number.i != 0;
+    default: return c10::IValue(number.scalar());
+  }
+}
+
 void marid::release_objects(Run& run) {
   run.retired.clear();
   for (at::Tensor& tensor : run.slots) {
@@ -242,7 +208,9 @@ void marid::release_objects(Run& run) {
   }
 }
 
-Status marid::go(Run& run, at::Generator from, double seconds) {
+Status marid::go(Run& run, c10::GeneratorImpl* generator, double seconds) {
+  at::Generator from;
+  if (generator != nullptr) from = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(generator));
   const auto& instructions = run.program->instructions;
   auto start = std::chrono::steady_clock::now();
   auto deadline = start + std::chrono::duration<double>(seconds);
@@ -275,116 +243,30 @@ Status marid::go(Run& run, at::Generator from, double seconds) {
   return kRunDone;
 }
 
-extern "C" {
+namespace {
 
-void* marid_program_new(int64_t slots) {
-  auto* program = new Program;
-  program->slots = slots;
-  return program;
-}
-void marid_program_free(void* program) { delete static_cast<Program*>(program); }
-
-// Append an operation; how many arguments it takes, or -1 when there is no such operator.
-int64_t marid_program_operation(void* given, const char* name, const char* overload) {
-  auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (!op) return -1;
-  Instruction instruction{*op, std::nullopt, {}, {}, {}, {}, op->schema().returns().size()};
-  static_cast<Program*>(given)->instructions.push_back(std::move(instruction));
-  return static_cast<int64_t>(op->schema().arguments().size());
-}
-// Let the newest operation take over the memory of an argument, by the overload that is given the place.
-int marid_program_out(void* given, const char* name, const char* overload) {
-  auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (op) static_cast<Program*>(given)->instructions.back().out = *op;
-  return op ? 1 : 0;
-}
-// The next argument of the newest operation; 0 when it cannot be passed.
-int marid_program_argument(void* given, int kind, int64_t index) {
-  Instruction& instruction = static_cast<Program*>(given)->instructions.back();
-  const c10::Argument& formal = instruction.op.schema().arguments()[instruction.args.size()];
-  Type type = classify(formal.type());
-  if (kind == kConstant && type == Type::kTensor) {
-    c10::IValue& constant = static_cast<Program*>(given)->constants[index];
-    if (constant.isBool()) constant = number_of({'b', constant.toBool(), 0, 0}, type);
-  }
-  instruction.draws = instruction.draws || kind == kDraw;
-  instruction.args.push_back({static_cast<Kind>(kind), index, type, formal.N().value_or(0)});
-  return type == Type::kOther && (kind == kParam || kind == kList) ? 0 : 1;
-}
-void marid_program_result(void* given, int64_t slot, int64_t depth, int64_t first, int64_t second, int64_t viewed,
-                          int settled) {
-  static_cast<Program*>(given)->instructions.back().results.push_back(
-      {slot, depth, {first, second}, viewed, settled != 0});
-}
-void marid_program_resized(void* given, int64_t slot) {
-  static_cast<Program*>(given)->instructions.back().resized.push_back(slot);
-}
-void marid_program_dying(void* given, int64_t slot) {
-  static_cast<Program*>(given)->instructions.back().dying.push_back(slot);
-}
-int64_t marid_program_list(void* given, int64_t count, const int64_t* slots) {
-  auto* program = static_cast<Program*>(given);
-  program->lists.emplace_back(slots, slots + count);
-  return static_cast<int64_t>(program->lists.size()) - 1;
-}
-// Constants: none, bool, int (also what stands for layouts and memory formats), text, device, and dtype (of a tensor).
-int64_t marid_program_constant(void* given, char kind, int64_t number, const char* text) {
-  auto& constants = static_cast<Program*>(given)->constants;
-  switch (kind) {
-    case 'b': constants.emplace_back(number != 0); break;
-    case 'i': constants.emplace_back(number); break;
-    case 's': constants.emplace_back(std::string(text)); break;
-    case 'v': constants.emplace_back(c10::Device(std::string(text))); break;
-    case 't': {
-      auto* impl = reinterpret_cast<c10::TensorImpl*>(number);
-      constants.emplace_back(static_cast<int64_t>(impl->dtype().toScalarType()));
-      break;
-    }
-    default: constants.emplace_back();
-  }
-  return static_cast<int64_t>(constants.size()) - 1;
-}
-
-void marid_run_free(void* given) {
-  std::unique_ptr<Run> run(static_cast<Run*>(given));
-  InterpreterLock lock;
+void run_free(Run* given) {
+  std::unique_ptr<Run> run(given);
   release_objects(*run);
-  PyThreadState* state = PyEval_SaveThread();
+  WithoutLock others;
   run.reset();  // what it frees takes its time
-  PyEval_RestoreThread(state);
 }
+Status run_go(Run* run, c10::GeneratorImpl* generator, double seconds) { return go(*run, generator, seconds); }
+bool run_differs(const Run* run) { return run->differs; }
+size_t run_next(const Run* run) { return run->next; }
+bool run_has(const Run* run, int64_t slot) { return run->slots[slot].defined(); }
 
-// Go on (see `go`), with a generator or null; a `Status`.
-int marid_run_go(void* run, void* generator, double seconds) {
-  at::Generator from;
-  if (generator != nullptr) {
-    from = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(static_cast<c10::GeneratorImpl*>(generator)));
-  }
-  return go(*static_cast<Run*>(run), std::move(from), seconds);
-}
-// Take an input from a slot of another run.
-void marid_run_link(void* run, int64_t slot, void* from, int64_t from_slot) {
-  static_cast<Run*>(run)->slots[slot] = static_cast<Run*>(from)->slots[from_slot];
-}
-int marid_run_differs(void* run) { return static_cast<Run*>(run)->differs ? 1 : 0; }
-int64_t marid_run_next(void* run) { return static_cast<int64_t>(static_cast<Run*>(run)->next); }
-int marid_run_has(void* run, int64_t slot) { return static_cast<Run*>(run)->slots[slot].defined() ? 1 : 0; }
+}  // namespace
 
-// Keep what kernels warn of on this thread, until the end; one inside of another.
-void* marid_warnings_begin() {
-  auto* warnings = new Warnings;
-  c10::WarningUtils::set_warning_handler(warnings);
-  return warnings;
-}
-// The text of a warning, or null after the last.
-const char* marid_warnings_text(void* given, int64_t index) {
-  auto* warnings = static_cast<Warnings*>(given);
-  return index < static_cast<int64_t>(warnings->kept.size()) ? warnings->kept[index].c_str() : nullptr;
-}
-// No longer keep what is warned of; on the thread that began.
-void marid_warnings_suspend(void* given) {
-  c10::WarningUtils::set_warning_handler(static_cast<Warnings*>(given)->outer);
-}
-void marid_warnings_free(void* given) { delete static_cast<Warnings*>(given); }
+namespace marid {
 
-}  // extern "C"
+PyMethodDef execute_functions[] = {
+    held<run_free>("run_free"),
+    released<run_go>("run_go"),
+    held<run_differs>("run_differs"),
+    held<run_next>("run_next"),
+    held<run_has>("run_has"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

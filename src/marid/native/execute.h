@@ -1,4 +1,4 @@
-// Programs as tables of dispatcher calls (execute.cpp), and their runs.
+// Programs as tables of dispatcher calls (programs.cpp), and their runs (execute.cpp).
 #pragma once
 #include "geometry.h"
 
@@ -65,6 +65,9 @@ struct Number {
     }
   }
 };
+// As an argument of this type.
+c10::IValue number_of(const Number& number, Type type);
+
 struct Parameter {
   bool list = false;
   c10::SmallVector<Number, 1> numbers;
@@ -87,6 +90,19 @@ struct Run {
   std::vector<at::Tensor> retired;
 };
 
+// Keeps what kernels warn of on this thread, for Python to warn of when their results are safe; one inside of another.
+class Warnings final : public c10::WarningHandler {
+ public:
+  Warnings() { c10::WarningUtils::set_warning_handler(this); }
+  void process(const c10::Warning& warning) override { kept.push_back(warning.msg()); }
+  void end() { c10::WarningUtils::set_warning_handler(outer_); }  // on the thread that began
+
+  std::vector<std::string> kept;
+
+ private:
+  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
+};
+
 // Let go of the tensors that Python has objects of; with the interpreter's lock.
 void release_objects(Run& run);
 
@@ -94,8 +110,8 @@ void release_objects(Run& run);
 enum Status { kRunDone, kRunAgain, kRunDraws, kRunRaised };
 
 // Go on: to the end; for about so many seconds; up to an operation that wants a generator, which is for the first one of
-// the next call; or up to one that raised, or that gave something else than was recorded (then the run `differs`).
+// the next call (else null); or up to one that raised, or that gave something else than was recorded (then the run `differs`).
 // Without the interpreter's lock.
-Status go(Run& run, at::Generator generator, double seconds);
+Status go(Run& run, c10::GeneratorImpl* generator, double seconds);
 
 }  // namespace marid

@@ -4,12 +4,11 @@
 
 #include "concretely.h"
 #include "immediate_results.h"
+#include "queue.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-
-extern "C" int marid_queue_busy();  // queue.cpp
 
 namespace marid {
 
@@ -136,7 +135,7 @@ namespace {
 // or could overtake.
 bool is_ready(PyObject* on, Given& given, bool writes) {
   given.concrete.clear();
-  if (marid_queue_busy() != 0) return false;
+  if (queue_is_busy()) return false;
   bool pending = PyList_GET_SIZE(tape.at(on, kEntries)) != 0;
   if (writes && pending) return false;
   for (Handle* handle : given.handles) {
@@ -302,7 +301,7 @@ Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Oper
 bool read_number(torch::jit::Stack* stack) {
   const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
   Handle* handle = handle_of(tensor);
-  if (handle == nullptr || recording > 0 || any_failed() || marid_queue_busy() != 0) return false;
+  if (handle == nullptr || recording > 0 || any_failed() || queue_is_busy()) return false;
   if (!is_immediate(tensor.device().index())) return false;
   if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
   const std::shared_ptr<Computed>& computed = handle->computed();

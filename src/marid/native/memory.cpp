@@ -7,6 +7,10 @@
 // of order (an exception, a finalizer, another thread) ends the plan for the rest of that run, never its correctness.
 //
 // Outside of such runs the allocator is PyTorch's own. Blocks of a slab keep the slab alive, whoever holds them.
+#include "memory.h"
+
+#include "expose.h"
+
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -23,11 +27,24 @@
 #include <cstring>
 #include <list>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <unordered_map>
-#include <vector>
+#include <utility>
+
+// A stretch of memory in which blocks have planned places.
+struct marid::Slab {
+  char* base = nullptr;
+  size_t bytes = 0;
+  int64_t users = 0;  // blocks that somebody holds
+  bool retired = false;
+  bool holds(const void* ptr) const {
+    return static_cast<const char*>(ptr) >= base && static_cast<const char*>(ptr) < base + bytes;
+  }
+};
 
 namespace {
+
+using namespace marid;
 
 constexpr size_t kAlign = 64;  // what PyTorch's allocator aligns to
 constexpr size_t kPooled = size_t(64) << 10;  // smaller blocks are cheap to get and to give back
@@ -71,16 +88,6 @@ void give_back(void* ptr, size_t bytes) {
 }
 
 // --- slabs and the pool, under one lock ---
-
-struct Slab {
-  char* base = nullptr;
-  size_t bytes = 0;
-  int64_t users = 0;  // blocks that somebody holds
-  bool retired = false;
-  bool holds(const void* ptr) const {
-    return static_cast<const char*>(ptr) >= base && static_cast<const char*>(ptr) < base + bytes;
-  }
-};
 
 struct Pool {
   std::list<std::pair<size_t, void*>> order;  // cached blocks, oldest first
@@ -147,7 +154,7 @@ struct {
 } arena;
 
 // Give the slab up, with the lock; its memory goes when nobody holds a block of it.
-void give_up() {
+void give_arena_up() {
   if (arena.slab == nullptr) return;
   arena.slab->retired = true;
   if (arena.slab->users == 0) drop(arena.slab);
@@ -159,12 +166,12 @@ Slab* reserve(size_t bytes) {
   std::lock_guard<std::mutex> held(lock);
   arena.needed = std::max(arena.needed, bytes);
   if (++arena.runs >= kWindow) {
-    if (arena.slab != nullptr && arena.needed < arena.slab->bytes / 2) give_up();
+    if (arena.slab != nullptr && arena.needed < arena.slab->bytes / 2) give_arena_up();
     arena.needed = 0;
     arena.runs = 0;
   }
   if (arena.slab != nullptr && arena.slab->bytes >= bytes) return arena.slab;
-  give_up();
+  give_arena_up();
   void* base = nullptr;
   if (posix_memalign(&base, kAlign, std::max<size_t>(bytes, 1)) != 0) return nullptr;
   auto* slab = new Slab;
@@ -177,26 +184,11 @@ Slab* reserve(size_t bytes) {
 
 // --- runs ---
 
-struct Plan {
-  std::vector<int64_t> sizes;    // of each block, in order of allocation
-  std::vector<int64_t> offsets;  // in the slab; -1 for blocks that outlive the run
-  std::vector<int64_t> events;   // k: block k is allocated; ~k: it is freed
-};
+thread_local MemoryRun* current = nullptr;
 
-struct Run {
-  const Plan* plan = nullptr;  // to be followed; null when the run is watched
-  Slab* slab = nullptr;
-  size_t next = 0;
-  bool follows = false;
-  Plan seen;
-  std::unordered_map<void*, int64_t> living;  // watched blocks by address
-};
-
-thread_local Run* current = nullptr;
-
-void* allocate_in(Run* run, size_t bytes) {
+void* allocate_in(MemoryRun* run, size_t bytes) {
   if (run->plan != nullptr) {
-    const Plan& plan = *run->plan;
+    const MemoryPlan& plan = *run->plan;
     if (run->follows) {
       int64_t block = run->next < plan.events.size() ? plan.events[run->next] : -1;
       run->follows = block >= 0 && plan.sizes[block] == static_cast<int64_t>(bytes);
@@ -219,14 +211,14 @@ void* allocate_in(Run* run, size_t bytes) {
   return ptr;
 }
 
-void note_free(Run* run, void* ptr) {
+void note_free(MemoryRun* run, void* ptr) {
   if (run->plan == nullptr) {
     auto found = run->living.find(ptr);
     if (found == run->living.end()) return;
     run->seen.events.push_back(~found->second);
     run->living.erase(found);
   } else if (run->follows && run->slab->holds(ptr)) {
-    const Plan& plan = *run->plan;
+    const MemoryPlan& plan = *run->plan;
     int64_t block = run->next < plan.events.size() ? ~plan.events[run->next] : -1;
     run->follows = block >= 0 && run->slab->base + plan.offsets[block] == ptr;
     if (run->follows) run->next++;
@@ -277,15 +269,11 @@ struct Allocator final : c10::Allocator {
 Allocator allocator;
 c10::Allocator* replaced = nullptr;  // PyTorch's own, or whose it was
 
-}  // namespace
-
-extern "C" {
-
 // Become the allocator of CPU tensors; or, later, change how many bytes the pool may keep.
-void marid_memory_install(int64_t pool_limit) {
+void memory_install(size_t pool_limit) {
   {
     std::lock_guard<std::mutex> held(lock);
-    pool.limit = static_cast<size_t>(pool_limit);
+    pool.limit = pool_limit;
     trim(pool.limit);
   }
   if (c10::GetCPUAllocator() != &allocator) {
@@ -301,80 +289,37 @@ void marid_memory_install(int64_t pool_limit) {
 }
 
 // Let the allocator of CPU tensors be what it was, unless somebody has replaced ours. Blocks of ours stay good.
-void marid_memory_uninstall() {
+void memory_uninstall() {
   if (c10::GetCPUAllocator() == &allocator && replaced != nullptr) c10::SetCPUAllocator(replaced, 1);
 }
 
-void* marid_memory_plan(int64_t blocks, const int64_t* sizes, const int64_t* offsets, int64_t events,
-                        const int64_t* order) {
-  return new Plan{{sizes, sizes + blocks}, {offsets, offsets + blocks}, {order, order + events}};
+MemoryPlan* memory_plan(std::vector<int64_t> sizes, std::vector<int64_t> offsets, std::vector<int64_t> events) {
+  return new MemoryPlan{std::move(sizes), std::move(offsets), std::move(events)};
 }
-void marid_memory_forget(void* plan) { delete static_cast<Plan*>(plan); }
+void memory_forget(MemoryPlan* plan) { delete plan; }
 
-// Begin a run on this thread, one at a time in the process: one that is watched, or one that follows a plan of so many
-// bytes in the arena; 0 when there is not that much memory. A watched run takes `expected` bytes beside the arena: for
-// much, the arena is given back first.
-void marid_memory_watch(int64_t expected) {
-  if (static_cast<size_t>(expected) >= kMuch) {
-    std::lock_guard<std::mutex> held(lock);
-    give_up();
-  }
-  current = new Run;
+// What a run was seen to allocate, once: sizes, and events.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> memory_seen(MemoryRun* given) {
+  std::unique_ptr<MemoryRun> run(given);
+  return {std::move(run->seen.sizes), std::move(run->seen.events)};
 }
-int marid_memory_follow(void* plan, int64_t peak) {
-  Slab* slab = reserve(static_cast<size_t>(peak));
-  if (slab == nullptr) return 0;
-  auto* run = new Run;
-  run->plan = static_cast<Plan*>(plan);
-  run->slab = slab;
-  run->follows = true;
-  current = run;
-  return 1;
-}
-// End the watched run of this thread; it is read and freed by marid_memory_seen.
-void* marid_memory_end_watched() {
-  Run* run = current;
-  current = nullptr;
-  return run;
-}
-// End a run that follows a plan; whether it left the plan. A slab of which somebody still holds a block is given up.
-int marid_memory_end() {
-  Run* run = current;
-  current = nullptr;
-  int left = !run->follows || run->next != run->plan->events.size() ? 1 : 0;
-  {
-    std::lock_guard<std::mutex> held(lock);
-    if (run->slab->users != 0 && run->slab == arena.slab) give_up();
-  }
-  delete run;
-  return left;
-}
+
 // Give the arena's memory back; between runs.
-void marid_memory_release() {
+void memory_release() {
   std::lock_guard<std::mutex> held(lock);
-  give_up();
+  give_arena_up();
 }
-int64_t marid_memory_arena_bytes() {
+size_t memory_arena_bytes() {
   std::lock_guard<std::mutex> held(lock);
-  return arena.slab == nullptr ? 0 : static_cast<int64_t>(arena.slab->bytes);
-}
-int64_t marid_memory_seen_blocks(void* run) { return static_cast<int64_t>(static_cast<Run*>(run)->seen.sizes.size()); }
-int64_t marid_memory_seen_events(void* run) {
-  return static_cast<int64_t>(static_cast<Run*>(run)->seen.events.size());
-}
-void marid_memory_seen(void* given, int64_t* sizes, int64_t* events) {
-  auto* run = static_cast<Run*>(given);
-  std::copy(run->seen.sizes.begin(), run->seen.sizes.end(), sizes);
-  std::copy(run->seen.events.begin(), run->seen.events.end(), events);
-  delete run;
+  return arena.slab == nullptr ? 0 : arena.slab->bytes;
 }
 
-int64_t marid_memory_cached() {
+size_t memory_cached() {
   std::lock_guard<std::mutex> held(lock);
-  return static_cast<int64_t>(pool.cached);
+  return pool.cached;
 }
 // Give back what is kept to be used again; what PyTorch's allocator has kept as well.
-void marid_memory_trim() {
+void memory_trim() {
   {
     std::lock_guard<std::mutex> held(lock);
     trim(0);
@@ -384,4 +329,49 @@ void marid_memory_trim() {
 #endif
 }
 
-}  // extern "C"
+}  // namespace
+
+namespace marid {
+
+void memory_watch(int64_t expected) {
+  if (static_cast<size_t>(expected) >= kMuch) {
+    std::lock_guard<std::mutex> held(lock);
+    give_arena_up();
+  }
+  current = new MemoryRun;
+}
+
+bool memory_follow(const MemoryPlan* plan, int64_t peak) {
+  Slab* slab = reserve(static_cast<size_t>(peak));
+  if (slab == nullptr) return false;
+  current = new MemoryRun{plan, slab, 0, true, {}, {}};
+  return true;
+}
+
+MemoryRun* memory_end_watched() { return std::exchange(current, nullptr); }
+
+bool memory_end() {
+  std::unique_ptr<MemoryRun> run(memory_end_watched());
+  std::lock_guard<std::mutex> held(lock);
+  if (run->slab->users != 0 && run->slab == arena.slab) give_arena_up();
+  return !run->follows || run->next != run->plan->events.size();
+}
+
+PyMethodDef memory_functions[] = {
+    released<memory_install>("memory_install"),
+    held<memory_uninstall>("memory_uninstall"),
+    held<memory_plan>("memory_plan"),
+    held<memory_forget>("memory_forget"),
+    released<memory_watch>("memory_watch"),
+    released<memory_follow>("memory_follow"),
+    held<memory_end_watched>("memory_end_watched"),
+    held<memory_end>("memory_end"),
+    held<memory_seen>("memory_seen"),
+    released<memory_release>("memory_release"),
+    held<memory_arena_bytes>("memory_arena_bytes"),
+    held<memory_cached>("memory_cached"),
+    released<memory_trim>("memory_trim"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

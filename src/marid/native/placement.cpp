@@ -1,10 +1,14 @@
 // Where the blocks of a planned run lie: offsets in one slab, worked out once for each program (execute/memory_plan.py).
+#include "expose.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
 namespace {
+
+using namespace marid;
 
 struct Lifetime {
   int64_t bytes, birth, death;
@@ -34,16 +38,13 @@ int64_t place(const std::vector<Lifetime>& blocks, const std::vector<int64_t>& o
   return peak;
 }
 
-}  // namespace
-
-extern "C" {
-
-// Offsets of `count` blocks (bytes, aligned; alive from birth to before death) such that no two that live at the same time
-// overlap; the size of the slab. `lower` is the largest sum of living bytes, which no placement can go below.
-int64_t marid_memory_place(int64_t count, const int64_t* bytes, const int64_t* births, const int64_t* deaths,
-                           int64_t lower, int64_t* offsets) {
+// Offsets of blocks (bytes, aligned; alive from birth to before death) such that no two that live at the same time overlap;
+// before them the size of the slab. `lower` is the largest sum of living bytes, which no placement can go below.
+std::pair<int64_t, std::vector<int64_t>> memory_place(const std::vector<int64_t>& bytes, const std::vector<int64_t>& births,
+                                                      const std::vector<int64_t>& deaths, int64_t lower) {
+  auto count = static_cast<int64_t>(bytes.size());
   std::vector<Lifetime> blocks(count);
-  std::vector<int64_t> order(count), trial(count);
+  std::vector<int64_t> order(count), trial(count), offsets(count);
   for (int64_t i = 0; i < count; i++) {
     blocks[i] = {bytes[i], births[i], deaths[i]};
     order[i] = i;
@@ -59,10 +60,19 @@ int64_t marid_memory_place(int64_t count, const int64_t* bytes, const int64_t* b
     int64_t reached = place(blocks, order, trial);
     if (reached < peak) {
       peak = reached;
-      std::copy(trial.begin(), trial.end(), offsets);
+      offsets = trial;
     }
   }
-  return count == 0 ? 0 : peak;
+  return {count == 0 ? 0 : peak, std::move(offsets)};
 }
 
-}  // extern "C"
+}  // namespace
+
+namespace marid {
+
+PyMethodDef placement_functions[] = {
+    released<memory_place>("memory_place"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

@@ -3,6 +3,13 @@
 //
 // A run that cannot go on (an operation raised) halts the queue: what comes after may need what it did not make. Whoever
 // waits is told, takes back what was not run, and lets the queue go on.
+#include "queue.h"
+
+#include "expose.h"
+
+#include "execute.h"
+#include "memory.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -13,55 +20,55 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <deque>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
-extern "C" {
-int marid_run_go(void* run, void* generator, double seconds);
-void marid_run_link(void* run, int64_t slot, void* from, int64_t from_slot);
-void* marid_warnings_begin();
-void marid_warnings_suspend(void* warnings);
-void marid_memory_watch(int64_t expected);
-int marid_memory_follow(void* plan, int64_t peak);
-int marid_memory_end();
-void* marid_memory_end_watched();
-}
-
 namespace {
+
+using namespace marid;
 
 enum State { kWaiting, kDone, kRaised };
 enum Memory { kPlain, kWatched, kPlanned };
 
 struct Job {
   int64_t number = 0;
-  void* run = nullptr;
+  Run* run = nullptr;
+  Ref positioned;
   struct Link {
     int64_t slot;
-    void* from;
+    const Run* from;
     int64_t from_slot;
   };
   std::vector<Link> links;
   Memory memory = kPlain;
-  void* plan = nullptr;
+  const MemoryPlan* plan = nullptr;
   int64_t peak = 0;
   int threads = 1;
   unsigned rounding = 0;
 
   State state = kWaiting;
-  void* watched = nullptr;
-  int left = 0;
+  MemoryRun* watched = nullptr;
+  bool left = false;
   double seconds = 0;
   std::chrono::steady_clock::time_point began;
-  void* warnings = nullptr;
+  Warnings* warnings = nullptr;
 };
 
 // For an operation that draws: the generator for the next instruction of a job, or null where Python failed.
-using Positioned = void* (*)(void* job);
+c10::GeneratorImpl* generator_for(Job& job) {
+  InterpreterLock lock;
+  Ref found(PyObject_CallFunction(job.positioned.get(), "N", PyLong_FromVoidPtr(&job)));
+  if (!found || found.get() == Py_None) {
+    if (!found) PyErr_WriteUnraisable(job.positioned.get());
+    return nullptr;
+  }
+  return static_cast<c10::GeneratorImpl*>(PyLong_AsVoidPtr(found.get()));
+}
 
 // Give back the OpenMP threads of the calling thread. libgomp counts those of all threads: when there are more of them
 // than processors, none waits actively any more, and every parallel loop of the process takes several times longer. So
@@ -80,7 +87,6 @@ struct Queue {
   std::deque<Job*> jobs;  // the first one runs, unless the queue is halted
   std::atomic<int64_t> submitted = 0, done = 0;  // changed with the lock
   bool halted = false, stopping = false;
-  Positioned positioned = nullptr;
   std::thread thread;
 };
 
@@ -95,25 +101,25 @@ unsigned rounding_of_thread() {
 #endif
 }
 
-State perform(Job& job, Positioned positioned) {
+State perform(Job& job) {
 #if defined(__x86_64__)
   _mm_setcsr(job.rounding);  // denormal numbers, as the thread that submitted it has them
 #endif
   if (at::get_num_threads() != job.threads) at::set_num_threads(job.threads);
-  for (const Job::Link& link : job.links) marid_run_link(job.run, link.slot, link.from, link.from_slot);
-  job.warnings = marid_warnings_begin();
-  if (job.memory == kPlanned && marid_memory_follow(job.plan, job.peak) == 0) job.memory = kPlain;
-  if (job.memory == kWatched) marid_memory_watch(job.peak);
-  int status;
-  void* generator = nullptr;
-  while ((status = marid_run_go(job.run, generator, std::numeric_limits<float>::max())) == 1 || status == 2) {
-    generator = status == 2 ? positioned(&job) : nullptr;
-    if (status == 2 && generator == nullptr) break;
+  for (const Job::Link& link : job.links) job.run->slots[link.slot] = link.from->slots[link.from_slot];
+  job.warnings = new Warnings;
+  if (job.memory == kPlanned && !memory_follow(job.plan, job.peak)) job.memory = kPlain;
+  if (job.memory == kWatched) memory_watch(job.peak);
+  Status status;
+  c10::GeneratorImpl* generator = nullptr;
+  while ((status = go(*job.run, generator, std::numeric_limits<float>::max())) == kRunAgain || status == kRunDraws) {
+    generator = status == kRunDraws ? generator_for(job) : nullptr;
+    if (status == kRunDraws && generator == nullptr) break;
   }
-  if (job.memory == kWatched) job.watched = marid_memory_end_watched();
-  if (job.memory == kPlanned) job.left = marid_memory_end();
-  marid_warnings_suspend(job.warnings);
-  return status == 0 ? kDone : kRaised;
+  if (job.memory == kWatched) job.watched = memory_end_watched();
+  if (job.memory == kPlanned) job.left = memory_end();
+  job.warnings->end();
+  return status == kRunDone ? kDone : kRaised;
 }
 
 void work(Queue* own) {
@@ -131,7 +137,7 @@ void work(Queue* own) {
     Job* job = own->jobs.front();
     held.unlock();
     job->began = std::chrono::steady_clock::now();
-    State state = perform(*job, own->positioned);
+    State state = perform(*job);
     job->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - job->began).count();
     held.lock();
     job->state = state;
@@ -145,33 +151,27 @@ void work(Queue* own) {
   }
 }
 
-}  // namespace
-
-extern "C" {
-
-// Hand a run over; `links` are (slot, run, slot of that run): inputs that an earlier job makes. Freed by marid_job_free
-// once it is done, raised, or taken back. `memory` is 0, or 1 to be watched, or 2 to follow `plan`.
-void* marid_job_new(void* run, int64_t links, const int64_t* slots, void* const* from, const int64_t* from_slots,
-                    int memory, void* plan, int64_t peak) {
+// A run to hand over; inputs in `slots` are made by earlier jobs, whose runs are `from`, in their slots `from_slots`.
+// `positioned` gives it generators, by its address.
+Job* job_new(Run* run, const std::vector<int64_t>& slots, const std::vector<const Run*>& from,
+             const std::vector<int64_t>& from_slots, Memory memory, const MemoryPlan* plan, int64_t peak,
+             PyObject* positioned) {
   auto* job = new Job;
   job->run = run;
-  for (int64_t i = 0; i < links; i++) job->links.push_back({slots[i], from[i], from_slots[i]});
-  job->memory = static_cast<Memory>(memory);
+  job->positioned = Ref::to(positioned);
+  for (size_t i = 0; i < slots.size(); i++) job->links.push_back({slots[i], from.at(i), from_slots.at(i)});
+  job->memory = memory;
   job->plan = plan;
   job->peak = peak;
   job->threads = at::get_num_threads();
   job->rounding = rounding_of_thread();
   return job;
 }
-// How to give OpenMP threads back, where that can be done: the address of omp_pause_resource_all.
-void marid_queue_release_threads(void* function) { release_threads = reinterpret_cast<int (*)(int)>(function); }
-// Its number; they grow. 0 when the process is about to end.
-int64_t marid_job_submit(void* given, void* positioned) {
-  auto* job = static_cast<Job*>(given);
+// Hand it over: its number, which grow; 0 when the process is about to end.
+int64_t job_submit(Job* job) {
   give_threads_back();
   std::lock_guard<std::mutex> held(queue->lock);
   if (queue->stopping) return 0;
-  queue->positioned = reinterpret_cast<Positioned>(positioned);
   if (!queue->thread.joinable()) queue->thread = std::thread(work, queue);
   job->number = ++queue->submitted;
   queue->jobs.push_back(job);
@@ -179,45 +179,42 @@ int64_t marid_job_submit(void* given, void* positioned) {
   return job->number;
 }
 // What watched memory saw, once, or null.
-void* marid_job_watched(void* job) { return std::exchange(static_cast<Job*>(job)->watched, nullptr); }
+MemoryRun* job_watched(Job* job) { return std::exchange(job->watched, nullptr); }
 // When it began, in seconds of a steady clock.
-double marid_job_began(void* job) {
-  return std::chrono::duration<double>(static_cast<Job*>(job)->began.time_since_epoch()).count();
-}
-double marid_job_seconds(void* job) { return static_cast<Job*>(job)->seconds; }
-int marid_job_left(void* job) { return static_cast<Job*>(job)->left; }
-// What kernels warned of; ended by marid_warnings_free.
-void* marid_job_warnings(void* job) { return std::exchange(static_cast<Job*>(job)->warnings, nullptr); }
-void marid_job_free(void* job) { delete static_cast<Job*>(job); }
+double job_began(const Job* job) { return std::chrono::duration<double>(job->began.time_since_epoch()).count(); }
+double job_seconds(const Job* job) { return job->seconds; }
+bool job_left(const Job* job) { return job->left; }
+// What kernels warned of, once, for warnings_of.
+Warnings* job_warnings(Job* job) { return std::exchange(job->warnings, nullptr); }
+// Once it is done, raised, or taken back.
+void job_free(Job* job) { delete job; }
 
+// How to give OpenMP threads back, where that can be done: the address of omp_pause_resource_all.
+void queue_release_threads(int (*function)(int)) { release_threads = function; }
 // The number of the last job that is done.
-int64_t marid_queue_done() { return queue->done; }
-// Whether what was handed over is not all done.
-int marid_queue_busy() { return queue->done != queue->submitted ? 1 : 0; }
-// Wait for a job: 0 when it is done, 1 after so many seconds, 2 when the queue is halted.
-int marid_queue_wait(int64_t number, double seconds) {
+int64_t queue_done() { return queue->done; }
+// Wait for a job, or for so many seconds, or until the queue is halted.
+void queue_wait(int64_t number, double seconds) {
   std::unique_lock<std::mutex> held(queue->lock);
   auto over = [&] { return queue->done >= number || queue->halted || queue->stopping; };
   queue->changed.wait_for(held, std::chrono::duration<double>(seconds), over);
-  if (queue->done >= number) return 0;
-  return queue->halted || queue->stopping ? 2 : 1;
 }
 // Whether this is the device's thread.
-int marid_queue_is_here() { return queue->thread.get_id() == std::this_thread::get_id() ? 1 : 0; }
+bool queue_is_here() { return queue->thread.get_id() == std::this_thread::get_id(); }
 // Whether the queue is halted.
-int marid_queue_halted() {
+bool queue_halted() {
   std::lock_guard<std::mutex> held(queue->lock);
-  return queue->halted ? 1 : 0;
+  return queue->halted;
 }
 // Forget what has not begun, which the caller has taken back, and go on.
-void marid_queue_resume() {
+void queue_resume() {
   std::lock_guard<std::mutex> held(queue->lock);
   queue->jobs.clear();
   queue->done = queue->submitted.load();
   queue->halted = false;
 }
 // Before the process ends: no job begins any more, and the thread is gone.
-void marid_queue_stop() {
+void queue_stop() {
   {
     std::lock_guard<std::mutex> held(queue->lock);
     queue->stopping = true;
@@ -226,6 +223,32 @@ void marid_queue_stop() {
   if (queue->thread.joinable()) queue->thread.join();
 }
 // In a child of a fork, where there is no such thread and nothing to do.
-void marid_queue_forked() { queue = new Queue; }
+void queue_forked() { queue = new Queue; }
 
-}  // extern "C"
+}  // namespace
+
+namespace marid {
+
+bool queue_is_busy() { return queue->done != queue->submitted; }
+
+PyMethodDef queue_functions[] = {
+    held<job_new>("job_new"),
+    released<job_submit>("job_submit"),
+    held<job_watched>("job_watched"),
+    held<job_began>("job_began"),
+    held<job_seconds>("job_seconds"),
+    held<job_left>("job_left"),
+    held<job_warnings>("job_warnings"),
+    held<job_free>("job_free"),
+    held<queue_release_threads>("queue_release_threads"),
+    held<queue_done>("queue_done"),
+    released<queue_wait>("queue_wait"),
+    held<queue_is_here>("queue_is_here"),
+    held<queue_halted>("queue_halted"),
+    held<queue_resume>("queue_resume"),
+    released<queue_stop>("queue_stop"),
+    held<queue_forked>("queue_forked"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

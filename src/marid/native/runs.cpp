@@ -1,6 +1,6 @@
 // Beginning runs from Python objects and giving their results to Python, and what kernels warned of meanwhile: the part
 // of a run that has to do with Python.
-#include "python.h"
+#include "expose.h"
 
 #include "execute.h"
 
@@ -11,13 +11,6 @@
 #include <memory>
 
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
-
-extern "C" {
-void* marid_warnings_begin();
-void marid_warnings_suspend(void* warnings);
-const char* marid_warnings_text(void* warnings, int64_t index);
-void marid_warnings_free(void* warnings);
-}
 
 namespace {
 
@@ -63,7 +56,7 @@ bool read_parameters(PyObject* params, Run& run) {
   return true;
 }
 
-// Put the tensors into their slots; what is no tensor comes later, by marid_run_link.
+// Put the tensors into their slots; what is no tensor comes later, from the run that makes it (queue.cpp).
 bool read_inputs(PyObject* inputs, PyObject* slots, Run& run) {
   static PyObject* name = PyUnicode_InternFromString("_cdata");
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); i++) {
@@ -95,6 +88,19 @@ bool read_recorded(PyObject* specs, Run& run) {
   return true;
 }
 
+// For each instruction an argument or -1, as the bytes of an array; or None.
+bool read_donors(PyObject* array, Run& run) {
+  if (array == Py_None) return true;
+  run.donors.resize(run.program->instructions.size());
+  size_t nbytes = run.donors.size() * sizeof(int64_t);
+  if (!PyBytes_Check(array) || static_cast<size_t>(PyBytes_GET_SIZE(array)) != nbytes) {
+    PyErr_Format(PyExc_ValueError, "%zu bytes are needed", nbytes);
+    return false;
+  }
+  std::memcpy(run.donors.data(), PyBytes_AS_STRING(array), nbytes);
+  return true;
+}
+
 // An address of numbers, or None.
 bool read_numbers(PyObject* address, int64_t*& into) {
   if (address == Py_None) return true;
@@ -113,19 +119,14 @@ bool read_labels(PyObject* labels, Run& run) {
   return true;
 }
 
-// Of a call's arguments: program, input slots (a tuple), donors (an address or None), inputs and params (lists), specs (a
+// Of a call's arguments: program, input slots (a tuple), donors (bytes or None), inputs and params (lists), specs (a
 // tuple that outlives the run), sums and spans (addresses of two numbers for each instruction, or None), labels (a tuple or None).
 std::unique_ptr<Run> begin(PyObject* const* given) {
   auto run = std::make_unique<Run>();
   run->program = static_cast<const Program*>(PyLong_AsVoidPtr(given[0]));
   if (run->program == nullptr) return nullptr;
   run->slots.resize(run->program->slots);
-  if (given[2] != Py_None) {
-    auto* donors = static_cast<const int64_t*>(PyLong_AsVoidPtr(given[2]));
-    if (donors == nullptr) return nullptr;
-    run->donors.assign(donors, donors + run->program->instructions.size());
-  }
-  bool read = read_inputs(given[3], given[1], *run) && read_recorded(given[5], *run) &&
+  bool read = read_donors(given[2], *run) && read_inputs(given[3], given[1], *run) && read_recorded(given[5], *run) &&
               read_numbers(given[6], run->sums) && read_numbers(given[7], run->spans) && read_labels(given[8], *run);
   return read && read_parameters(given[4], *run) ? std::move(run) : nullptr;
 }
@@ -168,15 +169,18 @@ PyObject* run_once(PyObject*, PyObject* const* given, Py_ssize_t) {
   std::unique_ptr<Run> run = begin(given);
   if (run == nullptr) return nullptr;
   double seconds = PyFloat_AsDouble(given[10]);
-  PyThreadState* state = PyEval_SaveThread();
-  Status status = go(*run, at::Generator(), seconds);
-  PyEval_RestoreThread(state);
+  Status status;
+  {
+    WithoutLock others;
+    status = go(*run, nullptr, seconds);
+  }
   if (status != kRunDone) return Py_BuildValue("iN", status, PyLong_FromVoidPtr(run.release()));
   std::vector<at::Tensor> results = in_slots(*run, given[9]);
   release_objects(*run);
-  state = PyEval_SaveThread();
-  run.reset();  // what it frees takes its time
-  PyEval_RestoreThread(state);
+  {
+    WithoutLock others;
+    run.reset();  // what it frees takes its time
+  }
   return delivered(results, given[11]);
 }
 
@@ -188,32 +192,23 @@ PyObject* run_tensors(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 // --- what kernels warn of --------------------------------------------------------------------------------------------
 
-PyObject* texts_of(void* kept) {
+Warnings* warnings_begin() { return new Warnings; }
+
+// What was warned of until the end of that, in this thread or another.
+PyObject* warnings_of(Warnings* given) {
+  std::unique_ptr<Warnings> warnings(given);
   Ref texts(PyList_New(0));
-  const char* text;
-  for (int64_t i = 0; texts && (text = marid_warnings_text(kept, i)) != nullptr; i++) {
-    Ref own(PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::strlen(text)), "replace"));
-    if (!own || PyList_Append(texts.get(), own.get()) < 0) texts = Ref();
+  for (const std::string& text : warnings->kept) {
+    Ref own(texts ? PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace") : nullptr);
+    if (!own || PyList_Append(texts.get(), own.get()) < 0) return nullptr;
   }
-  marid_warnings_free(kept);
   return texts.release();
 }
 
-// warnings_begin(): keep what is warned of on this thread, until the end; one inside of another.
-PyObject* warnings_begin(PyObject*, PyObject*) { return PyLong_FromVoidPtr(marid_warnings_begin()); }
-
-// warnings_end(kept): what was warned of since, on the thread that began.
-PyObject* warnings_end(PyObject*, PyObject* given) {
-  void* kept = PyLong_AsVoidPtr(given);
-  if (kept == nullptr) return nullptr;
-  marid_warnings_suspend(kept);
-  return texts_of(kept);
-}
-
-// warnings_of(kept): what another thread was warned of, which has ended that.
-PyObject* warnings_of(PyObject*, PyObject* given) {
-  void* kept = PyLong_AsVoidPtr(given);
-  return kept == nullptr ? nullptr : texts_of(kept);
+// End it, and say what was warned of.
+PyObject* warnings_end(Warnings* warnings) {
+  warnings->end();
+  return warnings_of(warnings);
 }
 
 // switches(): what kernels ask of the process (remote/wire/kernel_settings.py), as one number.
@@ -238,9 +233,9 @@ PyMethodDef run_functions[] = {
     {"run_once", fast(run_once), METH_FASTCALL, nullptr},
     {"run_tensors", fast(run_tensors), METH_FASTCALL, nullptr},
     {"switches", switches, METH_NOARGS, nullptr},
-    {"warnings_begin", warnings_begin, METH_NOARGS, nullptr},
-    {"warnings_end", warnings_end, METH_O, nullptr},
-    {"warnings_of", warnings_of, METH_O, nullptr},
+    held<warnings_begin>("warnings_begin"),
+    held<warnings_end>("warnings_end"),
+    held<warnings_of>("warnings_of"),
     {nullptr, nullptr, 0, nullptr},
 };
 
