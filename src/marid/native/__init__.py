@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,40 +48,8 @@ def _load() -> Any:
     )
 
 
-def int64s(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """An array for a function of the library; each number must fit into 64 bits."""
-    return (ctypes.c_int64 * len(numbers))(*numbers)
-
-
-_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_TEXT, _CHAR = ctypes.c_char_p, ctypes.c_char
-_INT64S, _POINTERS = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_void_p)
-
-_FUNCTIONS: dict[str, tuple[object, list[object]]] = {
-    "marid_compiled_load": (_POINTER, [_TEXT, _INT]),
-    "marid_compiled_unload": (None, [_POINTER]),
-    "marid_compiled_problem": (_TEXT, []),
-    "marid_compiled_instance": (_INT64, [_POINTER, _INT64, _INT64, _INT64S, _INT64, _INT64S, _INT64, _INT64S]),
-    "marid_compiled_drop": (None, [_INT64]),
-    "marid_compiled_failed": (_INT, [_INT64]),
-    "marid_products_enable": (None, [_INT]),
-    "marid_products_configure": (None, [_INT, _INT64, ctypes.c_double, ctypes.c_double, _INT64]),
-    "marid_products_count": (_INT64, []),
-}
-
-
-def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
-    return loaded
-
-
 module: Any = _load()
 """The C++ half. Addresses of what it owns are ints here, and None is null."""
-
-library: ctypes.CDLL = _declare(ctypes.CDLL(module.__file__))
-"""The same as a library, for functions that are not in the module yet."""
 
 
 def _omp_pause() -> int | None:

@@ -4,6 +4,8 @@
 // table, planned memory and errors know nothing of it. Each call names an *instance*: a part together with the exact
 // geometry of its inputs and results for one set of sizes. A call that does not fit is declined before anything is
 // written; the program then goes on without the part.
+#include "expose.h"
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -75,7 +77,6 @@ struct Instance {
 std::mutex lock;
 std::unordered_map<int64_t, std::shared_ptr<Instance>> instances;
 int64_t newest = 0;
-thread_local std::string problem;
 
 std::shared_ptr<Instance> find(int64_t id) {
   std::lock_guard<std::mutex> held(lock);
@@ -180,23 +181,15 @@ TORCH_LIBRARY_FRAGMENT(marid, library) {
                torch::CppFunction::makeFromBoxedFunction<&compiled>());
 }
 
-}  // namespace
-
-extern "C" {
-
-// Load a part; null when that is not possible, and `marid_compiled_problem` says why.
-void* marid_compiled_load(const char* path, int threads) {
-  if (!make_visible()) {
-    problem = "the library cannot be found again";
-    return nullptr;
-  }
+// Load a part. Throws where that is not possible.
+std::shared_ptr<Part>* compiled_load(const char* path, int threads) {
+  if (!make_visible()) throw std::runtime_error("the library cannot be found again");
   auto part = std::make_shared<Part>();
   part->threads = threads;
   part->file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (part->file == nullptr) {
     const char* text = dlerror();
-    problem = text != nullptr ? text : "dlopen failed";
-    return nullptr;
+    throw std::runtime_error(text != nullptr ? text : "dlopen failed");
   }
   auto symbol = [&](const char* name, auto& function) {
     function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(part->file, name));
@@ -207,48 +200,45 @@ void* marid_compiled_load(const char* path, int threads) {
       !symbol("AOTInductorModelContainerDelete", part->call.destroy) ||
       !symbol("AOTInductorModelContainerGetNumOutputs", part->call.count) ||
       !symbol("AOTInductorModelContainerRun", part->call.run)) {
-    problem = "not a compiled part";
-    return nullptr;
+    throw std::runtime_error("not a compiled part");
   }
   if (part->call.create(&part->container, 1, "cpu", "") != AOTI_TORCH_SUCCESS ||
       part->call.count(part->container, &part->outputs) != AOTI_TORCH_SUCCESS) {
-    problem = "a compiled part could not be set up";
-    return nullptr;
+    throw std::runtime_error("a compiled part could not be set up");
   }
   return new std::shared_ptr<Part>(std::move(part));
 }
-void marid_compiled_unload(void* given) { delete static_cast<std::shared_ptr<Part>*>(given); }
-const char* marid_compiled_problem() { return problem.c_str(); }
+void compiled_unload(std::shared_ptr<Part>* part) { delete part; }
 
 // A part with one set of sizes. `shapes` has for each input, then for each output: dtype, whether it is written,
 // base, offset in it, the number of dimensions, sizes, strides. Returns what calls name it by.
-int64_t marid_compiled_instance(void* given, int64_t inputs, int64_t outputs, const int64_t* shapes, int64_t numbers,
-                                const int64_t* number_dtypes, int64_t symbols, const int64_t* values) {
+int64_t compiled_instance(const std::shared_ptr<Part>* part, size_t inputs, const std::vector<int64_t>& shapes,
+                          std::vector<at::ScalarType> numbers, const std::vector<int64_t>& symbols) {
   auto instance = std::make_shared<Instance>();
-  instance->part = *static_cast<std::shared_ptr<Part>*>(given);
-  for (int64_t i = 0; i < inputs + outputs; i++) {
+  instance->part = *part;
+  for (auto shape = shapes.begin(); shape != shapes.end();) {
     Geometry geometry;
-    geometry.dtype = static_cast<at::ScalarType>(*shapes++);
-    geometry.written = *shapes++ != 0;
-    geometry.base = *shapes++;
-    geometry.offset = *shapes++;
-    int64_t dims = *shapes++;
-    geometry.sizes.assign(shapes, shapes + dims);
-    geometry.strides.assign(shapes + dims, shapes + 2 * dims);
-    shapes += 2 * dims;
+    geometry.dtype = static_cast<at::ScalarType>(*shape++);
+    geometry.written = *shape++ != 0;
+    geometry.base = *shape++;
+    geometry.offset = *shape++;
+    int64_t dims = *shape++;
+    geometry.sizes.assign(shape, shape + dims);
+    geometry.strides.assign(shape + dims, shape + 2 * dims);
+    shape += 2 * dims;
     instance->writes = instance->writes || geometry.written;
-    (i < inputs ? instance->inputs : instance->outputs).push_back(std::move(geometry));
+    (instance->inputs.size() < inputs ? instance->inputs : instance->outputs).push_back(std::move(geometry));
   }
-  for (int64_t i = 0; i < numbers; i++) instance->numbers.push_back(static_cast<at::ScalarType>(number_dtypes[i]));
-  if (symbols > 0) {
-    std::vector<int64_t> strides(symbols, 0);
-    instance->carrier = at::detail::empty_strided_cpu({values, static_cast<size_t>(symbols)}, strides, at::kFloat);
+  instance->numbers = std::move(numbers);
+  if (!symbols.empty()) {
+    std::vector<int64_t> strides(symbols.size(), 0);
+    instance->carrier = at::detail::empty_strided_cpu(symbols, strides, at::kFloat);
   }
   std::lock_guard<std::mutex> held(lock);
   instances[++newest] = std::move(instance);
   return newest;
 }
-void marid_compiled_drop(int64_t id) {
+void compiled_drop(int64_t id) {
   std::shared_ptr<Instance> last;  // ends after the lock is given back
   std::lock_guard<std::mutex> held(lock);
   auto found = instances.find(id);
@@ -256,10 +246,23 @@ void marid_compiled_drop(int64_t id) {
   last = std::move(found->second);
   instances.erase(found);
 }
-// Whether a call failed after it may have written: 0 no, 1 yes, 2 yes, and it writes inputs.
-int marid_compiled_failed(int64_t id) {
+// Whether a call failed after it may have written to its inputs.
+bool compiled_failed_writing(int64_t id) {
   auto instance = find(id);
-  return instance && instance->failed ? (instance->writes ? 2 : 1) : 0;
+  return instance && instance->failed && instance->writes;
 }
 
-}  // extern "C"
+}  // namespace
+
+namespace marid {
+
+PyMethodDef compiled_functions[] = {
+    released<compiled_load>("compiled_load"),
+    released<compiled_unload>("compiled_unload"),
+    held<compiled_instance>("compiled_instance"),
+    released<compiled_drop>("compiled_drop"),
+    held<compiled_failed_writing>("compiled_failed_writing"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

@@ -110,7 +110,7 @@ namespace marid {
 extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concretely_functions[], run_functions[], derive_functions[],
     geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[],
     host_call_functions[], graph_memory_functions[], device_functions[], memory_functions[], placement_functions[],
-    program_functions[], execute_functions[], queue_functions[], state_functions[];
+    program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], trial_functions[], state_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -119,9 +119,10 @@ PyMODINIT_FUNC PyInit_marid_native() {
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::bind_functions, marid::concretely_functions, marid::run_functions,
         marid::derive_functions, marid::geometry_functions, marid::autocast_functions, marid::host_call_functions,
-        marid::stack_functions, marid::immediate_functions, marid::resident_functions,
-        marid::graph_memory_functions, marid::device_functions, marid::memory_functions, marid::placement_functions,
-        marid::program_functions, marid::execute_functions, marid::queue_functions, marid::state_functions}) {
+        marid::stack_functions, marid::immediate_functions, marid::resident_functions, marid::graph_memory_functions,
+        marid::device_functions, marid::memory_functions, marid::placement_functions, marid::program_functions,
+        marid::execute_functions, marid::compiled_functions, marid::queue_functions, marid::product_functions,
+        marid::trial_functions, marid::state_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

@@ -24,7 +24,7 @@ from marid.execute.table import TableRun
 from marid.graph.node import Draw, Operation
 from marid.graph.prepared import Replay
 from marid.graph.program import Task
-from marid.native import library
+from marid.native import module
 from marid.report.operator_times import operator_times
 from marid.report.stats import counters
 
@@ -32,8 +32,6 @@ logger = logging.getLogger("marid")
 
 # What a kernel raises on other inputs than the user's, and where there is no memory for copies of these.
 _TRIAL_FAILURES = (RuntimeError, ValueError, IndexError, MemoryError)
-
-_FAILED_WRITING = 2  # what marid_compiled_failed says of a part that may have done half of its work
 
 
 @functools.cache
@@ -62,7 +60,7 @@ class CompiledProgram:
         self.left = True
         origin = self.recorded(frame, start)
         names = frame.params[len(frame.params) - 2 * len(self.compiled.parts) + 1 :: 2]
-        if any(library.marid_compiled_failed(name) == _FAILED_WRITING for name in names):
+        if any(map(module.compiled_failed_writing, names)):
             error = LazyTensorError("a compiled part failed after it may have written to its inputs")
             raise Interrupted(origin, False, frame.tensors, error)
         return self.flat.interpret(frame, origin)

@@ -5,6 +5,7 @@ A *variant* is a set of parts of one program, compiled for one shapes rule. It i
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from marid.execute.compiled.eligibility import DTYPES
 from marid.execute.compiled.partition import Partition, Specs
 from marid.graph.node import Operation
 from marid.graph.program import Instruction, ListOf, Param, Program, Result, Slot
-from marid.native import int64s, library
+from marid.native import module
 from marid.recent import Recent
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ class _Sizes:
     """What the C++ half is told of one set of sizes of a part."""
 
     inputs: int
-    outputs: int
     shapes: list[int]
     values: tuple[int, ...]
     """Of the symbols."""
@@ -48,10 +48,11 @@ class CompiledPartition:
         self.path, part = entry.path, asked.part
         results = (r for i in program.instructions[part.start : part.stop] for r in i.results)
         self._slots = (*part.inputs, *(result.slot for result in results))
-        self.pointer: int | None = library.marid_compiled_load(str(entry.path).encode(), threads)
-        if self.pointer is None:
-            raise OSError(library.marid_compiled_problem().decode(errors="replace"))
-        weakref.finalize(self, library.marid_compiled_unload, self.pointer).atexit = False
+        try:
+            self.pointer: int = module.compiled_load(os.fsencode(entry.path), threads)
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        weakref.finalize(self, module.compiled_unload, self.pointer).atexit = False
 
     def key(self, specs: Specs, params: list[Any]) -> Any:
         """Parts with the same key have the same sizes: the layers of a network."""
@@ -70,15 +71,12 @@ class CompiledPartition:
             dtype = getattr(torch, shape["dtype"])
             shapes += [DTYPES[dtype], shape.get("written", False), shape.get("base", -1), shape.get("offset", 0)]
             shapes += [len(shape["size"]), *shape["size"], *shape["stride"]]
-        return _Sizes(len(concrete["inputs"]), len(outputs), shapes, values)
+        return _Sizes(len(concrete["inputs"]), shapes, values)
 
     def instance(self, sizes: _Sizes) -> int:
         """What calls with these sizes name the part by."""
-        numbers = int64s([DTYPES[number.dtype] for number in self.part.numbers])
-        return library.marid_compiled_instance(
-            *(self.pointer, sizes.inputs, sizes.outputs, int64s(sizes.shapes)),
-            *(len(numbers), numbers, len(sizes.values), int64s(sizes.values)),
-        )
+        numbers = [DTYPES[number.dtype] for number in self.part.numbers]
+        return module.compiled_instance(self.pointer, sizes.inputs, sizes.shapes, numbers, sizes.values)
 
 
 class _Instances:
@@ -89,7 +87,7 @@ class _Instances:
     def __init__(self, names: list[int]) -> None:
         self.names = names
         for name in names:
-            weakref.finalize(self, library.marid_compiled_drop, name).atexit = False
+            weakref.finalize(self, module.compiled_drop, name).atexit = False
 
 
 class Variant:

@@ -10,7 +10,7 @@ which of ATen's is in ``ops/irregular.py``.
 
 from __future__ import annotations
 
-from marid.native import library
+from marid.native import module
 from marid.settings import settings
 
 
@@ -23,16 +23,16 @@ def configure(
     ATen, in no more than this ``share`` of the time. ``block`` is for tests: the depth of the stretches in which BLAS
     is taken to add up, -1 to find it out.
     """
-    library.marid_products_configure(also_slower, uses, work, share, block)
+    module.products_configure(also_slower, uses, work, share, block)
 
 
 def count() -> int:
     """How many products the faster kernel has computed in this process."""
-    return library.marid_products_count()
+    return module.products_count()
 
 
 def _settings_changed() -> None:
-    library.marid_products_enable(settings.fast_products)
+    module.products_enable(settings.fast_products)
 
 
 configure()

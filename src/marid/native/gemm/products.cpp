@@ -1,5 +1,7 @@
 // The operators that products of matrices are run by: marid::product (mm, bmm), marid::product_add (addmm) and
 // marid::linear. They do what ATen's do, bit for bit, by multiply.cpp or multiply_row.cpp where trials.cpp chooses it.
+#include "expose.h"
+
 #include "multiply.h"
 #include "trials.h"
 
@@ -149,12 +151,21 @@ TORCH_LIBRARY_IMPL(marid, Negative, library) { hand_on_views(library); }
 using torch::aot_inductor::new_tensor_handle;
 using torch::aot_inductor::tensor_handle_to_tensor_pointer;
 
+// How many products our kernel has computed.
+int64_t products_count() { return count; }
+
 }  // namespace
 
-extern "C" {
+namespace marid {
 
-// How many products our kernel has computed.
-int64_t marid_products_count() { return count; }
+PyMethodDef product_functions[] = {
+    held<products_count>("products_count"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid
+
+extern "C" {
 
 // What compiled parts call (execute/compiled/lower.py).
 AOTITorchError aoti_torch_cpu_product(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle* result) {

@@ -9,6 +9,8 @@
 // must have come before, and there is a limit to them.
 #include "trials.h"
 
+#include "expose.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
@@ -282,6 +284,24 @@ std::optional<bool> tried(Known& all, const Product& p, Added added) {
   }
 }
 
+void products_enable(bool on) { enabled = on; }
+
+// Begin anew: use our kernel also where it is slower or not, try a class after so many uses and operations of work, and
+// within that part of the time. `block` is for tests: how deep the stretches of BLAS are taken to be; -1 to find out.
+void products_configure(bool slower, int64_t uses, double work, double part, int64_t block) {
+  Known& all = known();
+  std::scoped_lock held(all.trying, all.lock);
+  also_slower = slower;
+  uses_before = uses;
+  work_before = work;
+  share = part;
+  given_block = block;
+  all.classes.clear();
+  all.shapes.clear();
+  all.next = {};
+  all.machine = Machine();
+}
+
 }  // namespace
 
 namespace marid {
@@ -309,26 +329,10 @@ bool choose(const Product& p, Added added, std::optional<uint64_t> shape) {
   return ours.value_or(false) && judge(all, key, p, shape).ours;
 }
 
+PyMethodDef trial_functions[] = {
+    held<products_enable>("products_enable"),
+    released<products_configure>("products_configure"),  // waits for a trial
+    {nullptr, nullptr, 0, nullptr},
+};
+
 }  // namespace marid
-
-extern "C" {
-
-void marid_products_enable(int on) { enabled = on != 0; }
-
-// Begin anew: use our kernel also where it is slower or not, try a class after so many uses and operations of work, and
-// within that part of the time. `block` is for tests: how deep the stretches of BLAS are taken to be; -1 to find out.
-void marid_products_configure(int slower, int64_t uses, double work, double part, int64_t block) {
-  Known& all = known();
-  std::scoped_lock held(all.trying, all.lock);
-  also_slower = slower != 0;
-  uses_before = uses;
-  work_before = work;
-  share = part;
-  given_block = block;
-  all.classes.clear();
-  all.shapes.clear();
-  all.next = {};
-  all.machine = Machine();
-}
-
-}  // extern "C"
