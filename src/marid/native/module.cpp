@@ -110,7 +110,8 @@ namespace marid {
 extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concretely_functions[], run_functions[], derive_functions[],
     geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[],
     host_call_functions[], graph_memory_functions[], device_functions[], memory_functions[], placement_functions[],
-    program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], trial_functions[], state_functions[];
+    program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], trial_functions[],
+    state_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
