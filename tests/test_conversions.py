@@ -119,7 +119,9 @@ class _Counter:
 
 
 @pytest.mark.parametrize(
-    "function", [_with_many_names(), _in_a_comprehension, _Counter().read, torch.no_grad()(tokens)], ids=str
+    "function",
+    [_with_many_names(), _in_a_comprehension, _Counter().read, torch.no_grad()(tokens)],
+    ids=["many names", "a comprehension", "a method", "a decorated function"],
 )
 def test_functions_of_other_kinds(function: Callable[..., Any]) -> None:
     compiled = marid.compile(function)
