@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import marid
+from marid.errors import MaterializationError
 from marid.frontend import materialize as materializing
 from marid.frontend.handles import recording
 from marid.frontend.handles import tape as tape_of
@@ -240,6 +241,26 @@ def test_an_error_is_pytorchs_at_its_line(at_once: None) -> None:
     with pytest.raises(IndexError, match="index out of range in self"):
         torch.embedding(table, index)
     assert table.sum().item() == pytest.approx(table.cpu().sum().item())
+
+
+def test_what_failed_and_is_still_held_hinders_nothing_else(at_once: None) -> None:
+    with marid.no_sync():
+        table, index = torch.rand(3, 2, device=DEVICE), torch.tensor([0, 7], device=DEVICE)
+        failed = torch.embedding(table, index)
+        written = torch.zeros(3, device=DEVICE)
+        part = written[:2]
+    torch.ones(2, device=DEVICE).sum().item()
+    with pytest.raises(MaterializationError):
+        failed.cpu()
+    x = torch.linspace(0, 1, 8, device=DEVICE)
+    assert _immediate(lambda: (x * 2 + 1).sum().item()) == 3
+    with pytest.raises(MaterializationError):
+        (failed + 1).sum().item()
+    written.copy_(failed.sum())
+    with pytest.raises(MaterializationError):
+        (part * 2).sum().item()  # of which the write fails that comes before it
+    assert (part + 1).tolist() == [1.0, 1.0]  # whoever reads it next has been told
+    assert _immediate(lambda: (x * 2 + 1).sum().item()) == 3
 
 
 def test_what_is_known_of_calls_has_no_part_in_it(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:

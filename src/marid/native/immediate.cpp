@@ -141,7 +141,9 @@ bool is_ready(PyObject* on, Given& given, bool writes) {
   for (Handle* handle : given.handles) {
     const std::shared_ptr<Computed>& computed = handle->computed();
     if (!computed) return false;
-    if (pending && handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
+    // A write that failed is an error for the next reader.
+    bool may_be_written = pending || any_failed();
+    if (may_be_written && handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
     given.concrete.push_back(computed->tensor);
   }
   return true;
@@ -186,10 +188,9 @@ bool is_at_once(PyObject* by, const Given& given) {
 
 // kDone where a call can run at once, which it may have had to wait for.
 Outcome make_ready(PyObject* on, Given& given, bool writes) {
-  if (any_failed()) return Outcome::kUnusual;
   if (is_ready(on, given, writes)) return Outcome::kDone;
   if (PyErr_Occurred() || !Ref(PyObject_CallOneArg(run_pending, on))) return Outcome::kError;
-  if (!any_failed() && is_ready(on, given, writes)) return Outcome::kDone;
+  if (is_ready(on, given, writes)) return Outcome::kDone;
   return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
 }
 
@@ -301,7 +302,7 @@ Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Oper
 bool read_number(torch::jit::Stack* stack) {
   const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
   Handle* handle = handle_of(tensor);
-  if (handle == nullptr || recording > 0 || any_failed() || queue_is_busy()) return false;
+  if (handle == nullptr || recording > 0 || queue_is_busy()) return false;
   if (!is_immediate(tensor.device().index())) return false;
   if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
   const std::shared_ptr<Computed>& computed = handle->computed();
