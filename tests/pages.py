@@ -17,11 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from marid.frontend.handles import record_again
+
 _BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run(page: Path) -> int:
     """How many blocks were run. Raises what they raise, and ``AssertionError`` for other output."""
+    record_again()  # as in a fresh process
     text = page.read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "__main__"}
     printed, line, count = "", 0, 0
