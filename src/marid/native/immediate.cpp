@@ -138,11 +138,10 @@ bool is_ready(PyObject* on, Given& given, bool writes) {
   if (queue_is_busy()) return false;
   bool pending = PyList_GET_SIZE(tape.at(on, kEntries)) != 0;
   if (writes && pending) return false;
+  bool may_be_written = pending || any_failed();  // a write that failed is an error for the next reader
   for (Handle* handle : given.handles) {
     const std::shared_ptr<Computed>& computed = handle->computed();
     if (!computed) return false;
-    // A write that failed is an error for the next reader.
-    bool may_be_written = pending || any_failed();
     if (may_be_written && handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
     given.concrete.push_back(computed->tensor);
   }

@@ -56,12 +56,12 @@ def _replaced(function: FunctionType) -> frozenset[type]:
 
 
 @functools.lru_cache(1024)
-def _converting(code: CodeType, _filename: str, kinds: frozenset[type]) -> CodeType:
+def _converting(code: CodeType, filename: str, kinds: frozenset[type]) -> CodeType:
     """The code; equal ones of two files are two."""
     constants = list(code.co_consts)
     for index, constant in enumerate(constants):
         if type(constant) is CodeType and constant.co_name in COMPREHENSIONS:
-            constants[index] = _converting(constant, _filename, kinds)
+            constants[index] = _converting(constant, filename, kinds)
     by_name = {kind.__name__: CONVERTING[kind] for kind in kinds}
     raw = bytearray(code.co_code)
     for one in dis.get_instructions(code):

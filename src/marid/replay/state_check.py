@@ -76,7 +76,7 @@ class Snapshot:
         self._arrays = [(one, one.shape, one.dtype, _bytes(one)) for _, one in reached.arrays]
         groups, counts = set(map(id, rated)), {id(schedule.__dict__) for schedule in schedules}
         keys = enumerate((id(one), key) for one in self._dicts for key in one)
-        free = [index for index, (one, key) in keys if one in counts or (one in groups and key == "lr")]
+        free = (index for index, (one, key) in keys if one in counts or (one in groups and key == "lr"))
         self._free = tuple(free)
         self._kept = list(self._objects())
 
