@@ -27,13 +27,13 @@ _ABI = EXTENSION_SUFFIXES[0]  # Python's version, the processor and the system
 _FILES = sorted(Path(folder, name) for folder, _, names in os.walk(_FOLDER) for name in names)
 _SOURCES = [file for file in _FILES if file.suffix == ".cpp"]
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
-_VECTORS = {
+VECTOR_FLAGS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
 }
 _OF_KERNELS = (
-    ["-O3", f"-DCPU_CAPABILITY={_CAPABILITY}", f"-DCPU_CAPABILITY_{_CAPABILITY}", *_VECTORS[_CAPABILITY]]
-    if (_CAPABILITY in _VECTORS)
+    ["-O3", f"-DCPU_CAPABILITY={_CAPABILITY}", f"-DCPU_CAPABILITY_{_CAPABILITY}", *VECTOR_FLAGS[_CAPABILITY]]
+    if (_CAPABILITY in VECTOR_FLAGS)
     else ["-O3", "-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"]
 )
 """For ``*_kernels.cpp``, which are compiled for the vector unit that PyTorch uses here, as its own kernels are."""
@@ -43,6 +43,9 @@ _OPTIONS = [
     "-O2",
     "-DNDEBUG",
     "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-semantic-interposition",
+    "-fno-plt",
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
 ]
 

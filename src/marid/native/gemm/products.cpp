@@ -168,12 +168,12 @@ PyMethodDef product_functions[] = {
 extern "C" {
 
 // What compiled parts call (execute/compiled/lower.py).
-AOTITorchError aoti_torch_cpu_product(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle* result) {
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_product(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle* result) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
     *result = new_tensor_handle(product(*tensor_handle_to_tensor_pointer(a), *tensor_handle_to_tensor_pointer(b)));
   });
 }
-AOTITorchError aoti_torch_cpu_product_add(AtenTensorHandle bias, AtenTensorHandle a, AtenTensorHandle b,
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_product_add(AtenTensorHandle bias, AtenTensorHandle a, AtenTensorHandle b,
                                           AtenTensorHandle* result) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
     *result = new_tensor_handle(product_add(*tensor_handle_to_tensor_pointer(bias), *tensor_handle_to_tensor_pointer(a),
