@@ -647,3 +647,18 @@ def test_a_transformer_forward(compiling: Path) -> None:
 
     _wait_for(run, seconds=600)
     assert marid.stats().compile_mismatches == 0
+
+
+def test_inductor_is_told_which_vector_unit_there_is() -> None:
+    """It takes the one of PyTorch's own kernels, without building programs to find out."""
+    from torch._inductor import config, cpu_vec_isa
+
+    if lower._has_vector_unit() is None:
+        pytest.skip("neither AVX2 nor AVX-512, or no compiler that knows them")
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    try:
+        with config.patch({"cpp.vec_isa_ok": True}):
+            width = cpu_vec_isa.pick_vec_isa().bit_width()
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    assert width == {"AVX2": 256, "AVX512": 512}[torch.backends.cpu.get_cpu_capability()]

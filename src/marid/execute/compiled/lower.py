@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from marid.built import VECTOR_FLAGS, the_compiler
 from marid.execute.compiled.arguments import dtype_named
 from marid.execute.compiled.part_graph import PartGraph, Refused, overload_named
 from marid.ops.own_operators import OwnOperator, define
@@ -44,6 +47,7 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
     patches = {
         "force_disable_caches": True,
         "aot_inductor.custom_ops_to_c_shims": _products().shims,
+        "cpp.vec_isa_ok": _has_vector_unit(),
         "aot_inductor.precompile_headers": False,
         "cpp_cache_precompile_headers": False,
         "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -60,6 +64,20 @@ def compile_part(description: dict[str, Any], hints: list[int], threads: int) ->
     if "proxy_executor" in source.partition("::run_impl(")[2].partition("{")[2]:
         raise Refused("it calls an operator that has no C interface")
     return path, _conditions(shapes, symbols)
+
+
+@functools.cache
+def _has_vector_unit() -> bool | None:
+    """True where PyTorch's own kernels use AVX2 or AVX-512 and the compiler knows it; None where Inductor has to find
+    out. It builds programs against PyTorch's headers for that, which takes some 5 s of a processor in each process."""
+    flags = VECTOR_FLAGS.get(torch.backends.cpu.get_cpu_capability())
+    compiler = the_compiler()
+    if flags is None or compiler is None:
+        return None
+    known = subprocess.run(
+        [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True, check=False
+    )
+    return True if known.returncode == 0 else None
 
 
 def _number(value: Any, sizes: list[Any]) -> Any:
