@@ -18,7 +18,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Try every class when it is first met, and whatever the speed; nothing is compiled, and everything recorded."""
     monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     gemm.configure(also_slower=True, share=1.0, uses=0, work=0.0)
@@ -47,6 +47,14 @@ def ran(function: Callable[..., torch.Tensor], *given: torch.Tensor, times: int 
 def is_used(rows: int = 64, depth: int = 64, columns: int = 64) -> bool:
     """Whether this machine's BLAS adds sums of this kind up in an order that the kernel can follow."""
     return ran(lambda a, b: a @ b, torch.randn(rows, depth), torch.randn(depth, columns)) > 0
+
+
+@pytest.fixture
+def at_once(every_class: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations run at once from here on."""
+    monkeypatch.setattr(marid.settings, "immediate_after", 0)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
+    torch.ones(2, device=DEVICE).sum().item()
 
 
 def matrix(rows: int, columns: int, by_rows: bool, batch: int = 0) -> torch.Tensor:
@@ -244,3 +252,12 @@ def test_a_training_step_is_bitwise_equal() -> None:
     before = gemm.count()
     assert losses(DEVICE) == wanted
     assert gemm.count() > before or not is_used()
+
+
+@pytest.mark.parametrize("function", [torch.mm, torch.nn.functional.linear, lambda a, b: torch.addmm(a[0], a, b)])
+def test_products_that_run_at_once(at_once: None, function: Callable[..., torch.Tensor]) -> None:
+    if not is_used():
+        pytest.skip("BLAS adds sums up in an order that the kernel cannot follow")
+    before = marid.stats().ops_immediate
+    assert ran(function, torch.randn(64, 64), torch.randn(64, 64)) > 0
+    assert marid.stats().ops_immediate > before

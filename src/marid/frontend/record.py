@@ -129,7 +129,7 @@ class Recorder:
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""
         schema = self.func._schema
-        module.adopt(schema.name, schema.overload_name, id(self.func), self.asks_autocast)
+        module.adopt(schema.name, schema.overload_name, id(self.func), self.asks_autocast, self.facts.kernel)
 
     def is_changed_by_autocast(self, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether autocast is on and changes what this operator is composed of."""

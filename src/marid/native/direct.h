@@ -93,12 +93,13 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
       Given given;
       (add_tensors(given, arguments), ...);
       Results results;
+      const c10::TypedOperatorHandle<Signature>& called = performer();
       auto invoke = [&](Concrete& concrete, Results& returned) {
         Cursor cursor{concrete};
         // In braces, so that one is placed after the other.
         std::tuple<decltype(cursor.place(std::forward<Arguments>(arguments)))...> placed{
             cursor.place(std::forward<Arguments>(arguments))...};
-        add_results(returned, std::apply([&](auto&&... each) -> decltype(auto) { return typed.call(each...); }, placed));
+        add_results(returned, std::apply([&](auto&&... each) -> decltype(auto) { return called.call(each...); }, placed));
       };
       Outcome outcome = run_at_once(by, given, invoke, results);
       if (outcome == Outcome::kDone) return returned(results, arguments...);
@@ -107,8 +108,16 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
     return c10::impl::BoxedKernelWrapper<Signature>::call(boxed, op, keys, std::forward<Arguments>(arguments)...);
   }
 
+  // The operator that is run: it is not known which before there is a recorder.
+  const c10::TypedOperatorHandle<Signature>& performer() {
+    if (!of->kernel) return typed;
+    if (!ours) ours = of->kernel->typed<Signature>();
+    return *ours;
+  }
+
   c10::OperatorHandle op;
   c10::TypedOperatorHandle<Signature> typed;
+  std::optional<c10::TypedOperatorHandle<Signature>> ours;
   std::shared_ptr<Operator> of;
   c10::BoxedKernel boxed;
 

@@ -222,7 +222,7 @@ Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const O
                         c10::ArrayRef<c10::IValue> arguments, Given& given, Results& results) {
   auto invoke = [&](Concrete& concrete, Results& returned) {
     Returned stack;
-    call(handle, arguments, concrete, stack.stack);
+    call(op.kernel ? *op.kernel : handle, arguments, concrete, stack.stack);
     for (const c10::IValue& one : stack.stack) {
       if (!one.isTensorList()) {
         returned.push_back(one.toTensor());

@@ -202,11 +202,13 @@ PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
-// adopt(name, overload, identity, asks_autocast): the operator (`aten::add`, `Tensor`) is recorded by the recorder that
-// is found by this number; under autocast not without asking Python, if that is said.
+// adopt(name, overload, identity, asks_autocast, kernel): the operator (`aten::add`, `Tensor`) is recorded by the recorder that
+// is found by this number; under autocast not without asking Python, if that is said. `kernel` names the operator that is run
+// in its place, if there is one.
 PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char *name = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
-  if (name == nullptr || overload == nullptr) return nullptr;
+  const char* kernel = PyUnicode_AsUTF8(given[4]);
+  if (name == nullptr || overload == nullptr || kernel == nullptr) return nullptr;
   c10::OperatorName full(name, overload);
   auto found = operators.find(full);
   if (found != operators.end()) {
@@ -214,6 +216,7 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
     if (own.identity == nullptr) describe(&own, c10::Dispatcher::singleton().findSchema(full)->schema());
     Py_XSETREF(own.identity, Py_NewRef(given[2]));
     own.asks_autocast = given[3] == Py_True;
+    own.kernel = c10::Dispatcher::singleton().findSchema(c10::OperatorName(kernel, overload));
   }
   Py_RETURN_NONE;
 }

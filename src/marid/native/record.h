@@ -34,6 +34,7 @@ struct Operator {
   mutable Ref recorder;
   mutable int64_t found_at = 0;
   std::shared_ptr<KnownCalls> calls;
+  std::optional<c10::OperatorHandle> kernel;  // of ours, which is run in its place
   std::optional<size_t> generator, device;  // which argument it is
   bool copies = false;  // whether it is `copy_`, which takes what it copies from the host, too
   bool moves = false;  // whether it is what `to` calls, whose result may be for the host
