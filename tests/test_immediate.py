@@ -244,6 +244,8 @@ def test_an_error_is_pytorchs_at_its_line(at_once: None) -> None:
 
 
 def test_what_failed_and_is_still_held_hinders_nothing_else(at_once: None) -> None:
+    x = torch.linspace(0, 1, 8, device=DEVICE)
+    (x * 2 + 1).sum().item()  # the first call of an operator in a process is recorded
     with marid.no_sync():
         table, index = torch.rand(3, 2, device=DEVICE), torch.tensor([0, 7], device=DEVICE)
         failed = torch.embedding(table, index)
@@ -252,7 +254,6 @@ def test_what_failed_and_is_still_held_hinders_nothing_else(at_once: None) -> No
     torch.ones(2, device=DEVICE).sum().item()
     with pytest.raises(MaterializationError):
         failed.cpu()
-    x = torch.linspace(0, 1, 8, device=DEVICE)
     assert _immediate(lambda: (x * 2 + 1).sum().item()) == 3
     with pytest.raises(MaterializationError):
         (failed + 1).sum().item()
@@ -499,3 +500,27 @@ def test_devices_do_not_mix(at_once: None) -> None:
     x = torch.ones(3, device=DEVICE)
     with pytest.raises(RuntimeError, match=r"same device|at least two devices"):
         x + torch.ones(3)
+
+
+def test_memory_of_what_runs_at_once_is_used_again(at_once: None) -> None:
+    """Blocks go to the next results of their size, never while anybody has them, and to other threads with them."""
+    x = torch.rand(300, device=DEVICE)
+    x * 2
+    torch.remote_accelerator.empty_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    torch.manual_seed(0)
+    held: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
+    for turn in range(200):
+        size = int(torch.randint(1, 5000, ()))
+        value = torch.full((size,), float(turn), device=DEVICE)
+        held.append(value * 2 + 1)
+        wanted.append(torch.full((size,), float(turn)) * 2 + 1)
+        if turn % 3 == 0:
+            del held[turn % len(held)], wanted[turn % len(wanted)]
+        if turn % 50 == 49:
+            gone = [held.pop() for _ in range(5)]
+            del wanted[-5:]
+            thread = threading.Thread(target=gone.clear)
+            thread.start()
+            thread.join()
+    assert all(torch.equal(value.cpu(), expected) for value, expected in zip(held, wanted, strict=True))

@@ -1,5 +1,6 @@
 // Operations that run at once, in place of being recorded (immediate.cpp).
 #pragma once
+#include "free_lists.h"
 #include "recorder.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -52,8 +53,8 @@ bool read_number(torch::jit::Stack* stack);
 // The concrete tensor that a value holds; undefined where its operation has not run.
 at::Tensor concrete_tensor(PyObject* value);
 
-// For as long as this lives: the state of dispatch below everything but kernels; without the interpreter's lock, if it is
-// to be let go of.
+// For as long as this lives: the state of dispatch below everything but kernels, and memory from free lists; without the
+// interpreter's lock, if it is to be let go of.
 class Below {
  public:
   explicit Below(bool lets_go);
@@ -62,6 +63,7 @@ class Below {
   ~Below();
 
  private:
+  UsesFreeLists uses_;
   c10::impl::LocalDispatchKeySet keys_;
   PyThreadState* thread_;  // null where the lock is kept
 };

@@ -6,10 +6,12 @@
 // allocation and every free against what was noted, and takes the planned place as long as they agree. What happens out
 // of order (an exception, a finalizer, another thread) ends the plan for the rest of that run, never its correctness.
 //
-// Outside of such runs the allocator is PyTorch's own. Blocks of a slab keep the slab alive, whoever holds them.
+// Outside of such runs the allocator is PyTorch's own, but for operations that run at once (free_lists.cpp). Blocks of a slab
+// keep the slab alive, whoever holds them.
 #include "memory.h"
 
 #include "expose.h"
+#include "free_lists.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -255,6 +257,9 @@ void release(void* ptr) {
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (current == nullptr && uses_free_lists) {
+      if (void* block = take_block(bytes)) return {block, block, &put_block, c10::Device(c10::DeviceType::CPU)};
+    }
     if (current == nullptr || bytes == 0) {
       count_taken(bytes);
       return plain()->allocate(bytes);
@@ -324,6 +329,7 @@ void memory_trim() {
     std::lock_guard<std::mutex> held(lock);
     trim(0);
   }
+  free_blocks();
 #if defined(__GLIBC__)
   malloc_trim(0);
 #endif
