@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from marid.frontend.record import Recorder, recorder_of, special
+from marid.frontend.record import Recorder, special
 from marid.ops.own_operators import OwnOperator, define
 
 aten = torch.ops.aten
@@ -101,8 +101,7 @@ define(
 def _record_layer(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args = _in_order(recorder, args, kwargs)
     reverse, _, _, hidden_size, _, has_biases = args[7:13]
-    flags = (reverse, [hidden_size], has_biases, torch.is_grad_enabled())
-    return recorder_of(torch.ops.marid.lstm_layer.default).record((*args[:7], *flags), {})
+    return torch.ops.marid.lstm_layer.default(*args[:7], reverse, [hidden_size], has_biases, torch.is_grad_enabled())
 
 
 @special(aten.mkldnn_rnn_layer_backward.default)
@@ -111,12 +110,12 @@ def _record_backward(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str
     reverse, _, hidden_size, _, has_biases = args[13:18]
     if all(grad is None for grad in args[10:13]):
         return (None,) * 7
-    flags = (reverse, [hidden_size], has_biases)
-    return recorder_of(torch.ops.marid.lstm_layer_backward.default).record((*args[:13], args[22], *flags), {})
+    backward = torch.ops.marid.lstm_layer_backward.default
+    return backward(*args[:13], args[22], reverse, [hidden_size], has_biases)
 
 
 def _in_order(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return (*args, *(kwargs[argument.name] for argument in recorder.func._schema.arguments[len(args) :]))
+    return (*args, *(kwargs[name] for name in list(recorder.position)[len(args) :]))
 
 
 def takes_onednn(input: Tensor, others: Sequence[Tensor]) -> bool:
