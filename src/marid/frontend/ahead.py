@@ -25,7 +25,9 @@ from typing import Any
 import torch
 
 from marid import policy
-from marid.graph.tape import Tape
+from marid.graph.node import Node
+from marid.graph.tape import Tape, traffic
+from marid.native import module
 from marid.semantics.scopes import OPTIMIZER
 from marid.settings import settings
 
@@ -42,7 +44,8 @@ def has_stepped(tape: Tape) -> bool:
     if not steps:
         return False
     tape.rarely_reads = steps > policy.UNREAD_STEPS
-    return any(node.scope is not None and node.scope.phase == OPTIMIZER for node in tape.pending())
+    # The newest first: a step is mostly what was recorded last.
+    return any(node.scope is not None and node.scope.phase == OPTIMIZER for node in reversed(tape.pending()))
 
 
 def takes_steps_unread(tape: Tape) -> bool:
@@ -51,6 +54,13 @@ def takes_steps_unread(tape: Tape) -> bool:
         tape.stepped_at = tape.charged
         tape.steps += 1
     return tape.rarely_reads or tape.steps > policy.UNREAD_STEPS
+
+
+def touches_little(nodes: list[Node]) -> bool:
+    """Whether operations read and write little enough to run at once. Those that read much more than they make read
+    weights, as a decoder does for each token."""
+    touched, most = traffic(nodes), settings.immediate_bytes * len(nodes)
+    return touched <= most // 2 or touched <= min(most, policy.IMMEDIATE_READS * module.allocated(nodes))
 
 
 def share() -> int:
@@ -84,7 +94,8 @@ class _ReadSite:
         count, charged = tape.recorded - self.read, tape.charged - self.charged_at_read
         if count > 0:
             made = charged - count * share()
-            is_little = made <= count * settings.immediate_bytes // policy.IMMEDIATE_RESULTS
+            part = policy.IMMEDIATE_RESULTS_AHEAD if may_go_ahead() else policy.IMMEDIATE_RESULTS
+            is_little = made <= count * settings.immediate_bytes // part
             self.little = self.little + 1 if is_little else 0
         self.charged_at_read = tape.charged
         return self.little >= settings.immediate_after << self.relapses

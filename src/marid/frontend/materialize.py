@@ -14,12 +14,12 @@ from marid import policy
 from marid.engine.protocol import Need
 from marid.errors import LazyTensorError, MaterializationError, MemoryLimitError, SyncForbiddenError
 from marid.frontend import handles
-from marid.frontend.ahead import ReadLoop, has_stepped, may_go_ahead
+from marid.frontend.ahead import ReadLoop, has_stepped, may_go_ahead, touches_little
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.arguments import input_values
 from marid.graph.node import Node, Value, last_write, root_of
-from marid.graph.tape import Tape, traffic
+from marid.graph.tape import Tape
 from marid.native import module
 from marid.report.hooks import Materialized, materialized, recorded
 from marid.report.stats import counters
@@ -146,7 +146,7 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
             )
         waited |= not quiet
         immediate = _read_loops[tape.device].wants_immediate and may_be_immediate(tape)
-        is_little = immediate and traffic(nodes) <= settings.immediate_bytes * len(nodes)
+        is_little = immediate and touches_little(nodes)
         ahead = bool(tape.chunk) and not _restraint.holding
         try:
             if nodes:
