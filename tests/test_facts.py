@@ -51,7 +51,7 @@ def test_a_record_is_made_of_schema_tags_and_row() -> None:
     assert facts_of(aten.add_.Tensor).number == "alpha"
     assert facts_of(aten.nonzero.default).dynamic
     assert not facts_of(aten._scaled_dot_product_flash_attention_for_cpu.default).draws
-    assert facts_of(aten.mm.default).kernel == "marid::product"
+    assert facts_of(aten.mm.default).kernel == "marid::mm"
     assert facts_of(aten.mm.out).kernel == ""
     assert facts_of(aten.relu.default).out_overload == "out"
     assert facts_of(aten.resize_.default).resized[0]

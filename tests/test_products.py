@@ -261,3 +261,23 @@ def test_products_that_run_at_once(at_once: None, function: Callable[..., torch.
     before = marid.stats().ops_immediate
     assert ran(function, torch.randn(64, 64), torch.randn(64, 64)) > 0
     assert marid.stats().ops_immediate > before
+
+
+@pytest.mark.parametrize("function", [torch.mm, torch.bmm, lambda a, b: torch.addmm(torch.ones(()), a, b)])
+@pytest.mark.parametrize("dims", [1, 2, 3, 4])
+@pytest.mark.parametrize("immediate", [False, True])
+def test_matrices_of_other_dimensions(
+    function: Callable[..., torch.Tensor], dims: int, immediate: bool, request: pytest.FixtureRequest
+) -> None:
+    """They raise what they raise on the CPU, whichever kernel there is for those that fit."""
+    if immediate:
+        request.getfixturevalue("at_once")
+    given = torch.randn([2] * (dims - 2) + [64] * min(dims, 2))
+
+    def result(device: str) -> object:
+        try:
+            return function(given.to(device), given.to(device)).shape
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+
+    assert [result(DEVICE) for _ in range(3)] == [result("cpu")] * 3

@@ -107,7 +107,8 @@ row(
     "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default",
     replaced_in_cpp=True,
 )
-row("mm.default bmm.default", kernel="marid::product", factors=(0, 1))
+row("mm.default", kernel="marid::mm", factors=(0, 1))
+row("bmm.default", kernel="marid::bmm", factors=(0, 1))
 row("addmm.default", kernel="marid::product_add", factors=(1, 2))
 row("linear.default", kernel="marid::linear")
 

@@ -1,5 +1,6 @@
-// The operators that products of matrices are run by: marid::product (mm, bmm), marid::product_add (addmm) and
-// marid::linear. They do what ATen's do, bit for bit, by multiply.cpp or multiply_row.cpp where trials.cpp chooses it.
+// The operators that products of matrices are run by: marid::mm, marid::bmm, marid::product (both of these, in compiled
+// parts), marid::product_add (addmm) and marid::linear. They do what ATen's do, bit for bit, by multiply.cpp or
+// multiply_row.cpp where trials.cpp chooses it.
 #include "expose.h"
 
 #include "multiply.h"
@@ -107,10 +108,16 @@ at::Tensor product(const at::Tensor& self, const at::Tensor& other) {
   if (made.defined()) return made;
   return self.dim() == 3 ? at::bmm(self, other) : at::mm(self, other);
 }
+at::Tensor mm(const at::Tensor& self, const at::Tensor& other) {
+  return self.dim() == 2 ? product(self, other) : at::mm(self, other);
+}
+at::Tensor bmm(const at::Tensor& self, const at::Tensor& other) {
+  return self.dim() == 3 ? product(self, other) : at::bmm(self, other);
+}
 
 at::Tensor product_add(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
                        const at::Scalar& alpha) {
-  if (beta.equal(1) && alpha.equal(1)) {
+  if (beta.equal(1) && alpha.equal(1) && a.dim() == 2) {
     at::Tensor made = multiplied(a, b, &self);
     if (made.defined()) return made;
   }
@@ -132,16 +139,20 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
 
 TORCH_LIBRARY_FRAGMENT(marid, library) {
   library.def("product(Tensor self, Tensor mat2) -> Tensor");
+  library.def("mm(Tensor self, Tensor mat2) -> Tensor");
+  library.def("bmm(Tensor self, Tensor mat2) -> Tensor");
   library.def("product_add(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor");
   library.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
   library.impl("product", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(product));
+  library.impl("mm", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(mm));
+  library.impl("bmm", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(bmm));
   library.impl("product_add", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(product_add));
   library.impl("linear", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(linear));
 }
 
 // Like ATen's, they see conjugate and negative views as such, and hand them on.
 void hand_on_views(torch::Library& library) {
-  for (const char* name : {"product", "product_add", "linear"}) {
+  for (const char* name : {"product", "mm", "bmm", "product_add", "linear"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
   }
 }
