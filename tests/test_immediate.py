@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 
@@ -524,3 +525,20 @@ def test_memory_of_what_runs_at_once_is_used_again(at_once: None) -> None:
             thread.start()
             thread.join()
     assert all(torch.equal(value.cpu(), expected) for value, expected in zip(held, wanted, strict=True))
+
+
+@pytest.mark.parametrize("views_first", [False, True])
+def test_copies_of_what_shares_memory_share_memory(at_once: None, views_first: bool) -> None:
+    """As PyTorch's do, with their offsets."""
+
+    def copied(device: str) -> list[object]:
+        base = torch.arange(9, device=device)
+        view = base.as_strided([2], [1], 3)
+        given = [view, base] if views_first else [base, view]
+        made = copy.deepcopy(given)
+        made[views_first].add_(1)
+        view = made[not views_first]
+        return [view.tolist(), view.storage_offset(), view.untyped_storage().nbytes(), base.tolist()]
+
+    for _ in range(2):  # the first call of an operator in a process is recorded
+        assert copied(DEVICE) == copied("cpu")

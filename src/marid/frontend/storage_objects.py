@@ -103,6 +103,8 @@ def keep_with(storage: torch.UntypedStorage, base: Any) -> torch.UntypedStorage:
 
 def copy_with_aliases(tensor: Any, memo: dict[Any, Any]) -> Any:
     """A copy with the same strides; tensors that share memory get copies that share memory, by ``memo``."""
+    if tensor._value.concrete is not None:
+        handles.storage_of(tensor)  # of what ran at once it is not known before whether it shares memory
     if tensor._storage is None:
         return _whole(_restrided(tensor.detach().clone(), tensor))
     key = ("marid storage", id(tensor._storage))
