@@ -40,7 +40,7 @@ def register() -> None:
     library = torch.library.Library("aten", "IMPL")
     try:
         for func, replacement in _replacements.items():
-            if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp
+            if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp and native/composites.cpp
                 library.impl(func, folded(replacement), "AutogradPrivateUse1")
     except BaseException:  # Ctrl-C, say: the next use begins anew
         library._destroy()
@@ -174,7 +174,7 @@ def without_the_device(supported: Callable[[], list[str]]) -> Callable[[], list[
 
 # Where nobody chooses, optimizers take one parameter after the other on the CPU, and foreach operators on the device.
 # Those give the same bits for parameters of these types, but three optimizers calculate in another order with them.
-_EQUAL_WITH_FOREACH = (torch.float32, torch.float64)
+_EQUAL_WITH_FOREACH = {torch.float32, torch.float64}
 _ANOTHER_ORDER = ("asgd", "nadam", "radam")
 
 
@@ -184,6 +184,7 @@ OPTIMIZERS = "adadelta adagrad adam adamax asgd nadam radam rmsprop rprop sgd".s
 def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[..., tuple[bool, bool]]]:
     """For ``_default_to_fused_or_foreach``, as the optimizer ``name`` calls it."""
     never = name in _ANOTHER_ORDER
+    adds_to_gradients = _adds_to_gradients if name == "sgd" else bool
 
     def replacement(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
         def wrapper(
@@ -191,8 +192,10 @@ def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[.
         ) -> tuple[bool, bool]:  # no wider signature: parameters on the CPU pass through here too
             fused, foreach = choose(params, differentiable, use_fused)
             if fused or foreach:  # parameters on the CPU need not be looked at
-                lazy = [p for p in params if p is not None and p.device.type == handles.DEVICE_TYPE]
-                if lazy and (never or any(p.dtype not in _EQUAL_WITH_FOREACH for p in lazy) or _adds_to_gradients()):
+                lazy = [p for p in params if handles.is_lazy(p)]
+                if lazy and (
+                    never or not _EQUAL_WITH_FOREACH.issuperset([p.dtype for p in lazy]) or adds_to_gradients()
+                ):
                     return False, False
             return fused, foreach
 

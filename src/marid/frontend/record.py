@@ -120,7 +120,7 @@ class Recorder:
         by_key = self.handler is None or func in _handled_by_key
         self.plain = not self.random and not self.dynamic and facts.mask != "written" and by_key
         alone = self.handler is None
-        self.draws = alone and self.random and self.takes_generator and not self.dynamic and not facts.mask
+        self.draws = by_key and self.random and self.takes_generator and not self.dynamic and not facts.mask
         self.indexes = alone and not self.random and facts.mask != ""
         self.in_formats = func in _handled_in_formats
         usual = (by_key or self.in_formats) and not self.random
@@ -129,7 +129,8 @@ class Recorder:
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""
         schema = self.func._schema
-        module.adopt(schema.name, schema.overload_name, id(self.func), self.asks_autocast, self.facts.kernel)
+        kernel, general = self.facts.kernel, self.facts.with_generator
+        module.adopt(schema.name, schema.overload_name, id(self.func), self.asks_autocast, kernel, general)
 
     def is_changed_by_autocast(self, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether autocast is on and changes what this operator is composed of."""

@@ -21,6 +21,7 @@ from marid.frontend.uninitialized import converted
 from marid.frontend.waits import awaited
 from marid.graph.arguments import placed, values_in
 from marid.graph.node import Node, Storage, Value, last_write
+from marid.native import module
 from marid.semantics.metadata import SemanticMetadata, metadata_of
 from marid.semantics.tracebacks import folded
 from marid.settings import settings
@@ -138,7 +139,8 @@ class LazyTensor(torch.Tensor):
     @folded
     def tolist(self) -> Any:
         """The values as nested lists of Python numbers."""
-        return read(self, "tolist()").tolist()
+        found = module.readable(self)
+        return (read(self, "tolist()") if found is None else found).tolist()
 
     @folded
     def numpy(self, *, force: bool = False) -> np.ndarray:

@@ -55,11 +55,13 @@ _METHODS = (
 
 
 def _tupled(result: Any) -> Any:
-    if isinstance(result, (tuple, list)) and not isinstance(result, LazyTuple):
-        if not result or not all(isinstance(item, LazyTensor) for item in result):
+    if not isinstance(result, (tuple, list)) or isinstance(result, LazyTuple) or not result:
+        return result
+    for item in result:
+        if not isinstance(item, LazyTensor):
             return result
-        return LazyTuple(result, type(result) if type(result).__module__ == "torch.return_types" else None)
-    return result
+    kind = type(result)
+    return LazyTuple(result, None if kind is tuple or kind.__module__ != "torch.return_types" else kind)
 
 
 def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,10 +3,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice_ops.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/max_pool1d.h>
 #include <ATen/ops/max_pool1d_native.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 
@@ -57,6 +59,14 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   return at::linear(input, weight, bias);
 }
 
+// What PyTorch composes it of on the CPU. Foreign devices get a fused operator, whose arithmetic differs in the last bit.
+at::Tensor dropout(const at::Tensor& input, double p, bool train) {
+  TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
+  if (p == 0 || !train || input.numel() == 0) return input;
+  if (p == 1) return input.mul(at::zeros({}, input.options()));
+  return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
+}
+
 // Where nobody differentiates it the CPU has a kernel of its own, to which there is no other way.
 at::Tensor max_pool1d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
@@ -95,6 +105,7 @@ int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const a
 void marid::register_composites(torch::Library& above) {
   above.impl("linear", TORCH_FN(linear));
   above.impl("max_pool1d", TORCH_FN(max_pool1d));
+  above.impl("dropout", TORCH_FN(dropout));
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(choose_attention);
   static auto& own = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   own.impl("_fused_sdp_choice", TORCH_FN(choose_attention));

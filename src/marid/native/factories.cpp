@@ -38,6 +38,13 @@ std::vector<c10::IValue> as_recorded(const Operator& op, c10::ArrayRef<c10::IVal
 
 bool made(const c10::OperatorHandle& handle, const Operator& op, bool has_default_dtype, torch::jit::Stack* stack) {
   if (op.identity == nullptr || recorders == nullptr) return false;
+  if (op.general_handle) {
+    torch::jit::Stack general = with_generator(op, torch::jit::last(*stack, op.formals.size()));
+    if (general.empty() || !made(*op.general_handle, *op.general, has_default_dtype, &general)) return false;
+    torch::jit::drop(*stack, op.formals.size());
+    stack->push_back(std::move(general.back()));
+    return true;
+  }
   PyObject* by = recorder_of(op);
   if (by == nullptr) return false;
   auto arguments = torch::jit::last(*stack, op.formals.size());
@@ -49,7 +56,7 @@ bool made(const c10::OperatorHandle& handle, const Operator& op, bool has_defaul
   if (outcome == Outcome::kError) return false;
   if (outcome == Outcome::kUnusual) {
     std::vector<c10::IValue> plain = as_recorded(op, arguments, has_default_dtype);
-    if (plain.empty() || !recorded_anew(op, plain, device, results)) return false;
+    if (plain.empty() || !recorded_anew(handle, op, arguments, plain, device, results)) return false;
   }
   give_back(op, results, stack);
   return true;

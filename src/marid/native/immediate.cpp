@@ -9,16 +9,18 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <atomic>
 
 namespace marid {
 
 Allowance allowance;
 constinit thread_local int recording = 0;
 int64_t performed = 0;
+std::atomic<int64_t> performed_small{0};
 
 namespace {
 
-constexpr int64_t kMostBytes = 16 << 20;
+constexpr int64_t kMostBytes = 64 << 20;
 constexpr int64_t kOperations = 16384;  // without a read
 constexpr size_t kQuick = 256 << 10;  // bytes that an operator reads in less time than others would wait for the lock
 constexpr size_t kMostCopied = 1 << 20;
@@ -253,8 +255,9 @@ Outcome copy_to_host(const c10::OperatorHandle& handle, c10::ArrayRef<c10::IValu
 }  // namespace
 
 Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
-                        c10::ArrayRef<c10::IValue> arguments, Results& results) {
+                        c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results) {
   Given given(arguments);
+  if (given.device < 0) given.device = device;
   return given.device < 0 ? Outcome::kUnusual : perform_at_once(by, handle, op, arguments, given, results);
 }
 
@@ -298,23 +301,50 @@ Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Oper
   return perform_at_once(by, handle, op, arguments, given, results);
 }
 
-bool read_number(torch::jit::Stack* stack) {
-  const at::Tensor& tensor = torch::jit::peek(*stack, 0, 1).toTensor();
-  Handle* handle = handle_of(tensor);
-  if (handle == nullptr || recording > 0 || queue_is_busy()) return false;
-  if (!is_immediate(tensor.device().index())) return false;
-  if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return false;
-  const std::shared_ptr<Computed>& computed = handle->computed();
-  if (!computed) return false;
-  static const c10::OperatorHandle item = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_local_scalar_dense", "");
-  torch::jit::Stack returned{computed->tensor};
-  {
-    Below below(false);
-    item.callBoxed(&returned);
+namespace {
+
+// The number that a tensor of the CPU holds.
+c10::IValue number_in(const at::Tensor& tensor) {
+  if (tensor.numel() == 1 && !tensor.is_neg()) {
+    switch (tensor.scalar_type()) {
+      case at::kFloat: return c10::IValue(static_cast<double>(*tensor.const_data_ptr<float>()));
+      case at::kDouble: return c10::IValue(*tensor.const_data_ptr<double>());
+      case at::kLong: return c10::IValue(*tensor.const_data_ptr<int64_t>());
+      case at::kBool: return c10::IValue(*tensor.const_data_ptr<bool>());
+      default: break;
+    }
   }
+  static const c10::OperatorHandle item = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_local_scalar_dense", "");
+  torch::jit::Stack returned{tensor};
+  Below below(false);
+  item.callBoxed(&returned);
+  return returned[0];
+}
+
+}  // namespace
+
+namespace {
+
+// What a tensor stands for, where operations run at once and it can be read now; else null, perhaps after an error.
+const at::Tensor* readable(const at::Tensor& tensor) {
+  Handle* handle = handle_of(tensor);
+  if (handle == nullptr || recording > 0 || queue_is_busy()) return nullptr;
+  if (!is_immediate(tensor.device().index())) return nullptr;
+  if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return nullptr;
+  const std::shared_ptr<Computed>& computed = handle->computed();
+  if (!computed) return nullptr;
   allowance.renew();
+  return &computed->tensor;
+}
+
+}  // namespace
+
+bool read_number(torch::jit::Stack* stack) {
+  const at::Tensor* tensor = readable(torch::jit::peek(*stack, 0, 1).toTensor());
+  if (tensor == nullptr) return false;
+  c10::IValue number = number_in(*tensor);
   torch::jit::drop(*stack, 1);
-  stack->push_back(std::move(returned[0]));
+  stack->push_back(std::move(number));
   return true;
 }
 
@@ -336,15 +366,26 @@ PyObject* record_here(PyObject*, PyObject* change) {
   Py_RETURN_NONE;
 }
 
-// performed(): how many operations have run at once.
+// readable(tensor): a tensor of the CPU with its value, for a moment, where operations run at once and it has been computed;
+// else None.
+PyObject* readable_now(PyObject*, PyObject* given) {
+  const at::Tensor* found = THPVariable_Check(given) ? readable(THPVariable_Unpack(given)) : nullptr;
+  if (found == nullptr && PyErr_Occurred()) return nullptr;
+  return found == nullptr ? Py_NewRef(Py_None) : THPVariable_Wrap(*found);
+}
+
+// performed(): how many operations have run at once; performed_small(): how many of these by a kernel for small tensors.
 PyObject* count(PyObject*, PyObject*) { return PyLong_FromLongLong(performed); }
+PyObject* count_small(PyObject*, PyObject*) { return PyLong_FromLongLong(performed_small.load()); }
 
 }  // namespace
 
 PyMethodDef immediate_functions[] = {
     {"allow_immediate", allow_immediate, METH_O, nullptr},
     {"record_here", record_here, METH_O, nullptr},
+    {"readable", readable_now, METH_O, nullptr},
     {"performed", count, METH_NOARGS, nullptr},
+    {"performed_small", count_small, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

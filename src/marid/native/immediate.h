@@ -8,6 +8,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/FunctionRef.h>
 
+#include <atomic>
+
 namespace marid {
 
 // The tensors of ours among the arguments of a call.
@@ -39,9 +41,10 @@ bool may_run_at_once();
 // The recorder of an operator that may run at once as it is called; null for others. Borrowed.
 PyObject* at_once_by(const Operator& op);
 
-// The same as run_at_once for a call of which it has been said that it may run at once.
+// The same as run_at_once for a call of which it has been said that it may run at once; on this device, where no argument
+// says on which.
 Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
-                        c10::ArrayRef<c10::IValue> arguments, Results& results);
+                        c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results);
 
 // The same for a call that makes a tensor of none.
 Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
@@ -76,7 +79,7 @@ class Allowance {
   bool take(int64_t nbytes);  // false where it is used up
 
  private:
-  static constexpr int64_t kBytesAtFirst = 4 << 20;
+  static constexpr int64_t kBytesAtFirst = 16 << 20;
   int64_t bytes_ = kBytesAtFirst, operations_ = 0;
 };
 extern Allowance allowance;
@@ -84,5 +87,6 @@ extern Allowance allowance;
 // How many blocks this thread is in whose operations are recorded, whatever the other threads do.
 extern constinit thread_local int recording;
 extern int64_t performed;  // operations that ran at once since the process began
+extern std::atomic<int64_t> performed_small;  // those of them that small/ computed, perhaps without the lock
 
 }  // namespace marid

@@ -76,8 +76,12 @@ void describe(Operator* made, const c10::FunctionSchema& schema) {
       if (type->kind() == c10::TypeKind::MemoryFormatType) formal.kind = Formal::kMemoryFormat;
       if (type->kind() == c10::TypeKind::LayoutType) formal.kind = Formal::kNotRecorded;
     }
-    if (argument.name() == "generator") made->generator = made->formals.size();
     if (argument.default_value().has_value()) formal.otherwise = &*argument.default_value();
+    if (argument.name() == "generator") {
+      static const c10::IValue none;
+      made->generator = made->formals.size();
+      formal.otherwise = &none;
+    }
     formal.written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     if (!argument.kwarg_only()) made->positional++;
     made->formals.push_back(formal);
@@ -202,13 +206,13 @@ PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
-// adopt(name, overload, identity, asks_autocast, kernel): the operator (`aten::add`, `Tensor`) is recorded by the recorder that
-// is found by this number; under autocast not without asking Python, if that is said. `kernel` names the operator that is run
-// in its place, if there is one.
+// adopt(name, overload, identity, asks_autocast, kernel, general): the operator (`aten::add`, `Tensor`) is recorded by the
+// recorder that is found by this number; under autocast not without asking Python, if that is said. `kernel` names the operator
+// that is run in its place, `general` the overload as which it is recorded, if there are such.
 PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char *name = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
-  const char* kernel = PyUnicode_AsUTF8(given[4]);
-  if (name == nullptr || overload == nullptr || kernel == nullptr) return nullptr;
+  const char *kernel = PyUnicode_AsUTF8(given[4]), *general = PyUnicode_AsUTF8(given[5]);
+  if (name == nullptr || overload == nullptr || kernel == nullptr || general == nullptr) return nullptr;
   c10::OperatorName full(name, overload);
   auto found = operators.find(full);
   if (found != operators.end()) {
@@ -217,6 +221,13 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
     Py_XSETREF(own.identity, Py_NewRef(given[2]));
     own.asks_autocast = given[3] == Py_True;
     own.kernel = c10::Dispatcher::singleton().findSchema(c10::OperatorName(kernel, overload));
+    if (*general != '\0') {
+      c10::OperatorName full_general(name, general);
+      own.general_handle = c10::Dispatcher::singleton().findSchema(full_general);
+      std::shared_ptr<Operator>& of_general = operators[full_general];
+      if (of_general == nullptr) of_general = std::make_shared<Operator>();
+      own.general = of_general;
+    }
   }
   Py_RETURN_NONE;
 }

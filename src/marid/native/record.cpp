@@ -180,7 +180,7 @@ bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
 
 // Run a call that draws at once; kUnusual where it has to be recorded.
 Outcome draw_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& handle, const Operator& op,
-                     c10::ArrayRef<c10::IValue> arguments, Call& call, Results& results) {
+                     c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Call& call, Results& results) {
   at::Generator generator;
   Outcome drawn = draw(by, like, call, true, generator);
   if (drawn != Outcome::kDone) return Outcome::kError;  // or Python takes the call over
@@ -188,7 +188,7 @@ Outcome draw_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& ha
   positioned[*op.generator] = std::move(generator);
   Outcome outcome;
   try {
-    outcome = perform_at_once(by, handle, op, positioned, results);
+    outcome = perform_at_once(by, handle, op, positioned, device, results);
   } catch (...) {
     Ref(PyObject_CallFunctionObjArgs(draw_failed, like, call.kwargs.get(), nullptr));
     throw;
@@ -206,6 +206,13 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   PyObject* by = recorder_of(op);
   if (by == nullptr) return false;
   if (op.view_handle) return view_in_place(op, stack);
+  if (op.general_handle) {
+    torch::jit::Stack general = with_generator(op, torch::jit::last(*stack, op.formals.size()));
+    if (general.empty() || !recorded(*op.general_handle, *op.general, &general)) return false;
+    torch::jit::drop(*stack, op.formals.size());
+    stack->push_back(std::move(general.back()));
+    return true;
+  }
   if (recorder.at(by, kSameValue) == Py_True) return same_value(op, stack);
   Results results;
   const c10::IValue* given = stack->data() + stack->size() - op.formals.size();
@@ -230,7 +237,7 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   if (left < 0 && !immediate) return false;  // the tape may be full
   if (!store_call(op, given, call)) return false;
   if (immediate) {
-    at_once = draw_at_once(by, found, handle, op, arguments, call, results);
+    at_once = draw_at_once(by, found, handle, op, arguments, -1, call, results);
   } else if (draws) {
     at::Generator none;
     if (draw(by, found, call, false, none) != Outcome::kDone) return false;
@@ -244,18 +251,30 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   return true;
 }
 
-bool marid::recorded_anew(const Operator& op, c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device,
-                          Results& results) {
+torch::jit::Stack marid::with_generator(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  if (op.general->identity == nullptr) return {};
+  torch::jit::Stack general;
+  for (const Formal& formal : op.general->formals) {
+    auto own = std::find_if(op.formals.begin(), op.formals.end(), [&](const Formal& one) { return one.name == formal.name; });
+    general.push_back(own == op.formals.end() ? c10::IValue() : arguments[own - op.formals.begin()]);
+  }
+  return general;
+}
+
+bool marid::recorded_anew(const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
+                          c10::ArrayRef<c10::IValue> plain, c10::DeviceIndex device, Results& results) {
   PyObject* by = recorder_of(op);
-  if (by == nullptr || recorder.at(by, kPlain) != Py_True) return false;
+  if (by == nullptr) return false;
+  bool draws = recorder.at(by, kDraws) == Py_True;
+  if (recorder.at(by, kPlain) != Py_True && !draws) return false;
   Call call{recorder.at(by, kExactFloats) == Py_True, recorder.at(by, kExactLists) == Py_True};
   Words words{reinterpret_cast<uint64_t>(by)};
-  if (!read_words(op, arguments.data(), call, words) || !call.values.empty()) return false;
+  if (!read_words(op, plain.data(), call, words) || !call.values.empty()) return false;
   words.push_back(static_cast<uint64_t>(device));
   Ref like = Ref(Py_XNewRef(op.calls->find(words)));
   if (!like) {  // where Python knows it
     Call whole{call.exact, call.exact_lists};
-    if (read_call(op, arguments.data(), whole) != Outcome::kDone) return false;
+    if (read_call(op, plain.data(), whole) != Outcome::kDone) return false;
     Ref index(PyLong_FromLong(device));
     Ref key = index ? Ref(PyTuple_Pack(2, whole.key.get(), index.get())) : Ref();
     like = key ? Ref(Py_XNewRef(PyDict_GetItemWithError(recorder.at(by, kKnown), key.get()))) : Ref();
@@ -266,6 +285,15 @@ bool marid::recorded_anew(const Operator& op, c10::ArrayRef<c10::IValue> argumen
   PyObject* found = like.get();
   if (known.at(found, kRepeats) != Py_True || known.at(found, kPattern) == Py_None) return false;
   PyObject* on = known.at(found, kTape);
+  bool immediate = draws && recording == 0 && tape.at(on, kImmediate) == Py_True;
   long long left = PyLong_AsLongLong(tape.at(on, kBudget)) - PyLong_AsLongLong(known.at(found, kCost));
-  return left >= 0 && store_call(op, arguments.data(), call) && add(by, found, call, left, results);
+  if ((left < 0 && !immediate) || !store_call(op, plain.data(), call)) return false;
+  Outcome drawn = Outcome::kUnusual;
+  if (immediate) {
+    drawn = draw_at_once(by, found, handle, op, arguments, device, call, results);
+  } else if (draws) {
+    at::Generator none;
+    if (draw(by, found, call, false, none) != Outcome::kDone) return false;
+  }
+  return drawn == Outcome::kDone || (drawn == Outcome::kUnusual && left >= 0 && add(by, found, call, left, results));
 }

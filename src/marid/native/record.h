@@ -35,6 +35,9 @@ struct Operator {
   mutable int64_t found_at = 0;
   std::shared_ptr<KnownCalls> calls;
   std::optional<c10::OperatorHandle> kernel;  // of ours, which is run in its place
+  // Of one that draws and takes no generator: the overload that does, as which it is recorded.
+  std::shared_ptr<Operator> general;
+  std::optional<c10::OperatorHandle> general_handle;
   std::optional<size_t> generator, device;  // which argument it is
   bool copies = false;  // whether it is `copy_`, which takes what it copies from the host, too
   bool moves = false;  // whether it is what `to` calls, whose result may be for the host

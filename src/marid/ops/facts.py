@@ -97,7 +97,7 @@ class Facts:
     composed_on_cpu: bool = False
     """Its CPU kernel does nothing but call other operators."""
     replaced_in_cpp: bool = False
-    """Replaced above autograd by ``native/kernels.cpp`` and ``native/cells.cpp``."""
+    """Replaced above autograd by ``native/composites.cpp`` and ``native/cells.cpp``."""
     kernel: str = ""
     """The operator of ``native/gemm`` that runs in its place, with the same arguments and the same result."""
 

@@ -104,7 +104,7 @@ row(
 
 row("_transformer_encoder_layer_fwd.default", composed_on_cpu=True)
 row(
-    "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default",
+    "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default dropout.default",
     replaced_in_cpp=True,
 )
 row("mm.default", kernel="marid::mm", factors=(0, 1))
