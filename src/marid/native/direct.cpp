@@ -56,6 +56,7 @@ using Signatures = List<
     Tensor(const Tensor&, const Tensor&, const Tensor&, const Scalar&, const Scalar&),
     Tensor&(Tensor&),
     Tensor&(Tensor&, const Scalar&),
+    Tensor&(Tensor&, const Scalar&, const Scalar&),
     Tensor&(Tensor&, const Tensor&),
     Tensor&(Tensor&, const Tensor&, const Scalar&),
     Tensor&(Tensor&, const Tensor&, const Tensor&, const Scalar&),

@@ -6,6 +6,7 @@
 #pragma once
 #include "immediate.h"
 #include "record.h"
+#include "small/small.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/boxing/KernelFunction.h>
@@ -84,7 +85,11 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
   using Signature = Returned(Arguments...);
 
   Direct(const c10::OperatorHandle& op, std::shared_ptr<Operator> of)
-      : op(op), typed(op.typed<Signature>()), of(of), boxed(c10::BoxedKernel::makeFromFunctor(std::make_unique<Boxed>(of))) {}
+      : op(op),
+        typed(op.typed<Signature>()),
+        small(small_kernel<Signature>(c10::toString(op.operator_name()))),
+        of(of),
+        boxed(c10::BoxedKernel::makeFromFunctor(std::make_unique<Boxed>(of))) {}
 
   Returned operator()(c10::DispatchKeySet keys, Arguments... arguments) {
     InterpreterLock lock;
@@ -99,6 +104,13 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
         // In braces, so that one is placed after the other.
         std::tuple<decltype(cursor.place(std::forward<Arguments>(arguments)))...> placed{
             cursor.place(std::forward<Arguments>(arguments))...};
+        if (small != nullptr) {
+          at::Tensor made = std::apply([&](auto&&... each) { return small(each...); }, placed);
+          if (made.defined()) {
+            performed_small.fetch_add(1, std::memory_order_relaxed);
+            return add_results(returned, std::move(made));
+          }
+        }
         add_results(returned, std::apply([&](auto&&... each) -> decltype(auto) { return called.call(each...); }, placed));
       };
       Outcome outcome = run_at_once(by, given, invoke, results);
@@ -117,6 +129,7 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
 
   c10::OperatorHandle op;
   c10::TypedOperatorHandle<Signature> typed;
+  typename SmallKernel<Signature>::Function small;  // null where there is none
   std::optional<c10::TypedOperatorHandle<Signature>> ours;
   std::shared_ptr<Operator> of;
   c10::BoxedKernel boxed;
