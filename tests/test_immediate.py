@@ -57,7 +57,7 @@ def test_a_loop_that_reads_what_it_makes() -> None:
 
 
 def test_a_loop_that_makes_much_is_recorded() -> None:
-    x = torch.rand(300, 300, device=DEVICE)
+    x = torch.rand(600, 600, device=DEVICE)
 
     def run() -> None:
         y = x
@@ -70,7 +70,7 @@ def test_a_loop_that_makes_much_is_recorded() -> None:
 
 def test_a_loop_that_reads_much_and_makes_little_is_recorded() -> None:
     """As a decoder does, one token at a time."""
-    weight, x = torch.rand(512, 512, device=DEVICE), torch.rand(1, 512, device=DEVICE)
+    weight, x = torch.rand(2048, 2048, device=DEVICE), torch.rand(1, 2048, device=DEVICE)
 
     def run() -> None:
         for _ in range(60):
@@ -85,7 +85,7 @@ def test_what_makes_much_is_recorded_again() -> None:
         x = x * 0.5
         x.sum().item()
     assert marid.stats().ops_immediate > 0
-    big = torch.rand(2_000_000, device=DEVICE)
+    big = torch.rand(8_000_000, device=DEVICE)
     for _ in range(4):
         big = big + 1
     assert not (big * 2).materialized

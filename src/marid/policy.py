@@ -48,12 +48,11 @@ IN_FLIGHT = 16
 
 # --- running at once -------------------------------------------------------------------------------------------------
 
-IMMEDIATE_RESULTS, IMMEDIATE_RESULTS_AHEAD = 5, 16
-"""Of ``settings.immediate_bytes``, which part (1/n) an operation may make: 100 KB, and 32 KB where a processor is left
-that could run operations while others are recorded. Whole turns as programs and at once, in eager PyTorch's time:
-results of 1 KB 2.25 and 1.49 (a static decoder), 4 KB 1.85 and 1.29 (a GRU's cell), 22 KB 1.23 and 1.17 (bfloat16
-autocast), 37 KB 1.25 and 1.19 (a variational autoencoder), 76 KB 1.05 and 0.90 (Whisper's encoder), 99 KB 1.43 and 1.08
-(a stencil), 110 KB 0.72 and 0.84 (a vision transformer)."""
+IMMEDIATE_RESULTS, IMMEDIATE_RESULTS_AHEAD = 5, 128
+"""Of ``settings.immediate_bytes``, which part (1/n) an operation may make: 800 KB, and 32 KB where a processor is left
+that could run operations while others are recorded. Whole turns as programs, with their compiled parts, and at once, in
+eager PyTorch's time: results of 110 KB 0.93 and 0.70 (a vision transformer), some 100 KB 0.87 and 0.64 (an MLP's step),
+200 to 500 KB 0.89 and 0.74 (BERT's step), 1.11 and 1.06 (200 bodies), 0.76 and 0.74 (a small GPT's step)."""
 IMMEDIATE_READS = 4
 """How many times what they make such operations may touch, where they touch more than half of what they may: a stencil
 2.8 times (281 KB), 200 bodies 2.2 (269 KB). A decoder, which touches its weights for each token, does so many more."""

@@ -54,10 +54,10 @@ class Settings:
     """How many instructions the kept programs may have together (about 1 KB each); the newest is always kept."""
     asynchronous: bool = True
     """Programs run on a thread of their own while recording goes on, where a processor is left for that."""
-    immediate_bytes: int = 512 << 10
+    immediate_bytes: int = 4 << 20
     """Where a loop reads what it makes, and its operations touch no more bytes than this each, on average, and make no
     more than a fifth of it, they run as they are written, on the thread that calls them; 0 for never. No more than a
-    sixteenth where a processor is left that could run them while others are recorded."""
+    128th where a processor is left that could run them while others are recorded."""
     immediate_after: int = 8
     """After so many turns of the loop; 0 from the first read on."""
     plan_bytes: int = 64 << 10

@@ -13,6 +13,8 @@
 
 #include <array>
 #include <bit>
+#include <memory>
+#include <utility>
 
 namespace marid {
 
@@ -25,9 +27,9 @@ namespace {
 constexpr size_t kStep = 64;  // what PyTorch's allocator aligns to
 constexpr size_t kStepped = 1024;  // up to here, classes are that far apart
 constexpr size_t kFirst = kStepped / kStep, kEighths = 8;
-constexpr int kFirstLog = std::countr_zero(kStepped), kLastLog = 20;
+constexpr int kFirstLog = std::countr_zero(kStepped), kLastLog = 22;
 constexpr size_t kLargest = size_t(1) << kLastLog;
-constexpr size_t kMost = size_t(8) << 20;  // bytes that a thread keeps
+constexpr size_t kMost = size_t(32) << 20;  // bytes that a thread keeps
 constexpr size_t kClasses = kFirst + (kLastLog - kFirstLog) * kEighths;
 
 // The smallest class of blocks that hold so many bytes; there are some, and no more than kLargest.
@@ -51,16 +53,10 @@ struct Block {
   Block* next;
 };
 
-constinit thread_local bool ended = false;  // the thread's lists are gone
-
 struct Lists {
   std::array<Block*, kClasses> first{};
   size_t kept = 0;
 
-  ~Lists() {
-    ended = true;
-    clear();
-  }
   void clear() {
     for (Block*& list : first) {
       while (list != nullptr) c10::GetDefaultCPUAllocator()->raw_deallocate(std::exchange(list, list->next));
@@ -68,7 +64,27 @@ struct Lists {
     kept = 0;
   }
 };
-thread_local Lists lists;
+
+// This thread's; null before the first block. A pointer alone is found in less time than an object with a destructor.
+constinit thread_local Lists* lists = nullptr;
+constinit thread_local bool ended = false;  // it has no lists any more
+
+struct Owner {
+  std::unique_ptr<Lists> made{new Lists};
+  ~Owner() {
+    lists = nullptr;
+    ended = true;
+    made->clear();
+  }
+};
+
+Lists* lists_of_thread() {
+  if (lists == nullptr && !ended) {
+    static thread_local Owner owner;
+    lists = owner.made.get();
+  }
+  return lists;
+}
 
 // Whether PyTorch's blocks are the C library's, which then says how large they are.
 bool sizes_are_known() {
@@ -87,11 +103,13 @@ bool sizes_are_known() {
 }  // namespace
 
 void* take_block(size_t bytes) {
-  if (bytes == 0 || bytes > kLargest || ended || !sizes_are_known()) return nullptr;
+  if (bytes == 0 || bytes > kLargest || !sizes_are_known()) return nullptr;
+  Lists* own = lists_of_thread();
+  if (own == nullptr) return nullptr;
   size_t kind = class_above(bytes);
-  if (Block* block = lists.first[kind]) {
-    lists.first[kind] = block->next;
-    lists.kept -= bytes_of(kind);
+  if (Block* block = own->first[kind]) {
+    own->first[kind] = block->next;
+    own->kept -= bytes_of(kind);
     return block;
   }
   return c10::GetDefaultCPUAllocator()->raw_allocate(bytes_of(kind));
@@ -99,16 +117,17 @@ void* take_block(size_t bytes) {
 
 void put_block(void* block) {
   size_t usable = block == nullptr ? 0 : malloc_usable_size(block);
-  if (ended || usable < kStep || usable >= 2 * kLargest) return c10::GetDefaultCPUAllocator()->raw_deallocate(block);
+  Lists* own = usable < kStep || usable >= 2 * kLargest ? nullptr : lists_of_thread();
+  if (own == nullptr) return c10::GetDefaultCPUAllocator()->raw_deallocate(block);
   size_t kind = usable >= kLargest ? kClasses - 1 : class_above(usable);
   if (bytes_of(kind) > usable) kind--;
-  if (lists.kept + bytes_of(kind) > kMost) return c10::GetDefaultCPUAllocator()->raw_deallocate(block);
-  lists.kept += bytes_of(kind);
-  lists.first[kind] = new (block) Block{lists.first[kind]};
+  if (own->kept + bytes_of(kind) > kMost) return c10::GetDefaultCPUAllocator()->raw_deallocate(block);
+  own->kept += bytes_of(kind);
+  own->first[kind] = new (block) Block{own->first[kind]};
 }
 
 void free_blocks() {
-  if (!ended) lists.clear();
+  if (lists != nullptr) lists->clear();
 }
 
 #else  // the size of a block cannot be asked for
