@@ -206,6 +206,17 @@ def test_writing_over_what_is_read(write: Callable[[Tensor], Tensor]) -> None:
     _compare(on_device, on_cpu, "what is written")
 
 
+def test_zeros_without_memory() -> None:
+    """As derivatives are that do not depend on what they are taken of."""
+    x = torch.arange(1.0, 5, device=DEVICE)
+    zero = torch._efficientzerotensor(4, device=DEVICE)
+    for found in (x + zero, zero + x, x - zero, x.clone().add_(zero)):
+        assert found.tolist() == [1, 2, 3, 4]
+    assert (x * zero).tolist() == (zero / x).tolist() == (-zero).abs().tolist() == [0, 0, 0, 0]
+    _, tangent = torch.func.jvp(lambda y: torch.stack([y * 0 + 1, torch.ones_like(y)]) * y, (x,), (x,))
+    assert tangent.tolist() == [[1, 2, 3, 4]] * 2
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_views(part: int) -> None:
     before = module.performed_small()

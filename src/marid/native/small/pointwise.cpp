@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <utility>
 
 namespace marid {
@@ -33,8 +32,8 @@ std::optional<Number> number_type(at::ScalarType type) {
 }
 
 bool is_usual(const at::Tensor& tensor) {
-  return !tensor.is_neg() && static_cast<size_t>(tensor.dim()) <= kMostDimensions && tensor.numel() > 0 &&
-      tensor.numel() <= kMostNumbers;
+  return !tensor.is_neg() && !tensor._is_zerotensor() && static_cast<size_t>(tensor.dim()) <= kMostDimensions &&
+      tensor.numel() > 0 && tensor.numel() <= kMostNumbers;
 }
 
 // Whether a function of numbers of a type is one of that type, or a comparison.
@@ -84,7 +83,8 @@ std::optional<Value> value_of(int64_t number, Number type) {
     made.as_long = number;
     return made;
   }
-  return std::abs(number) <= kExactIntegers ? value_of(static_cast<double>(number), type) : std::nullopt;
+  bool is_exact = -kExactIntegers <= number && number <= kExactIntegers;
+  return is_exact ? value_of(static_cast<double>(number), type) : std::nullopt;
 }
 
 std::optional<Value> value_of(const at::Scalar& number, Number type) {
@@ -284,10 +284,10 @@ at::Tensor pointwise(Unary function, const at::Tensor& of) {
 
 at::Tensor copy_of(const at::Tensor& of, std::optional<at::MemoryFormat> format) {
   std::optional<Number> type = number_type(of.scalar_type());
-  if (!type || !is_usual(of)) return {};
-  at::Tensor result = empty(of.sizes(), of.scalar_type());
   bool keeps_strides = !format || *format == at::MemoryFormat::Preserve;
-  if (keeps_strides ? result.strides() != of.strides() : *format != at::MemoryFormat::Contiguous) return {};
+  if (!type || !is_usual(of) || !(keeps_strides ? of.is_contiguous() : *format == at::MemoryFormat::Contiguous)) return {};
+  at::Tensor result = empty(of.sizes(), of.scalar_type());
+  if (keeps_strides && result.strides() != of.strides()) return {};  // of dimensions of one element
   Walk walk;
   if (!broadcast(argument(of), argument(of), &walk)) return {};
   for (size_t i = walk.sizes.size(); i-- > 0;) walk.order.push_back(i);
@@ -304,6 +304,7 @@ namespace {
 
 at::Tensor run_in_place(Binary function, Number type, at::Tensor& self, const Argument& other) {
   Walk walk;
+  void* result = self.mutable_data_ptr();  // which may be another from here on, where memory is copied on a write
   Argument own = argument(self);
   if (!broadcast(own, other, &walk) || self.sizes() != at::IntArrayRef(walk.sizes)) return {};
   for (size_t i = walk.sizes.size(); i-- > 0;) walk.order.push_back(i);
@@ -313,7 +314,7 @@ at::Tensor run_in_place(Binary function, Number type, at::Tensor& self, const Ar
   for (size_t i = 1; i < along->size(); i++) {  // elements that are one to ATen, which refuses to write to them
     if ((*along)[i].result < (*along)[i - 1].result * (*along)[i - 1].size) return {};
   }
-  run_binary(function, type, *along, self.mutable_data_ptr(), own.data, other.data);
+  run_binary(function, type, *along, result, own.data, other.data);
   return self;
 }
 
