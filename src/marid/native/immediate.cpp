@@ -321,10 +321,6 @@ c10::IValue number_in(const at::Tensor& tensor) {
   return returned[0];
 }
 
-}  // namespace
-
-namespace {
-
 // What a tensor stands for, where operations run at once and it can be read now; else null, perhaps after an error.
 const at::Tensor* readable(const at::Tensor& tensor) {
   Handle* handle = handle_of(tensor);

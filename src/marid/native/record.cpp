@@ -295,5 +295,6 @@ bool marid::recorded_anew(const c10::OperatorHandle& handle, const Operator& op,
     at::Generator none;
     if (draw(by, found, call, false, none) != Outcome::kDone) return false;
   }
-  return drawn == Outcome::kDone || (drawn == Outcome::kUnusual && left >= 0 && add(by, found, call, left, results));
+  // A call that has taken its numbers is recorded here, however full the tape is: Python would take others.
+  return drawn == Outcome::kDone || (drawn == Outcome::kUnusual && add(by, found, call, left, results));
 }
