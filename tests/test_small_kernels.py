@@ -26,6 +26,12 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "lt", "le", "gt", "ge", "eq", "ne")},
     **{name: getattr(torch, name) for name in ("bitwise_and", "bitwise_or", "logical_and", "logical_or")},
     "add with a factor": lambda x, y: torch.add(x, y, alpha=3),
+    "add with a fraction": lambda x, y: torch.add(x, y, alpha=-0.1),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "lerp from the end": lambda x, y: torch.lerp(x, y, 0.7),
+    "addcmul": lambda x, y: torch.addcmul(x, y, x, value=0.1),
+    "addcmul of three": lambda x, y: torch.addcmul(x, y, x + y, value=-3),
+    "addcdiv": lambda x, y: torch.addcdiv(x, y, x, value=0.7),
     "sub with a factor of one": lambda x, y: torch.sub(x, y, alpha=1.0),
 }
 WITH_NUMBERS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -46,10 +52,49 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{name: getattr(Tensor, f"{name}_") for name in ("add", "sub", "mul", "div")},
     "add with a factor": lambda x, y: x.add_(y, alpha=-2),
+    "add with a fraction": lambda x, y: x.add_(y, alpha=0.3),
+    "lerp": lambda x, y: x.lerp_(y, 0.1),
+    "lerp from the end": lambda x, y: x.lerp_(y, 0.9),
+    "addcmul": lambda x, y: x.addcmul_(y, y, value=0.1),
+    "addcdiv": lambda x, y: x.addcdiv_(y, y, value=-0.7),
+    "addcmul of itself": lambda x, y: x.addcmul_(x, y, value=0.1),
+    "copy": lambda x, y: x.copy_(y),
+}
+# Of lists of the same length: by a number, by one number each, with other lists, in place and not.
+LISTS: dict[str, Callable[..., Any]] = {
+    **{
+        f"{name} number": lambda x, _y, _z, n, name=name: _each(name)(x, n[0])
+        for name in ("add_", "sub_", "mul_", "div_")
+    },
+    **{f"{name} number": lambda x, _y, _z, n, name=name: _each(name)(x, n[0]) for name in ("add", "mul", "div")},
+    **{
+        f"{name} numbers": lambda x, _y, _z, n, name=name: _each(name)(x, n) for name in ("add_", "mul_", "div_", "add")
+    },
+    **{f"{name} list": lambda x, y, _z, _n, name=name: _each(name)(x, y) for name in ("add_", "mul_", "div_", "sub_")},
+    **{f"{name} list": lambda x, y, _z, _n, name=name: _each(name)(x, y) for name in ("add", "mul", "div", "maximum")},
+    "add_ scaled": lambda x, y, _z, n: _each("add_")(x, y, alpha=n[0]),
+    "add scaled": lambda x, y, _z, n: _each("add")(x, y, alpha=n[0]),
+    "lerp_": lambda x, y, _z, n: _each("lerp_")(x, y, n[0]),
+    "addcmul_": lambda x, y, z, n: _each("addcmul_")(x, y, z, n[0]),
+    "addcdiv_": lambda x, y, z, n: _each("addcdiv_")(x, y, z, n[0]),
+    "addcmul_ numbers": lambda x, y, z, n: _each("addcmul_")(x, y, z, n),
+    "addcdiv_ numbers": lambda x, y, z, n: _each("addcdiv_")(x, y, z, n),
+    "mul_ tensor": lambda x, _y, _z, _n: _each("mul_")(x, x[0].sum()),
+    "neg": lambda x, _y, _z, _n: _each("neg")(x),
+    "sqrt": lambda x, _y, _z, _n: _each("sqrt")(x),
+    "norm": lambda x, _y, _z, _n: _each("norm")(x, 2),
+    "copy_": lambda x, y, _z, _n: _each("copy_")(x, y),
+    "zero_": lambda x, _y, _z, _n: _each("zero_")(x),
+    "cat": lambda x, y, _z, _n: torch.cat([*x, *y], dim=-1),
+    "stack": lambda x, y, _z, _n: torch.stack([*x, *y], dim=-1),
 }
 IN_PLACE_WITH_NUMBERS: dict[str, Callable[[Tensor, float], Tensor]] = {
     name: getattr(Tensor, f"{name}_") for name in ("add", "sub", "mul", "div")
 }
+
+
+def _each(name: str) -> Callable[..., Any]:
+    return getattr(torch, f"_foreach_{name}")
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +107,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def _outcome(function: Callable[..., Tensor], *args: Any) -> Tensor | str:
     try:
         return function(*args)
-    except (RuntimeError, IndexError, TypeError) as error:
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
@@ -185,6 +230,60 @@ def test_in_place(part: int) -> None:
             _check(function, (left[0], number), (left[1], number), (seed, name, number))
             _compare(left[1], left[0], (seed, name, number))
     assert module.performed_small() - before > 1_000
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_lists(part: int) -> None:
+    before = module.performed_small()
+    for seed in range(part * 60, (part + 1) * 60):
+        both = _Both(seed)
+        draw, sizes = both.random, both.sizes()
+        dtype = draw.choice((torch.float32, torch.float32, torch.float64, torch.int64))
+        alike, count = draw.random() < 0.5, draw.randrange(4)
+        numbers = [draw.choice(NUMBERS) for _ in range(count if draw.random() < 0.95 else 3)] or [0.5]
+        for name, function in LISTS.items():
+            lists: list[list[tuple[Tensor, Tensor]]] = []
+            for _ in range(3):
+                of = count if draw.random() < 0.97 else 2
+                shapes = [sizes if alike else both.other_sizes(sizes) for _ in range(of)]
+                lists.append([both.tensors(shape, dtype) for shape in shapes])
+            on_cpu, on_device = ([[pair[on] for pair in each] for each in lists] for on in (0, 1))
+            versions = [x._version for x in on_device[0]]
+            expected, found = (_outcome(function, *given, numbers) for given in (on_cpu, on_device))
+            if isinstance(expected, str) or isinstance(found, str) or expected is None:
+                assert found == expected, (seed, name)
+            else:
+                for one, other in zip(
+                    [found] if isinstance(found, Tensor) else found,
+                    [expected] if isinstance(expected, Tensor) else expected,
+                    strict=True,
+                ):
+                    _compare(one, other, (seed, name))
+            for x, y in zip(on_device[0], on_cpu[0], strict=True):
+                _compare(x, y, (seed, name, "in place"))
+            if found is None:
+                assert all(x._version > was for x, was in zip(on_device[0], versions, strict=True)), (seed, name)
+    assert module.performed_small() - before > 800
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop], ids=str)
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_optimizers(make: Any, count: int) -> None:
+    def trained(device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        params = [torch.randn(7, size + 1).to(device).requires_grad_() for size in range(count)]
+        optimizer = make(params, lr=0.01, weight_decay=0.1, **({"momentum": 0.9} if make is torch.optim.SGD else {}))
+        for step in range(20):
+            loss = torch.stack([(p * (step + 1)).sin().square().sum() for p in params]).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            assert math.isfinite(loss.item())
+        return [p.detach() for p in params]
+
+    for found, expected in zip(trained(DEVICE), trained("cpu"), strict=True):
+        _compare(found, expected, make)
 
 
 @pytest.mark.parametrize(

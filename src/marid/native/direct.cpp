@@ -12,7 +12,7 @@ namespace marid {
 namespace {
 
 using at::Scalar, at::ScalarType, at::Tensor, c10::SymInt, c10::SymIntArrayRef, std::optional, std::tuple;
-using at::IntArrayRef, at::OptionalIntArrayRef, at::OptionalSymIntArrayRef;
+using at::ArrayRef, at::TensorList, at::IntArrayRef, at::OptionalIntArrayRef, at::OptionalSymIntArrayRef;
 
 // Some 97 % of the calls of ordinary programs. None has an argument that says where a result lies, or that draws.
 template <typename... Each>
@@ -58,9 +58,26 @@ using Signatures = List<
     Tensor&(Tensor&, const Scalar&),
     Tensor&(Tensor&, const Scalar&, const Scalar&),
     Tensor&(Tensor&, const Tensor&),
+    Tensor&(Tensor&, const Tensor&, bool),
     Tensor&(Tensor&, const Tensor&, const Scalar&),
     Tensor&(Tensor&, const Tensor&, const Tensor&, const Scalar&),
     Tensor&(Tensor&, int64_t, const Tensor&, const Tensor&),
+    void(TensorList),
+    void(TensorList, const Scalar&),
+    void(TensorList, const Tensor&),
+    void(TensorList, ArrayRef<Scalar>),
+    void(TensorList, TensorList),
+    void(TensorList, TensorList, bool),
+    void(TensorList, TensorList, const Scalar&),
+    void(TensorList, TensorList, TensorList, const Scalar&),
+    void(TensorList, TensorList, TensorList, ArrayRef<Scalar>),
+    std::vector<Tensor>(TensorList),
+    std::vector<Tensor>(TensorList, const Scalar&),
+    std::vector<Tensor>(TensorList, const Scalar&, optional<ScalarType>),
+    std::vector<Tensor>(TensorList, ArrayRef<Scalar>),
+    std::vector<Tensor>(TensorList, TensorList),
+    std::vector<Tensor>(TensorList, TensorList, const Scalar&),
+    Tensor(TensorList, int64_t),
     std::vector<Tensor>(const Tensor&, int64_t),
     std::vector<Tensor>(const Tensor&, SymInt, int64_t),
     std::vector<Tensor>(const Tensor&, SymIntArrayRef, int64_t),
@@ -77,6 +94,8 @@ template <> constexpr char kCode<Tensor> = 't';
 template <> constexpr char kCode<Tensor&> = 'T';
 template <> constexpr char kCode<const optional<Tensor>&> = 'u';
 template <> constexpr char kCode<std::vector<Tensor>> = 'v';
+template <> constexpr char kCode<TensorList> = 'z';
+template <> constexpr char kCode<ArrayRef<Scalar>> = 'q';
 template <> constexpr char kCode<bool> = 'b';
 template <> constexpr char kCode<double> = 'f';
 template <> constexpr char kCode<int64_t> = 'i';
@@ -107,6 +126,8 @@ char code_of(const c10::Type& type) {
       switch (type.containedType(0)->kind()) {
         case c10::TypeKind::IntType: return 'l';
         case c10::TypeKind::SymIntType: return 'k';
+        case c10::TypeKind::TensorType: return 'z';
+        case c10::TypeKind::NumberType: return 'q';
         default: return 0;
       }
     case c10::TypeKind::OptionalType: {
@@ -138,8 +159,9 @@ std::string code_of(const c10::FunctionSchema& schema) {
   for (const c10::Argument& one : schema.arguments()) {
     bool written = one.alias_info() != nullptr && one.alias_info()->isWrite();
     char type = code_of(*one.real_type());
-    if (type == 0 || (written && (type != 't' || &one != &schema.arguments()[0]))) return {};
-    code += written ? 'T' : type;
+    bool is_list = type == 'z' && schema.returns().empty();
+    if (type == 0 || (written && ((type != 't' && !is_list) || &one != &schema.arguments()[0]))) return {};
+    code += written && !is_list ? 'T' : type;
   }
   return code;
 }
@@ -149,6 +171,10 @@ struct Coded;
 template <typename Returned, typename... Arguments>
 struct Coded<Returned(Arguments...)> {
   static std::string code() { return {kCode<Returned>, '(', kCode<Arguments>...}; }
+};
+template <typename... Arguments>
+struct Coded<void(Arguments...)> {
+  static std::string code() { return {'(', kCode<Arguments>...}; }
 };
 template <typename... Each, typename... Arguments>
 struct Coded<tuple<Each...>(Arguments...)> {
@@ -180,6 +206,9 @@ std::optional<c10::KernelFunction> direct_kernel(const c10::OperatorHandle& op, 
   }
   if (op.operator_name() == c10::OperatorName("aten::linear", "")) {
     return kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>(op, of);
+  }
+  if (op.operator_name() == c10::OperatorName("aten::cat", "")) {
+    return kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>(op, of);
   }
   if (has_constant_tensors(op.operator_name())) return std::nullopt;
   static const auto known = by_code(Signatures());

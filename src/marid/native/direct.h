@@ -32,6 +32,14 @@ struct Cursor {
   std::optional<at::Tensor> place(const std::optional<at::Tensor>& tensor) {
     return tensor ? std::optional<at::Tensor>(place(*tensor)) : std::nullopt;
   }
+  at::TensorList place(at::TensorList list) {
+    next += list.size();  // all of them are the device's
+    return at::TensorList(concrete.data() + next - list.size(), list.size());
+  }
+  at::ITensorListRef place(const at::ITensorListRef& list) {
+    next += list.size();
+    return at::TensorList(concrete.data() + next - list.size(), list.size());
+  }
   template <typename Other>
   Other&& place(Other&& other) {
     return std::forward<Other>(other);
@@ -42,11 +50,22 @@ inline void add_tensors(Given& given, const at::Tensor& tensor) { given.add(tens
 inline void add_tensors(Given& given, const std::optional<at::Tensor>& tensor) {
   if (tensor) given.add(*tensor);
 }
+inline void add_to_list(Given& given, const at::Tensor& tensor) {
+  given.add(tensor);
+  given.is_usual = given.is_usual && handle_of(tensor) != nullptr;
+}
+inline void add_tensors(Given& given, at::TensorList list) {
+  for (const at::Tensor& tensor : list) add_to_list(given, tensor);
+}
+inline void add_tensors(Given& given, const at::ITensorListRef& list) {
+  for (const at::Tensor& tensor : list) add_to_list(given, tensor);
+}
 template <typename Other>
 void add_tensors(Given&, const Other&) {}
 
 inline void add_results(Results& results, at::Tensor& written) { results.push_back(written); }
 inline void add_results(Results& results, at::Tensor&& one) { results.push_back(std::move(one)); }
+inline void add_results(Results&, bool) {}
 inline void add_results(Results& results, std::vector<at::Tensor>&& all) {
   for (at::Tensor& one : all) results.push_back(std::move(one));
 }
@@ -105,16 +124,24 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
         std::tuple<decltype(cursor.place(std::forward<Arguments>(arguments)))...> placed{
             cursor.place(std::forward<Arguments>(arguments))...};
         if (small != nullptr) {
-          at::Tensor made = std::apply([&](auto&&... each) { return small(each...); }, placed);
-          if (made.defined()) {
+          auto made = std::apply([&](auto&&... each) { return small(each...); }, placed);
+          if (is_done(made)) {
             performed_small.fetch_add(1, std::memory_order_relaxed);
             return add_results(returned, std::move(made));
           }
         }
-        add_results(returned, std::apply([&](auto&&... each) -> decltype(auto) { return called.call(each...); }, placed));
+        auto call = [&](auto&&... each) -> decltype(auto) { return called.call(each...); };
+        if constexpr (std::is_void_v<Returned>) {
+          std::apply(call, placed);
+        } else {
+          add_results(returned, std::apply(call, placed));
+        }
       };
       Outcome outcome = run_at_once(by, given, invoke, results);
-      if (outcome == Outcome::kDone) return returned(results, arguments...);
+      if (outcome == Outcome::kDone) {
+        if (recorder.at(by, kBumps) == Py_True) bump_versions(arguments...);
+        return returned(results, arguments...);
+      }
       if (outcome == Outcome::kError) throw_python_error();
     }
     return c10::impl::BoxedKernelWrapper<Signature>::call(boxed, op, keys, std::forward<Arguments>(arguments)...);
@@ -135,11 +162,19 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
   c10::BoxedKernel boxed;
 
  private:
+  // Of the list that an operator has written to, which is its first argument.
+  template <typename First, typename... Others>
+  static void bump_versions(First& first, Others&...) {
+    if constexpr (std::is_same_v<First, at::TensorList>) {
+      for (const at::Tensor& one : first) one.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
   template <typename First, typename... Others>
   static Returned returned(Results& results, First& first, Others&...) {
     if constexpr (std::is_same_v<Returned, at::Tensor&>) {
       return first;  // what an operator that writes in place returns
-    } else {
+    } else if constexpr (!std::is_void_v<Returned>) {
       return From<Returned>::results(results);
     }
   }

@@ -1,4 +1,5 @@
 // Which operators have a kernel for small tensors.
+#include "lists.h"
 #include "pointwise.h"
 #include "small.h"
 #include "views.h"
@@ -11,18 +12,14 @@ namespace {
 
 using at::Scalar, at::Tensor;
 
-// As what an operator multiplies its other argument with; a factor of another type than an integer ATen looks at.
-bool is_one(const Scalar& factor) {
-  return factor.isIntegral(/*includeBool=*/false) && !factor.isSymbolic() && factor.toLong() == 1;
-}
-
 template <Binary function>
 Tensor binary(const Tensor& left, const Tensor& right) { return pointwise(function, left, right); }
 template <Binary function>
 Tensor binary_number(const Tensor& left, const Scalar& right) { return pointwise(function, left, right); }
 template <Binary function>
 Tensor binary_scaled(const Tensor& left, const Tensor& right, const Scalar& factor) {
-  return is_one(factor) ? pointwise(function, left, right) : Tensor();
+  if (is_one(factor)) return pointwise(function, left, right);
+  return function == Binary::kAdd ? scaled(Scaled::kAdd, left, right, nullptr, factor) : Tensor();
 }
 template <Binary function>
 Tensor binary_number_scaled(const Tensor& left, const Scalar& right, const Scalar& factor) {
@@ -37,7 +34,8 @@ template <Binary function>
 Tensor in_place_number(Tensor& self, const Scalar& other) { return pointwise_in_place(function, self, other); }
 template <Binary function>
 Tensor in_place_scaled(Tensor& self, const Tensor& other, const Scalar& factor) {
-  return is_one(factor) ? pointwise_in_place(function, self, other) : Tensor();
+  if (is_one(factor)) return pointwise_in_place(function, self, other);
+  return function == Binary::kAdd ? scaled(Scaled::kAdd, self, other, nullptr, factor, true) : Tensor();
 }
 template <Binary function>
 Tensor in_place_number_scaled(Tensor& self, const Scalar& other, const Scalar& factor) {
@@ -45,6 +43,23 @@ Tensor in_place_number_scaled(Tensor& self, const Scalar& other, const Scalar& f
 }
 template <Unary function>
 Tensor unary(const Tensor& of) { return pointwise(function, of); }
+
+Tensor copy_in_place(Tensor& self, const Tensor& from, bool) { return pointwise_in_place(Unary::kCopy, self, from); }
+
+Tensor interpolated(const Tensor& start, const Tensor& end, const Scalar& weight) {
+  return scaled(Scaled::kLerp, start, end, nullptr, weight);
+}
+Tensor interpolate(Tensor& self, const Tensor& end, const Scalar& weight) {
+  return scaled(Scaled::kLerp, self, end, nullptr, weight, true);
+}
+template <Scaled function>
+Tensor triple(const Tensor& self, const Tensor& second, const Tensor& third, const Scalar& factor) {
+  return scaled(function, self, second, &third, factor);
+}
+template <Scaled function>
+Tensor triple_in_place(Tensor& self, const Tensor& second, const Tensor& third, const Scalar& factor) {
+  return scaled(function, self, second, &third, factor, true);
+}
 
 Tensor power(const Tensor& base, const Scalar& exponent) {
   if (!exponent.isFloatingPoint() && !exponent.isIntegral(/*includeBool=*/false)) return {};
@@ -92,11 +107,18 @@ const AnySmallKernel* find_small_kernel(const std::string& name) {
       {"aten::sub_.Scalar", in_place_number_scaled<Binary::kSubtract>},
       {"aten::mul_.Scalar", in_place_number<Binary::kMultiply>},
       {"aten::div_.Scalar", in_place_number<Binary::kDivide>},
+      {"aten::lerp.Scalar", interpolated},
+      {"aten::lerp_.Scalar", interpolate},
+      {"aten::addcmul", triple<Scaled::kAddProduct>},
+      {"aten::addcmul_", triple_in_place<Scaled::kAddProduct>},
+      {"aten::addcdiv", triple<Scaled::kAddQuotient>},
+      {"aten::addcdiv_", triple_in_place<Scaled::kAddQuotient>},
       {"aten::neg", unary<Unary::kNegative>},
       {"aten::abs", unary<Unary::kAbsolute>},
       {"aten::rsqrt", unary<Unary::kReciprocalRoot>},
       {"aten::reciprocal", unary<Unary::kReciprocal>},
       {"aten::pow.Tensor_Scalar", power},
+      {"aten::copy_", copy_in_place},
       {"aten::clone", copy_of},
       {"aten::detach", alias_of},
       {"aten::alias", alias_of},
@@ -111,8 +133,11 @@ const AnySmallKernel* find_small_kernel(const std::string& name) {
       {"aten::select.int", selected},
       {"aten::slice.Tensor", sliced},
   };
-  auto found = kernels.find(name);
-  return found == kernels.end() ? nullptr : &found->second;
+  for (const auto* table : {&kernels, &list_kernels}) {
+    auto found = table->find(name);
+    if (found != table->end()) return &found->second;
+  }
+  return nullptr;
 }
 
 }  // namespace marid

@@ -302,19 +302,25 @@ at::Tensor copy_of(const at::Tensor& of, std::optional<at::MemoryFormat> format)
 
 namespace {
 
-at::Tensor run_in_place(Binary function, Number type, at::Tensor& self, const Argument& other) {
+// The walk of a function of the elements of `own`, and of another argument, that are written over.
+std::optional<Dimensions> along_in_place(const Argument& own, const Argument& other) {
   Walk walk;
-  void* result = self.mutable_data_ptr();  // which may be another from here on, where memory is copied on a write
-  Argument own = argument(self);
-  if (!broadcast(own, other, &walk) || self.sizes() != at::IntArrayRef(walk.sizes)) return {};
+  if (!broadcast(own, other, &walk) || own.sizes != at::IntArrayRef(walk.sizes)) return std::nullopt;
   for (size_t i = walk.sizes.size(); i-- > 0;) walk.order.push_back(i);
   for (Dimension& dimension : walk.dimensions) dimension.result = dimension.left;
   std::optional<Dimensions> along = merged(walk);
-  if (!along) return {};
+  if (!along) return std::nullopt;
   for (size_t i = 1; i < along->size(); i++) {  // elements that are one to ATen, which refuses to write to them
-    if ((*along)[i].result < (*along)[i - 1].result * (*along)[i - 1].size) return {};
+    if ((*along)[i].result < (*along)[i - 1].result * (*along)[i - 1].size) return std::nullopt;
   }
-  run_binary(function, type, *along, result, own.data, other.data);
+  return along;
+}
+
+at::Tensor run_in_place(Binary function, Number type, const at::Tensor& self, const Argument& other) {
+  void* result = self.mutable_data_ptr();  // which may be another from here on, where memory is copied on a write
+  std::optional<Dimensions> along = along_in_place(argument(self), other);
+  if (!along) return {};
+  run_binary(function, type, *along, result, self.const_data_ptr(), other.data);
   return self;
 }
 
@@ -323,7 +329,7 @@ std::optional<Number> type_in_place(Binary function, const at::Tensor& self) {
   return type && is_usual(function, *type) && is_usual(self) ? type : std::nullopt;
 }
 
-at::Tensor run_with_value_in_place(Binary function, at::Tensor& self, const auto& number) {
+at::Tensor run_with_value_in_place(Binary function, const at::Tensor& self, const auto& number) {
   std::optional<Number> type = type_in_place(function, self);
   std::optional<Value> value = type ? value_of(number, *type) : std::nullopt;
   return value ? run_in_place(function, *type, self, value->argument()) : at::Tensor();
@@ -331,7 +337,7 @@ at::Tensor run_with_value_in_place(Binary function, at::Tensor& self, const auto
 
 }  // namespace
 
-at::Tensor pointwise_in_place(Binary function, at::Tensor& self, const at::Tensor& other) {
+at::Tensor pointwise_in_place(Binary function, const at::Tensor& self, const at::Tensor& other) {
   if (other.unsafeGetTensorImpl()->is_wrapped_number()) return run_with_value_in_place(function, self, other);
   std::optional<Number> type = type_in_place(function, self);
   if (!type || other.scalar_type() != self.scalar_type() || !is_usual(other)) return {};
@@ -340,8 +346,48 @@ at::Tensor pointwise_in_place(Binary function, at::Tensor& self, const at::Tenso
   return run_in_place(function, *type, self, argument(other));
 }
 
-at::Tensor pointwise_in_place(Binary function, at::Tensor& self, const at::Scalar& other) {
+at::Tensor pointwise_in_place(Binary function, const at::Tensor& self, const at::Scalar& other) {
   return run_with_value_in_place(function, self, other);
+}
+
+at::Tensor pointwise_in_place(Unary function, const at::Tensor& self, const at::Tensor& from) {
+  std::optional<Number> type = number_type(self.scalar_type());
+  bool fits = type && (function == Unary::kCopy || *type == Number::kFloat || *type == Number::kDouble);
+  if (!fits || from.scalar_type() != self.scalar_type() || !is_usual(self) || !is_usual(from)) return {};
+  if (self.storage().is_alias_of(from.storage())) return {};
+  void* result = self.mutable_data_ptr();
+  std::optional<Dimensions> along = along_in_place(argument(self), argument(from));
+  if (!along) return {};
+  for (Dimension& one : *along) one.left = one.right;  // what is read
+  run_unary(function, *type, *along, result, from.const_data_ptr());
+  return self;
+}
+
+// --- of two or three tensors and a number ----------------------------------------------------------------------------
+
+namespace {
+
+bool is_flat(const at::Tensor& tensor, const at::Tensor& like) {
+  return is_usual(tensor) && tensor.is_contiguous() && tensor.scalar_type() == like.scalar_type() &&
+      tensor.sizes() == like.sizes();
+}
+
+}  // namespace
+
+at::Tensor scaled(Scaled function, const at::Tensor& a, const at::Tensor& b, const at::Tensor* c, const at::Scalar& number,
+                  bool in_place) {
+  std::optional<Number> type = number_type(a.scalar_type());
+  if (!type || !is_flat(a, a) || !is_flat(b, a) || (c != nullptr && !is_flat(*c, a))) return {};
+  std::optional<Value> value = value_of(number, *type);
+  if (!value) return {};
+  if (in_place) {  // ATen says whether memory overlaps, where it may
+    if (a.storage().is_alias_of(b.storage()) || (c != nullptr && a.storage().is_alias_of(c->storage()))) return {};
+  }
+  at::Tensor result = in_place ? a : empty(a.sizes(), a.scalar_type());
+  void* to = result.mutable_data_ptr();  // where memory is copied on a write, `a` has another from here on
+  const void* third = c == nullptr ? nullptr : c->const_data_ptr();
+  bool done = run_scaled(function, *type, a.numel(), to, a.const_data_ptr(), b.const_data_ptr(), third, &*value);
+  return done ? result : at::Tensor();
 }
 
 }  // namespace marid

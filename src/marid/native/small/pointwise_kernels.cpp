@@ -121,6 +121,27 @@ void run_unary(Unary function, const Dimensions& along, void* result, const void
   }
 }
 
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+constexpr bool kAddsProducts = true;
+#else
+constexpr bool kAddsProducts = false;
+#endif
+
+template <typename T>
+void run_scaled(Scaled function, int64_t count, T* to, const T* a, const T* b, const T* c, T number) {
+  auto run = [&](auto f) {
+    for (int64_t i = 0; i < count; i++) to[i] = f(i);
+  };
+  switch (function) {
+    case Scaled::kAdd: return run([&](int64_t i) { return std::fma(number, b[i], a[i]); });
+    case Scaled::kAddProduct: return run([&](int64_t i) { return std::fma(number * b[i], c[i], a[i]); });
+    case Scaled::kAddQuotient: return run([&](int64_t i) { return a[i] + number * b[i] / c[i]; });
+    case Scaled::kLerp:  // from the nearer end
+      if (std::abs(number) < T(0.5)) return run([&](int64_t i) { return std::fma(number, b[i] - a[i], a[i]); });
+      return run([&](int64_t i) { return std::fma(number - 1, b[i] - a[i], b[i]); });
+  }
+}
+
 // Call `with` a value of a type.
 template <typename With>
 void of_type(Number type, With with) {
@@ -136,6 +157,19 @@ void of_type(Number type, With with) {
 
 void run_binary(Binary function, Number type, const Dimensions& along, void* result, const void* left, const void* right) {
   of_type(type, [&](auto zero) { run_binary<decltype(zero)>(function, along, result, left, right); });
+}
+
+bool run_scaled(Scaled function, Number type, int64_t count, void* result, const void* a, const void* b, const void* c,
+                const void* number) {
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    auto numbers = [](const void* of) { return static_cast<const T*>(of); };
+    run_scaled<T>(function, count, static_cast<T*>(result), numbers(a), numbers(b), numbers(c), *numbers(number));
+    return true;
+  };
+  if (!kAddsProducts) return false;
+  if (type == Number::kFloat) return run(float());
+  return type == Number::kDouble && run(double());
 }
 
 void run_unary(Unary function, Number type, const Dimensions& along, void* result, const void* from) {

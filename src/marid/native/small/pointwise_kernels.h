@@ -13,6 +13,9 @@ constexpr bool compares(Binary function) { return function >= Binary::kLess && f
 
 enum class Unary : uint8_t { kCopy, kNegative, kAbsolute, kReciprocal, kReciprocalRoot, kSquare, kCube };
 
+// Of two tensors and a number n, or of three: a + n b, a + n (b - a), a + n b c and a + n b / c.
+enum class Scaled : uint8_t { kAdd, kLerp, kAddProduct, kAddQuotient };
+
 enum class Number : uint8_t { kFloat, kDouble, kLong, kBool };
 
 // A dimension that is walked along: how often, and elements from one step to the next in the result and in the arguments.
@@ -27,5 +30,10 @@ using Dimensions = c10::SmallVector<Dimension, 4>;
 // arguments. Only floating-point numbers are divided, and only booleans have kAnd and kOr.
 void run_binary(Binary function, Number type, const Dimensions& along, void* result, const void* left, const void* right);
 void run_unary(Unary function, Number type, const Dimensions& along, void* result, const void* from);
+
+// The same for arrays of floating-point numbers; `c` is null where there is none. False where ATen's kernels round the product
+// and the sum each, or may: those of processors that cannot do both at once.
+bool run_scaled(Scaled function, Number type, int64_t count, void* result, const void* a, const void* b, const void* c,
+                const void* number);
 
 }  // namespace marid

@@ -8,22 +8,35 @@
 
 #include <string>
 #include <typeindex>
+#include <vector>
 
 namespace marid {
 
-// What takes the arguments that an operator takes, and returns its result; undefined where it leaves the call to ATen, and
-// nothing has happened.
+// What takes the arguments that an operator takes, and returns its result; undefined, empty or false where it leaves the call to
+// ATen, and nothing has happened.
 template <typename Signature>
 struct SmallKernel;
 template <typename Returned, typename... Arguments>
 struct SmallKernel<Returned(Arguments...)> {
   using Function = at::Tensor (*)(Arguments...);
 };
+template <typename... Arguments>
+struct SmallKernel<std::vector<at::Tensor>(Arguments...)> {
+  using Function = std::vector<at::Tensor> (*)(Arguments...);
+};
+template <typename... Arguments>
+struct SmallKernel<void(Arguments...)> {
+  using Function = bool (*)(Arguments...);
+};
+
+inline bool is_done(const at::Tensor& result) { return result.defined(); }
+inline bool is_done(const std::vector<at::Tensor>& results) { return !results.empty(); }
+inline bool is_done(bool done) { return done; }
 
 // Any of these functions, with the types of its arguments.
 struct AnySmallKernel {
-  template <typename... Arguments>
-  AnySmallKernel(at::Tensor (*function)(Arguments...))  // NOLINT: of which it is made
+  template <typename Result, typename... Arguments>
+  AnySmallKernel(Result (*function)(Arguments...))  // NOLINT: of which it is made
       : type(typeid(function)), function(reinterpret_cast<void (*)()>(function)) {}
 
   std::type_index type;
