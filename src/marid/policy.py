@@ -56,6 +56,11 @@ eager PyTorch's time: results of 110 KB 0.93 and 0.70 (a vision transformer), so
 IMMEDIATE_READS = 4
 """How many times what they make such operations may touch, where they touch more than half of what they may: a stencil
 2.8 times (281 KB), 200 bodies 2.2 (269 KB). A decoder, which touches its weights for each token, does so many more."""
+FEW_PARAMETERS, FEW_PARAMETERS_OF_SGD = 3, 8
+"""Up to so many, an optimizer whose operations run at once takes one parameter after the other. A list costs 6 to 12 us
+more to begin with; a step of Adam takes 26 us with one parameter and 36 with a list of one, 40 and 44 with two, 117 and
+86 with eight (eager PyTorch 28, 44, 136). SGD without momentum is one operation a parameter: 17 and 20 us with four,
+28 and 25 with eight."""
 IMMEDIATE_RELAPSES = 5
 """Doublings of ``settings.immediate_after``, one for each time that running at once did not last at a line."""
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from marid import policy
 from marid.frontend import autocast, handles
 from marid.frontend.cells import dropout
+from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, special
 from marid.ops.facts import facts_of
 from marid.semantics.tracebacks import folded
@@ -172,7 +174,8 @@ def without_the_device(supported: Callable[[], list[str]]) -> Callable[[], list[
     return lambda: [name for name in supported() if name != handles.DEVICE_TYPE]
 
 
-# Where nobody chooses, optimizers take one parameter after the other on the CPU, and foreach operators on the device.
+# Where nobody chooses, optimizers take one parameter after the other on the CPU, and foreach operators on the device
+# unless few are quicker one by one.
 # Those give the same bits for parameters of these types, but three optimizers calculate in another order with them.
 _EQUAL_WITH_FOREACH = {torch.float32, torch.float64}
 _ANOTHER_ORDER = ("asgd", "nadam", "radam")
@@ -184,6 +187,7 @@ OPTIMIZERS = "adadelta adagrad adam adamax asgd nadam radam rmsprop rprop sgd".s
 def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[..., tuple[bool, bool]]]:
     """For ``_default_to_fused_or_foreach``, as the optimizer ``name`` calls it."""
     never = name in _ANOTHER_ORDER
+    few = policy.FEW_PARAMETERS_OF_SGD if name == "sgd" else policy.FEW_PARAMETERS
     adds_to_gradients = _adds_to_gradients if name == "sgd" else bool
 
     def replacement(choose: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
@@ -194,7 +198,10 @@ def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[.
             if fused or foreach:  # parameters on the CPU need not be looked at
                 lazy = [p for p in params if handles.is_lazy(p)]
                 if lazy and (
-                    never or not _EQUAL_WITH_FOREACH.issuperset([p.dtype for p in lazy]) or adds_to_gradients()
+                    never
+                    or not _EQUAL_WITH_FOREACH.issuperset([p.dtype for p in lazy])
+                    or adds_to_gradients()
+                    or (len(lazy) <= few and _runs_at_once(lazy[0].device.index))
                 ):
                     return False, False
             return fused, foreach
@@ -202,6 +209,11 @@ def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[.
         return functools.update_wrapper(wrapper, choose)
 
     return replacement
+
+
+def _runs_at_once(device: int) -> bool:
+    """Whether operations do; a function under ``marid.compile`` is recorded, with the same operations each time."""
+    return handles.tapes[device].immediate and observer() is None
 
 
 def _adds_to_gradients() -> bool:
