@@ -1,4 +1,5 @@
 // Giving calls to Python that are not recorded in C++.
+#include "backward.h"
 #include "recorder.h"
 
 #include <ATen/core/Tensor.h>
@@ -86,6 +87,7 @@ void push_returned(const c10::FunctionSchema& schema, torch::jit::Stack* stack, 
 // With the interpreter's lock.
 void call(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function) {
   size_t count = op.schema().arguments().size();
+  marid::give_objects(torch::jit::last(*stack, count));
   auto [arguments, keywords] = to_python(op.schema(), torch::jit::last(*stack, count));
   torch::jit::drop(*stack, count);
   PyObject* returned = function != nullptr

@@ -1,5 +1,6 @@
 #include "handle.h"
 
+#include "backward.h"
 #include "immediate.h"
 
 #include <ATen/core/List.h>
@@ -130,7 +131,10 @@ template <typename Value>
 at::Tensor made_like(const c10::TensorImpl* pattern, Value&& value, bool alone) {
   auto impl = c10::make_intrusive<Handle>(pattern, alone);
   impl->stand_for(std::forward<Value>(value));
-  at::Tensor made(std::move(impl));
+  return at::Tensor(std::move(impl));
+}
+
+at::Tensor with_object(at::Tensor made) {
   Ref object(THPVariable_Wrap(made, handle_type));
   return object ? made : at::Tensor();
 }
@@ -138,11 +142,12 @@ at::Tensor made_like(const c10::TensorImpl* pattern, Value&& value, bool alone) 
 }  // namespace
 
 at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone) {
-  return made_like(pattern, value, alone);
+  return with_object(made_like(pattern, value, alone));
 }
 
 at::Tensor new_handle(const c10::TensorImpl* pattern, std::shared_ptr<Computed> value) {
-  return made_like(pattern, std::move(value), false);
+  at::Tensor made = made_like(pattern, std::move(value), false);
+  return is_for_autograd_alone() ? made : with_object(std::move(made));
 }
 
 // --- attributes ------------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ inline Handle* handle_of(const at::Tensor& tensor) { return handle_of(tensor.uns
 // Whether an argument is such a tensor, or a list with one.
 bool holds_handle(const c10::IValue& value);
 
-// A handle that looks like `pattern` and stands for `value`, with its Python object; null after an error.
+// A handle that looks like `pattern` and stands for `value`, with its Python object; null after an error. One that has been
+// computed, for autograd alone, may have none (backward.h).
 at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone = false);
 at::Tensor new_handle(const c10::TensorImpl* pattern, std::shared_ptr<Computed> value);
 

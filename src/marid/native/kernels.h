@@ -1,6 +1,7 @@
 // The kernels by which PyTorch's operators are recorded, below all that it would do to call Python.
 #pragma once
 #include "accumulate.h"
+#include "backward.h"
 #include "composites.h"
 #include "record.h"
 
@@ -25,6 +26,7 @@ struct Kernel final : c10::OperatorKernel {
     bool asks = of->asks_autocast && is_autocasting();
     if (of->identity != nullptr && !asks) {
       InterpreterLock lock;
+      give_objects(torch::jit::last(*stack, of->formals.size()));
       if (recorded(op, *of, stack)) return;
       if (PyErr_Occurred()) throw_python_error();  // from the handler of a signal, say: it is raised at the user's line
     }

@@ -1,0 +1,150 @@
+// Gradients that Python does not see.
+//
+// Tensors of the device have a Python object from the beginning, since PyTorch would give them one of another class. In a
+// backward that costs more than most kernels: an object is made, and for each copy of the tensor in C++ the interpreter's lock
+// is taken to count it. So where a gradient can only go to functions of autograd that are C++, it gets none. It can reach
+// Python through a function that is Python, through a hook, as `.grad`, or as what `torch.autograd.grad` returns; the last get
+// their objects' class when the backward is done (frontend/backward.py).
+#include "backward.h"
+
+#include "accumulate.h"
+#include "geometry.h"
+#include "handle.h"
+
+#include <ATen/LegacyVmapMode.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <typeinfo>
+#include <unordered_set>
+#include <vector>
+
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
+
+namespace marid {
+
+namespace {
+
+using torch::autograd::Node;
+
+// Whether a function shows Python what it gets or returns. That of a `torch.autograd.Function` has a type that PyTorch does not
+// export, but for its name.
+bool shows_python(Node& function) {
+  return !function.pre_hooks().empty() || !function.post_hooks().empty() || !function.tensor_pre_hooks().empty() ||
+      !function.retains_grad_hooks().empty() || std::strcmp(typeid(function).name(), "N5torch8autograd6PyNodeE") == 0;
+}
+
+// What a thread knows of the graph that it goes through.
+class Graph {
+ public:
+  // Whether Python sees nothing of what a function returns, nor of what comes of that.
+  bool hides(int64_t task, Node* function) {
+    if (task != task_) {
+      task_ = task;
+      is_hidden_ = true;
+      walked_.clear();
+    }
+    if (is_hidden_) walk(function);
+    return is_hidden_;
+  }
+
+ private:
+  void walk(Node* from) {
+    std::vector<Node*> open{from};
+    while (!open.empty() && is_hidden_) {
+      Node* function = open.back();
+      open.pop_back();
+      if (!walked_.insert(function).second) continue;
+      is_hidden_ = !shows_python(*function);
+      for (const torch::autograd::Edge& edge : function->next_edges()) {
+        if (edge.function) open.push_back(edge.function.get());
+      }
+    }
+  }
+
+  int64_t task_ = -1;
+  bool is_hidden_ = true;
+  std::unordered_set<Node*> walked_;
+};
+
+// The function that this thread was asked about last, and the answer.
+struct Last {
+  int64_t task;
+  const Node* function;
+  bool is_hidden;
+};
+constinit thread_local Last last{-1, nullptr, false};
+constinit thread_local int shown = 0;  // backwards of this thread whose gradients are all shown to Python
+
+void give_object(const at::Tensor& tensor) {
+  if (handle_of(tensor) == nullptr || has_object(*tensor.unsafeGetTensorImpl()->pyobj_slot())) return;
+  Ref object(THPVariable_Wrap(tensor, handle_type));
+}
+
+}  // namespace
+
+bool is_for_autograd_alone() {
+  int64_t task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) return false;
+  auto function = torch::autograd::get_current_node();
+  if (!function || !is_called_by_engine()) return false;
+  if (task != last.task || &*function != last.function) {
+    thread_local Graph graph;
+    bool is_wrapped = shown > 0 || at::impl::VmapMode::current_vmap_level() > 0;  // as `is_grads_batched` wraps them
+    bool is_plain = !is_wrapped && !c10::GradMode::is_enabled() && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+    bool makes_grad = function->num_outputs() == 0;
+    last = {task, &*function, is_plain && !makes_grad && graph.hides(task, &*function)};
+  }
+  return last.is_hidden;
+}
+
+void give_objects(c10::ArrayRef<c10::IValue> arguments) {
+  if (torch::autograd::get_current_graph_task_id() < 0) return;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) {
+      give_object(argument.toTensor());
+    } else if (argument.isTensorList() || argument.isOptionalTensorList()) {
+      for (const c10::IValue& item : argument.toListRef()) {
+        if (item.isTensor()) give_object(item.toTensor());
+      }
+    }
+  }
+}
+
+namespace {
+
+// give_class(results): tensors of the device that PyTorch has made objects for, as those of its own class, get ours.
+PyObject* give_class(PyObject*, PyObject* results) {
+  if (!PyTuple_Check(results)) return Py_NewRef(results);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); i++) {
+    PyObject* one = PyTuple_GET_ITEM(results, i);
+    bool is_tensor = reinterpret_cast<PyObject*>(Py_TYPE(one)) == THPVariableClass;
+    if (!is_tensor || handle_of(THPVariable_Unpack(one)) == nullptr) continue;
+    if (PyObject_SetAttrString(one, "__class__", reinterpret_cast<PyObject*>(handle_type)) < 0) return nullptr;
+  }
+  return Py_NewRef(results);
+}
+
+// show_gradients(change): this thread enters (1) or leaves (-1) a backward under transforms of functions, which wrap gradients.
+PyObject* show_gradients(PyObject*, PyObject* change) {
+  long by = PyLong_AsLong(change);
+  if (by == -1 && PyErr_Occurred()) return nullptr;
+  shown += static_cast<int>(by);
+  last.task = -1;
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+PyMethodDef backward_functions[] = {
+    {"show_gradients", show_gradients, METH_O, nullptr},
+    {"give_class", give_class, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

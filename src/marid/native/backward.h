@@ -1,0 +1,15 @@
+// What a backward computes and Python does not see (backward.cpp).
+#pragma once
+#include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
+
+namespace marid {
+
+// Whether what is computed now is for the functions of autograd alone, all of which are C++. With the interpreter's lock.
+bool is_for_autograd_alone();
+
+// Give tensors of ours among arguments the Python objects that they do without so far; for where Python is called. With the
+// interpreter's lock.
+void give_objects(c10::ArrayRef<c10::IValue> arguments);
+
+}  // namespace marid
