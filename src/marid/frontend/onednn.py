@@ -1,10 +1,10 @@
 """oneDNN's LSTM layer as operators of our own, which take grad mode from where they were written.
 
 ``aten::mkldnn_rnn_layer`` looks at grad mode when it runs: with gradients it computes for training and returns a
-workspace for the backward pass, whose size only oneDNN knows. ``marid::lstm_layer`` has that as its argument ``keep``.
-The workspace it returns has one element, in front of memory that holds all of it; where only that one element arrives
-(because somebody copied it), or less than a layer of these sizes was seen to write, the backward pass computes the
-workspace again.
+workspace for the backward pass, whose size only oneDNN knows. ``marid::lstm_layer`` has that as its argument ``keep``;
+its kernels are in ``native/lstm_layer.cpp``. The workspace it returns has one element, in front of memory that holds
+all of it; where only that one element arrives (because somebody copied it), or less than a layer of these sizes was
+seen to write, the backward pass computes the workspace again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from marid.ops.own_operators import OwnOperator, define
 
 aten = torch.ops.aten
 LSTM = 2  # oneDNN's number for it
-_KNOWN = 4096  # layers of which it is remembered how long their workspace is
 
 Tensor = torch.Tensor
 
@@ -29,31 +28,6 @@ _GRADS = "Tensor output, Tensor hy, Tensor cy, Tensor? grad_output, Tensor? grad
 _FLAGS = "bool reverse, int[] hidden_size, bool has_biases"
 _LAYER = f"lstm_layer({_TENSORS}, {_FLAGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor)"
 _BACKWARD = f"lstm_layer_backward({_TENSORS}, {_GRADS}, {_FLAGS}) -> ({', '.join(['Tensor'] * 7)})"
-
-
-def _run_layer(tensors: Sequence[Tensor], reverse: bool, hidden_size: int, has_biases: bool, keep: bool) -> Any:
-    with torch.set_grad_enabled(keep):
-        return aten.mkldnn_rnn_layer.default(
-            *tensors, reverse, [], LSTM, hidden_size, 1, has_biases, False, False, keep
-        )
-
-
-_workspace_bytes: dict[Any, int] = {}
-"""How long the workspace was, by types and sizes of a layer's tensors."""
-
-
-def _key(tensors: Sequence[Tensor]) -> Any:
-    return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
-
-
-def _layer_on_cpu(*args: Any) -> Any:
-    tensors, (reverse, hidden_size, has_biases, keep) = args[:7], args[7:]
-    output, hy, cy, workspace = _run_layer(tensors, reverse, hidden_size[0], has_biases, keep)
-    if keep:
-        if len(_workspace_bytes) > _KNOWN:
-            _workspace_bytes.clear()
-        _workspace_bytes[_key(tensors)] = workspace.nbytes
-    return output, hy, cy, aten.slice.Tensor(workspace, 0, 0, 1) if keep else None
 
 
 def _checked(input: Tensor, w_ih: Tensor, w_hh: Tensor, hx: Tensor, cx: Tensor, hidden_size: int) -> None:
@@ -73,16 +47,6 @@ def _layer_on_meta(*args: Any) -> Any:
     return output, aten.new_empty.default(hx, hx.shape), aten.new_empty.default(cx, cx.shape), workspace
 
 
-def _backward_on_cpu(*args: Any) -> Any:
-    tensors, grads, workspace, (reverse, hidden_size, has_biases) = args[:7], args[7:13], args[13], args[14:]
-    held = workspace.untyped_storage().nbytes() - workspace.storage_offset() * workspace.itemsize
-    if held < _workspace_bytes.get(_key(tensors), held + 1):
-        workspace = _run_layer(tensors, reverse, hidden_size[0], has_biases, True)[3]
-    return aten.mkldnn_rnn_layer_backward.default(
-        *tensors, *grads, reverse, LSTM, hidden_size[0], 1, has_biases, True, False, [], False, workspace
-    )
-
-
 def _backward_on_meta(*args: Any) -> Any:
     input, w_ih, w_hh, _, _, hx, cx = args[:7]
     _checked(input, w_ih, w_hh, hx, cx, args[15][0])
@@ -92,8 +56,8 @@ def _backward_on_meta(*args: Any) -> Any:
 
 
 define(
-    OwnOperator(_LAYER, {"CPU": _layer_on_cpu, "Meta": _layer_on_meta}),
-    OwnOperator(_BACKWARD, {"CPU": _backward_on_cpu, "Meta": _backward_on_meta}),
+    OwnOperator(_LAYER, {"Meta": _layer_on_meta}),
+    OwnOperator(_BACKWARD, {"Meta": _backward_on_meta}),
 )
 
 
