@@ -248,6 +248,21 @@ def test_modes_and_other_subclasses_still_see_operators() -> None:
         assert type(fake.from_tensor(torch.ones(3)) + 1).__name__ == "FakeTensor"
 
 
+def test_lengths_on_the_cpu() -> None:
+    """A mode has ``ctc_loss`` call its operator with lengths as tensors, which may be on the CPU beside any device."""
+
+    def run(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        scores = torch.randn(6, 2, 5).to(device).log_softmax(2).detach().requires_grad_()
+        targets, lengths = torch.tensor([[1, 2], [3, 3]]).to(device), (torch.tensor([6, 5]), torch.tensor([2, 2]))
+        losses, states = torch.ops.aten._ctc_loss.Tensor(scores, targets, *lengths)
+        losses.sum().backward()
+        assert scores.grad is not None
+        return [losses.tolist(), states.shape, scores.grad.tolist()]
+
+    assert run(DEVICE) == run("cpu")
+
+
 def test_numbers_that_are_equal_but_not_the_same_are_told_apart() -> None:
     """``1``, ``1.0`` and ``True`` give other dtypes; so do their places in lists other shapes."""
 

@@ -50,6 +50,8 @@ row("randint_like.Tensor", with_generator="Tensor_generator")
 row("index _unsafe_index", mask="read", cpu_arguments=(1,))
 row("index_put index_put_ _unsafe_index_put _index_put_impl_", mask="written", cpu_arguments=(1,))
 row("_foreach_addcdiv _foreach_addcdiv_ _foreach_addcmul _foreach_addcmul_", cpu_arguments=(3,))
+row("_ctc_loss.Tensor", cpu_arguments=(2, 3))  # lengths, which come as tensors where a mode watches or takes part
+row("_ctc_loss_backward.Tensor", cpu_arguments=(3, 4))
 
 # --- metadata --------------------------------------------------------------------------------------------------------
 
