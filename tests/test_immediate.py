@@ -542,3 +542,47 @@ def test_copies_of_what_shares_memory_share_memory(at_once: None, views_first: b
 
     for _ in range(2):  # the first call of an operator in a process is recorded
         assert copied(DEVICE) == copied("cpu")
+
+
+_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1),
+    "with gaps": lambda x: x[..., ::2],
+    "expanded": lambda x: x[:1].expand(3, *x.shape[1:]),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "empty": lambda x: x[:0],
+    "imaginary": lambda x: torch.complex(x, x + 1).imag,
+    "conjugate": lambda x: torch.complex(x, x + 1).conj(),
+    "negative": lambda x: torch.complex(x, x + 1).conj().imag,
+    "one number": lambda x: x[0, 0, 0, 0],
+    "wanting gradients": lambda x: x.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+@pytest.mark.parametrize(
+    "how", [{}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"non_blocking": True}], ids=str
+)
+def test_copies_of_the_host(at_once: None, layout: str, how: dict[str, object]) -> None:
+    """A tensor of the host comes with the strides that a copy has there, and as it is at that moment."""
+    if "dtype" in how and layout in ("imaginary", "conjugate", "negative"):
+        how = {"dtype": torch.complex128}
+    given = _LAYOUTS[layout](torch.randn(2, 3, 4, 6))
+    expected = given.to("cpu", copy=True, **how)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    found = given.to(DEVICE, **how)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    ran = _immediate(lambda: given.detach().to(DEVICE))
+    assert ran > 0
+    for name in ("dtype", "shape", "requires_grad", "is_leaf"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert (found.stride(), found.is_conj(), found.is_neg()) == (
+        expected.stride(),
+        expected.is_conj(),
+        expected.is_neg(),
+    )
+    if layout != "expanded":
+        given.detach().zero_()
+    assert torch.equal(found.detach().cpu(), expected.detach())
+    if found.requires_grad:
+        found.sum().backward()
+        assert given.grad is not None
+        assert given.grad.device.type == "cpu"

@@ -288,6 +288,7 @@ def follow_switches() -> None:
     global _recorders
     _recorders = _tables.setdefault(_switches(), {})
     module.use(_recorders)
+    recorder_of(torch.ops.aten._to_copy.default)  # which need not come to Python for a tensor of the host
 
 
 def _settings_changed() -> None:
@@ -392,5 +393,6 @@ scopes.use(module)
 def record_in_cpp() -> None:
     """Have operators on tensors of the device recorded, those that are new since the last call too."""
     module.record_calls()
+    recorder_of(torch.ops.aten._to_copy.default)
     for found in list(_recorders.values()):
         found.adopt()

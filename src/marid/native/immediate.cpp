@@ -3,6 +3,7 @@
 #include "immediate.h"
 
 #include "concretely.h"
+#include "device.h"
 #include "immediate_results.h"
 #include "queue.h"
 
@@ -169,6 +170,13 @@ bool is_to_host(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
   return op.moves && arguments[*op.device].isDevice() && arguments[*op.device].toDevice().is_cpu();
 }
 
+// The device that a call copies a tensor of the host to; -1 where it does not, or that is none of ours.
+c10::DeviceIndex copied_to(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
+  if (!op.moves || !arguments[*op.device].isDevice()) return -1;
+  c10::Device to = arguments[*op.device].toDevice();
+  return !to.is_privateuseone() ? -1 : to.has_index() ? to.index() : current_device();
+}
+
 // Whether an argument that is not recorded says what it says where it is left out.
 // The device may be left out of it.
 bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any_device) {
@@ -284,9 +292,10 @@ Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results)
 Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
                     Results& results) {
   if (!may_run_at_once()) return Outcome::kUnusual;
-  Given given(arguments, op.copies);
-  bool to_host = is_to_host(op, arguments);
-  if (!is_at_once(by, given) || !is_usual(op, arguments, to_host)) return Outcome::kUnusual;
+  Given given(arguments, op.copies || op.moves);
+  bool to_host = is_to_host(op, arguments), from_host = op.moves && given.handles.empty();
+  if (from_host) given.device = copied_to(op, arguments);
+  if (!is_at_once(by, given) || !is_usual(op, arguments, to_host || from_host)) return Outcome::kUnusual;
   return to_host ? copy_to_host(handle, arguments, given, results)
                  : perform_at_once(by, handle, op, arguments, given, results);
 }
