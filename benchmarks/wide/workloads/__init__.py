@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from benchmarks.wide.workloads import (
+    algorithms,
     derivatives,
     encoders,
+    estimation,
     generation,
+    generative,
     graphs,
     numerics,
     recurrent,
     reinforcement,
+    sequences,
     tabular,
     vision,
 )
@@ -27,4 +31,8 @@ WORKLOADS: tuple[Workload, ...] = (
     *graphs.WORKLOADS,
     *numerics.WORKLOADS,
     *tabular.WORKLOADS,
+    *generative.WORKLOADS,
+    *sequences.WORKLOADS,
+    *estimation.WORKLOADS,
+    *algorithms.WORKLOADS,
 )
