@@ -544,6 +544,17 @@ def test_copies_of_what_shares_memory_share_memory(at_once: None, views_first: b
         assert copied(DEVICE) == copied("cpu")
 
 
+def test_copies_to_a_device_that_does_not_exist(at_once: None) -> None:
+    for make in (
+        lambda on: torch.ones(2).to(on),
+        lambda on: torch.tensor([1.0], device=on),
+        lambda on: torch.ones(2, device=on),
+    ):
+        for index in (99, 70, 8):
+            with pytest.raises(RuntimeError, match="invalid device ordinal"):
+                make(f"{DEVICE}:{index}")
+
+
 _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dense": lambda x: x,
     "transposed": lambda x: x.transpose(0, -1),

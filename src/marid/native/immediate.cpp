@@ -187,7 +187,10 @@ bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any
   return true;
 }
 
-bool is_immediate(c10::DeviceIndex device) { return tape.at(PyList_GET_ITEM(tapes, device), kImmediate) == Py_True; }
+bool is_immediate(c10::DeviceIndex device) {
+  bool exists = device < PyList_GET_SIZE(tapes);  // a copy may name one that does not
+  return exists && tape.at(PyList_GET_ITEM(tapes, device), kImmediate) == Py_True;
+}
 
 // Whether an operation on these runs at once.
 bool is_at_once(PyObject* by, const Given& given) {
