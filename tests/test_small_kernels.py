@@ -80,6 +80,7 @@ LISTS: dict[str, Callable[..., Any]] = {
     "addcmul_ numbers": lambda x, y, z, n: _each("addcmul_")(x, y, z, n),
     "addcdiv_ numbers": lambda x, y, z, n: _each("addcdiv_")(x, y, z, n),
     "mul_ tensor": lambda x, _y, _z, _n: _each("mul_")(x, x[0].sum()),
+    "mul_ tensor of more than one": lambda x, y, _z, _n: _each("mul_")(x, y[0]),
     "neg": lambda x, _y, _z, _n: _each("neg")(x),
     "sqrt": lambda x, _y, _z, _n: _each("sqrt")(x),
     "norm": lambda x, _y, _z, _n: _each("norm")(x, 2),

@@ -73,7 +73,7 @@ const Tensor& at(const Tensor& one, size_t) { return one; }
 const Scalar& at(const Scalar& one, size_t) { return one; }
 bool fits(TensorList first, TensorList list) { return fit(first, list); }
 bool fits(TensorList first, ArrayRef<Scalar> list) { return fit(first, list); }
-bool fits(TensorList first, const Tensor&) { return fit(first); }
+bool fits(TensorList first, const Tensor& one) { return fit(first) && one.dim() == 0; }
 bool fits(TensorList first, const Scalar&) { return fit(first); }
 
 template <Binary function, typename Other>
