@@ -115,6 +115,27 @@ def _function(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [torch.tensor(_Double.seen), *_plain(model, x)]
 
 
+class _DoubleInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        _Double.seen.append(_check(grads[0]))
+        return grads[0] * 2
+
+
+def _through_a_view(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """A function in Python inside of autograd's own for a write through a view."""
+    _Double.seen = []
+    out = model(x)
+    _DoubleInPlace.apply(out[1])
+    out.square().sum().backward()
+    return [torch.tensor(_Double.seen), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
 def _checkpointed(reentrant: bool) -> Callable[[nn.Module, Tensor], list[Tensor]]:
     def run(model: nn.Module, x: Tensor) -> list[Tensor]:
         out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
@@ -159,6 +180,7 @@ RUNS = {
     "hooks of tensors and functions": _hooks,
     "hooks of modules": _module_hooks,
     "functions in Python": _function,
+    "function in Python through a view": _through_a_view,
     "checkpointed": _checkpointed(False),
     "checkpointed, reentrant": _checkpointed(True),
     "watched by a mode": _watched,

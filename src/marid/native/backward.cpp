@@ -32,11 +32,17 @@ namespace {
 
 using torch::autograd::Node;
 
-// Whether a function shows Python what it gets or returns. That of a `torch.autograd.Function` has a type that PyTorch does not
-// export, but for its name.
+// Whether a function is written in Python, or may have another one inside that is, as that of a write through a view. PyTorch
+// does not export these types, but for their names.
+bool may_be_python(const Node& function) {
+  const char* type = typeid(function).name();
+  return std::strcmp(type, "N5torch8autograd6PyNodeE") == 0 || std::strcmp(type, "N5torch8autograd10CopySlicesE") == 0;
+}
+
+// Whether a function shows Python what it gets or returns.
 bool shows_python(Node& function) {
   return !function.pre_hooks().empty() || !function.post_hooks().empty() || !function.tensor_pre_hooks().empty() ||
-      !function.retains_grad_hooks().empty() || std::strcmp(typeid(function).name(), "N5torch8autograd6PyNodeE") == 0;
+      !function.retains_grad_hooks().empty() || may_be_python(function);
 }
 
 // What a thread knows of the graph that it goes through.
