@@ -110,16 +110,7 @@ bool is_for_autograd_alone() {
 }
 
 void give_objects(c10::ArrayRef<c10::IValue> arguments) {
-  if (torch::autograd::get_current_graph_task_id() < 0) return;
-  for (const c10::IValue& argument : arguments) {
-    if (argument.isTensor()) {
-      give_object(argument.toTensor());
-    } else if (argument.isTensorList() || argument.isOptionalTensorList()) {
-      for (const c10::IValue& item : argument.toListRef()) {
-        if (item.isTensor()) give_object(item.toTensor());
-      }
-    }
-  }
+  if (torch::autograd::get_current_graph_task_id() >= 0) each_tensor(arguments, give_object);
 }
 
 namespace {

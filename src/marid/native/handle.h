@@ -3,6 +3,8 @@
 #include "computed.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
 
 #include <memory>
 #include <typeinfo>
@@ -55,6 +57,20 @@ inline Handle* handle_of(c10::TensorImpl* impl) {
   return may_be && typeid(*impl) == typeid(Handle) ? static_cast<Handle*>(impl) : nullptr;
 }
 inline Handle* handle_of(const at::Tensor& tensor) { return handle_of(tensor.unsafeGetTensorImpl()); }
+
+// Call `with` each tensor among arguments, those in lists too, in order.
+template <typename With>
+void each_tensor(c10::ArrayRef<c10::IValue> arguments, With with) {
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) {
+      with(argument.toTensor());
+    } else if (argument.isTensorList() || argument.isOptionalTensorList()) {
+      for (const c10::IValue& item : argument.toListRef()) {
+        if (item.isTensor()) with(item.toTensor());
+      }
+    }
+  }
+}
 
 // Whether an argument is such a tensor, or a list with one.
 bool holds_handle(const c10::IValue& value);

@@ -121,15 +121,7 @@ bool Given::is_contiguous() const {
 }
 
 Given::Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host) : takes_host(takes_host) {
-  for (const c10::IValue& argument : arguments) {
-    if (argument.isTensor()) {
-      add(argument.toTensor());
-    } else if (argument.isTensorList() || argument.isOptionalTensorList()) {
-      for (const c10::IValue& item : argument.toListRef()) {
-        if (item.isTensor()) add(item.toTensor());
-      }
-    }
-  }
+  each_tensor(arguments, [this](const at::Tensor& tensor) { add(tensor); });
 }
 
 namespace {
