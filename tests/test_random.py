@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,72 @@ def test_every_draw_takes_what_the_cpu_generator_gives(name: str, before: int) -
         return [first, torch.rand(3, device=device), DRAWS[name](device), torch.randn(3, device=device)]
 
     on_both(run)
+
+
+@pytest.mark.in_process("operations run at once in this process alone")
+@pytest.mark.parametrize("before", [0, 1], ids=["fresh", "with a spare normal"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_runs_at_once_takes_what_it_takes(name: str, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much that was is measured, also where recorded draws, other seeds and earlier states come between."""
+    monkeypatch.setattr(marid.settings, "immediate_after", 0)
+
+    def run(device: str) -> list[torch.Tensor]:
+        results = []
+        module: Any = torch if device == "cpu" else device_module
+        for seed in (0, 0, 5):
+            torch.ones(1, device=device).item()
+            torch.manual_seed(seed)
+            torch.randn(before, device=device)
+            results += [DRAWS[name](device), torch.rand(3, device=device)]
+            state = module.get_rng_state()
+            results += [DRAWS[name](device), torch.randn(3, device=device)]
+            with monkeypatch.context() as context:
+                context.setattr(marid.settings, "immediate_bytes", 0)
+                results.append(torch.rand(700, device=device))
+            torch.ones(1, device=device).item()
+            results.append(DRAWS[name](device))
+            module.set_rng_state(state)
+            results += [DRAWS[name](device), torch.randn(624, device=device), torch.randn(1, device=device)]
+        return results
+
+    draws = marid.stats().ops_immediate
+    on_both(run)
+    assert marid.stats().ops_immediate > draws
+
+
+@pytest.mark.in_process("operations run at once in this process alone")
+def test_a_draw_at_once_that_fails_takes_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marid.settings, "immediate_after", 0)
+
+    def run(device: str) -> torch.Tensor:
+        wrong, right = torch.zeros(3, device=device), torch.ones(3, device=device)
+        torch.multinomial(right, 1).item()
+        with pytest.raises(RuntimeError, match="invalid multinomial distribution"):
+            torch.multinomial(wrong, 1)
+        return torch.rand(3, device=device)
+
+    on_both(run)
+
+
+@pytest.mark.in_process("operations run at once in this process alone")
+def test_threads_that_draw_at_once_draw_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together what one thread alone would draw."""
+    monkeypatch.setattr(marid.settings, "immediate_after", 0)
+    torch.ones(1, device=DEVICE).item()
+    torch.manual_seed(0)
+    expected = torch.cat([torch.rand(10) for _ in range(200)])
+    torch.manual_seed(0)
+    drawn: list[torch.Tensor] = []
+
+    def draw() -> None:
+        drawn.extend(torch.rand(10, device=DEVICE) for _ in range(50))
+
+    threads = [threading.Thread(target=draw) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.cat(drawn).cpu().sort().values, expected.sort().values)
 
 
 def test_numbers_do_not_depend_on_when_or_whether_others_run() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from marid.frontend import infer, random
 from marid.frontend.calls import Call, Pairs
 from marid.frontend.known import Known
@@ -32,25 +30,15 @@ def take_numbers(recorder: Recorder, call: Call, rule: infer.Rule) -> bool:
     return drawn is not None
 
 
-def draw_for(
-    recorder: Recorder, known: Known, args: tuple[Any, ...], kwargs: Pairs | None, at_once: bool
-) -> tuple[Pairs, torch.Generator | None] | None:
+def draw_for(recorder: Recorder, known: Known, args: tuple[Any, ...], kwargs: Pairs | None) -> Pairs | None:
     """Take the numbers that a call like one that is ``known`` needs from its device's generator.
 
-    Returns its keyword arguments with the position of these numbers, and a generator that is there if the call runs
-    ``at_once``; None, and nothing is taken, where that is not known beforehand or somebody watches.
+    Returns its keyword arguments with the position of these numbers; None, and nothing is taken, where that is not
+    known beforehand or somebody watches.
     """
     spec, device = known.rule.outs[0].spec, known.tape.device
     if spec is None or observer() is not None:
         return None
     named = dict(kwargs or ())
     drawn = random.draw(recorder.func.name(), random.default_generator(device), spec, args, named)
-    if drawn is None:
-        return None
-    generator = random.generator_at(drawn) if at_once else None
-    return tuple({**named, "generator": drawn}.items()), generator
-
-
-def draw_failed(known: Known, kwargs: Pairs) -> None:
-    """A call that ran at once has failed, with keyword arguments of ``draw_for``."""
-    random.draw_failed(known.tape.device, dict(kwargs)["generator"])
+    return None if drawn is None else tuple({**named, "generator": drawn}.items())

@@ -16,7 +16,7 @@ from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize, run_anyway
 from marid.frontend.results import retarget
 from marid.graph.arguments import input_values, map_leaves
-from marid.graph.node import Draw, root_of
+from marid.graph.node import root_of
 from marid.report.stats import counters
 from marid.semantics.scopes import current_site
 
@@ -84,8 +84,7 @@ def _called(recorder: Recorder, call: Call) -> Called:
         given.set_state(called.state)
         return called
     with random.generator_of(given, call.device) as generator:
-        here = Draw(generator.seed, generator.offset, generator.spare, generator.offset, generator.spare)
-        before = random.generator_at(here).get_state()
+        before = random.cpu_state(generator)
         called = engine.call(op, args, kwargs, before)
         assert called.state is not None
         random.measure(generator, before, called.state)

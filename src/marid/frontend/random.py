@@ -21,12 +21,15 @@ from torch.utils._device import DeviceContext
 from marid.frontend import handles
 from marid.graph.mersenne_twister import PAIR_WORDS, MersenneTwisters
 from marid.graph.node import Draw, Spec
+from marid.native import module
 
 _STATE = struct.Struct("=QQq")
 
 
 class Generator:
     """A position in a random stream: of a device by default, or behind a ``torch.Generator`` of the user."""
+
+    __slots__ = ("device", "offset", "seed", "spare")
 
     def __init__(self, device: int, seed: int) -> None:
         self.device = device
@@ -62,17 +65,17 @@ class Generator:
         return taken
 
 
-_defaults = [Generator(index, torch.initial_seed()) for index in range(handles.device_count)]
+generators = [Generator(index, torch.initial_seed()) for index in range(handles.device_count)]
 
 
 def default_generator(device: int) -> Generator:
     """The generator of a device."""
-    return _defaults[device]
+    return generators[device]
 
 
 def seed_all(seed: int) -> None:
     """What ``torch.manual_seed`` does to the lazy devices."""
-    for generator in _defaults:
+    for generator in generators:
         generator.manual_seed(seed)
 
 
@@ -107,7 +110,7 @@ class generator_of:
 
     def __init__(self, given: torch.Generator | None, device: int) -> None:
         self._given = given
-        self._generator = _defaults[device] if given is None else Generator(device, 0)
+        self._generator = generators[device] if given is None else Generator(device, 0)
 
     def __enter__(self) -> Generator:
         if self._given is not None:
@@ -119,44 +122,18 @@ class generator_of:
             self._given.set_state(self._generator.get_state())
 
 
-class _Positioned(threading.local):
-    """Each thread has its own: nobody else draws between positioning a generator and drawing from it."""
-
+class _PerThread(threading.local):
     def __init__(self) -> None:
         self.twisters = MersenneTwisters()
 
 
-_positioned = _Positioned()
+_per_thread = _PerThread()
 
 
-def generator_at(draw: Draw) -> torch.Generator:
-    """A CPU generator from which this thread takes exactly the numbers of ``draw`` next, for an operation that is no
-    part of a program."""
-    return _positioned.twisters.at(draw)
-
-
-def draw_failed(device: int, draw: Draw) -> None:
-    """An operation of this thread that was to take ``draw`` has failed: the generator of its device goes on from where
-    the operation came, as PyTorch's does."""
-    twisters, generator = _positioned.twisters, _defaults[device]
-    reached = twisters.at(Draw(draw.seed, draw.end, draw.end_spare, draw.end, draw.end_spare)).get_state()
-    twisters.forget()
-    if (generator.seed, generator.offset, generator.spare) == (
-        draw.seed,
-        draw.end,
-        draw.end_spare,
-    ):  # nobody drew since
-        generator.offset, generator.spare = draw.offset, draw.spare
-        measure(
-            generator,
-            generator_at(Draw(draw.seed, draw.offset, draw.spare, draw.offset, draw.spare)).get_state(),
-            reached,
-        )
-
-
-def draw_unused() -> None:
-    """An operation that this thread had a generator for is recorded after all: the generator has given no numbers."""
-    _positioned.twisters.forget()
+def cpu_state(generator: Generator) -> torch.Tensor:
+    """The state, as ``torch.Generator().get_state()`` gives it, of a CPU generator that stands where this one does."""
+    seed, offset, spare = generator.seed, generator.offset, generator.spare
+    return _per_thread.twisters.at(Draw(seed, offset, spare, offset, spare)).get_state()
 
 
 # --- how many words an operation takes -----------------------------------------------------------------------------
@@ -360,3 +337,6 @@ def _find_spare(generator: Generator, before: torch.Tensor, words: int, reached:
             if torch.equal(_spare_of(near.get_state()), _spare_of(reached)):
                 return generator.offset + at
     raise AssertionError("the generator holds a spare normal number that no drawn pair explains")
+
+
+module.draw_from(Generator, generators, cpu_state, measure)

@@ -24,7 +24,7 @@ from marid import policy
 from marid.frontend import autocast, handles, infer, random
 from marid.frontend.calls import BOUNDS, NOT_RECORDED, Call, bucket, read, take, writes_of
 from marid.frontend.derive import deriver_of
-from marid.frontend.drawing import draw_failed, draw_for, take_numbers
+from marid.frontend.drawing import draw_for, take_numbers
 from marid.frontend.eager import run_eagerly
 from marid.frontend.handles import new_handle, storage_of
 from marid.frontend.indices import first_occurrences, fits_any_count, indexes_by_number
@@ -123,7 +123,7 @@ class Recorder:
         self.draws = by_key and self.random and self.takes_generator and not self.dynamic and not facts.mask
         self.indexes = alone and not self.random and facts.mask != ""
         self.in_formats = func in _handled_in_formats
-        usual = (by_key or self.in_formats) and not self.random
+        usual = (by_key or self.in_formats) and (self.draws or not self.random)
         self.at_once = usual and _keeps_geometry(facts) and _returns_tensors(schema)
 
     def adopt(self) -> None:
@@ -368,8 +368,6 @@ def _on_the_host(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
 
 module.configure(
     draw_for=draw_for,
-    draw_failed=draw_failed,
-    draw_unused=random.draw_unused,
     Operation=Operation,
     Storage=Storage,
     Tape=Tape,

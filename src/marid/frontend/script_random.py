@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from marid.frontend.random import Generator, default_generator, generator_at, position_of
-from marid.graph.node import Draw
+from marid.frontend.random import Generator, cpu_state, default_generator, position_of
 from marid.recent import Recent
 
 _KEPT = 64  # states, those that were asked for last
@@ -37,8 +36,7 @@ class _States:
         position, of_cpu = _position(_generator()), torch.default_generator.get_state()
         state = of_cpu
         if position != self._last:
-            seed, offset, spare = position
-            state = generator_at(Draw(seed, offset, spare, offset, spare)).get_state()
+            state = cpu_state(_generator())
         self._last = position
         self._given.put(_key(state), (position, of_cpu.clone()))
         return state

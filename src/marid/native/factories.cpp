@@ -56,7 +56,7 @@ bool made(const c10::OperatorHandle& handle, const Operator& op, bool has_defaul
   if (outcome == Outcome::kError) return false;
   if (outcome == Outcome::kUnusual) {
     std::vector<c10::IValue> plain = as_recorded(op, arguments, has_default_dtype);
-    if (plain.empty() || !recorded_anew(handle, op, arguments, plain, device, results)) return false;
+    if (plain.empty() || !recorded_anew(op, plain, device, results)) return false;
   }
   give_back(op, results, stack);
   return true;

@@ -6,6 +6,7 @@
 #include "device.h"
 #include "immediate_results.h"
 #include "queue.h"
+#include "random.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -62,9 +63,10 @@ at::Tensor concrete_tensor(PyObject* value) {
 
 namespace {
 
-// Call an operator with the arguments of a call on ours, in whose place it gets concrete tensors.
+// Call an operator with the arguments of a call on ours, in whose place it gets concrete tensors; one that draws gets a
+// generator.
 void call(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
-          torch::jit::Stack& returned) {
+          torch::jit::Stack& returned, std::optional<size_t> generator = std::nullopt) {
   size_t next = 0;
   returned.reserve(arguments.size());
   auto placed = [&](const at::Tensor& tensor) { return handle_of(tensor) != nullptr ? concrete[next++] : tensor; };
@@ -87,6 +89,7 @@ void call(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c
       returned.push_back(argument);
     }
   }
+  if (generator) returned[*generator] = Draws::source();
   op.callBoxed(&returned);
 }
 
@@ -205,6 +208,10 @@ Outcome perform_at_once(PyObject* by, Given& given, Invoke invoke, Results& resu
   if (outcome != Outcome::kDone) return outcome;
   Results returned;
   size_t read = bytes_of(given.concrete);
+  bool draws = recorder.at(by, kDraws) == Py_True;
+  if (draws && read > kQuick) return Outcome::kUnusual;  // it would hold the lock for long
+  Draws drawn(draws, given.device);
+  if (!drawn.begin()) return Outcome::kError;
   {
     Below below(read > kQuick);
     invoke(given.concrete, returned);
@@ -214,20 +221,21 @@ Outcome perform_at_once(PyObject* by, Given& given, Invoke invoke, Results& resu
     outcome = taken.take(std::move(one));
     if (outcome == Outcome::kDone) continue;
     results.clear();
+    drawn.undo();
     return outcome;
   }
   int64_t nbytes = taken.nbytes();
   if (nbytes > 0 || writes || returned.empty()) nbytes += static_cast<int64_t>(read);  // else nothing but views
   if (!allowance.take(nbytes)) tape.set(on, kImmediate, Ref::to(Py_False));
   performed++;
-  return Outcome::kDone;
+  return drawn.end() ? Outcome::kDone : Outcome::kError;
 }
 
 Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
                         c10::ArrayRef<c10::IValue> arguments, Given& given, Results& results) {
   auto invoke = [&](Concrete& concrete, Results& returned) {
     Returned stack;
-    call(op.kernel ? *op.kernel : handle, arguments, concrete, stack.stack);
+    call(op.kernel ? *op.kernel : handle, arguments, concrete, stack.stack, op.generator);
     for (const c10::IValue& one : stack.stack) {
       if (!one.isTensorList()) {
         returned.push_back(one.toTensor());
@@ -257,17 +265,11 @@ Outcome copy_to_host(const c10::OperatorHandle& handle, c10::ArrayRef<c10::IValu
 
 }  // namespace
 
-Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
-                        c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results) {
-  Given given(arguments);
-  if (given.device < 0) given.device = device;
-  return given.device < 0 ? Outcome::kUnusual : perform_at_once(by, handle, op, arguments, given, results);
-}
-
 PyObject* at_once_by(const Operator& op) {
   if (op.identity == nullptr || recorders == nullptr || op.view_handle || (op.asks_autocast && is_autocasting())) return nullptr;
   PyObject* by = recorder_of(op);
-  bool may = by != nullptr && recorder.at(by, kAtOnce) == Py_True && recorder.at(by, kSameValue) != Py_True;
+  bool may = by != nullptr && recorder.at(by, kAtOnce) == Py_True && recorder.at(by, kSameValue) != Py_True &&
+      recorder.at(by, kDraws) != Py_True;
   return may ? by : nullptr;
 }
 

@@ -38,13 +38,8 @@ Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Opera
 // Whether anything runs at once now; what is looked at first, since most calls are recorded.
 bool may_run_at_once();
 
-// The recorder of an operator that may run at once as it is called; null for others. Borrowed.
+// The recorder of an operator that may run at once as it is called, without a generator; null for others. Borrowed.
 PyObject* at_once_by(const Operator& op);
-
-// The same as run_at_once for a call of which it has been said that it may run at once; on this device, where no argument
-// says on which.
-Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
-                        c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results);
 
 // The same for a call that makes a tensor of none.
 Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,

@@ -9,7 +9,7 @@
 namespace marid {
 
 Slots operation, storage, recorder, known, tape, spec;
-PyObject *tapes, *last_write_of, *run_pending, *draw_for, *draw_failed, *draw_unused, *dispatch, *resize_memory, *recorders, *address_name;
+PyObject *tapes, *last_write_of, *run_pending, *draw_for, *dispatch, *resize_memory, *recorders, *address_name;
 
 }  // namespace marid
 
@@ -27,7 +27,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       {"Operation", &operation_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"Spec", &spec_type}, {"not_recorded", &not_recorded},
       {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for},
-      {"draw_failed", &draw_failed}, {"draw_unused", &draw_unused}, {"dispatch", &dispatch}, {"resize_memory", &resize_memory}, {"spec_of", &find_spec}};
+      {"dispatch", &dispatch}, {"resize_memory", &resize_memory}, {"spec_of", &find_spec}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);
@@ -111,7 +111,7 @@ extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concre
     geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[],
     host_call_functions[], graph_memory_functions[], device_functions[], memory_functions[], placement_functions[],
     program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], trial_functions[],
-    state_functions[], instance_check_functions[], backward_functions[];
+    state_functions[], instance_check_functions[], backward_functions[], random_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -124,7 +124,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
         marid::device_functions, marid::memory_functions, marid::placement_functions, marid::program_functions,
         marid::execute_functions, marid::compiled_functions, marid::queue_functions, marid::product_functions,
         marid::trial_functions, marid::state_functions, marid::instance_check_functions,
-        marid::backward_functions}) {
+        marid::backward_functions, marid::random_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

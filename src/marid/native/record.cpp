@@ -146,19 +146,12 @@ bool indexes_by_number(const c10::IValue& indices) {
   return true;
 }
 
-// Let a call take its numbers from the device's generator; `generator` is where they begin, if it runs at once. kUnusual to
-// leave the call to Python, and nothing is taken.
-Outcome draw(PyObject* by, PyObject* like, Call& call, bool at_once, at::Generator& generator) {
-  Ref drawn(PyObject_CallFunctionObjArgs(
-      draw_for, by, like, call.args.get(), call.kwargs.get(), at_once ? Py_True : Py_False, nullptr));
-  if (!drawn) return Outcome::kError;
-  if (drawn.get() == Py_None) return Outcome::kUnusual;
-  call.kwargs = Ref::to(PyTuple_GET_ITEM(drawn.get(), 0));
-  if (!at_once) return Outcome::kDone;
-  Ref address(PyObject_GetAttr(PyTuple_GET_ITEM(drawn.get(), 1), address_name));
-  if (!address) return Outcome::kError;
-  auto* impl = static_cast<c10::GeneratorImpl*>(PyLong_AsVoidPtr(address.get()));
-  generator = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(impl));
+// Let a call take its numbers from the device's generator; kUnusual to leave the call to Python, and nothing is taken.
+Outcome draw(PyObject* by, PyObject* like, Call& call) {
+  Ref named(PyObject_CallFunctionObjArgs(draw_for, by, like, call.args.get(), call.kwargs.get(), nullptr));
+  if (!named) return Outcome::kError;
+  if (named.get() == Py_None) return Outcome::kUnusual;
+  call.kwargs = std::move(named);
   return Outcome::kDone;
 }
 
@@ -176,26 +169,6 @@ bool view_in_place(const Operator& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(self));
   return true;
-}
-
-// Run a call that draws at once; kUnusual where it has to be recorded.
-Outcome draw_at_once(PyObject* by, PyObject* like, const c10::OperatorHandle& handle, const Operator& op,
-                     c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Call& call, Results& results) {
-  at::Generator generator;
-  Outcome drawn = draw(by, like, call, true, generator);
-  if (drawn != Outcome::kDone) return Outcome::kError;  // or Python takes the call over
-  std::vector<c10::IValue> positioned(arguments.begin(), arguments.end());
-  positioned[*op.generator] = std::move(generator);
-  Outcome outcome;
-  try {
-    outcome = perform_at_once(by, handle, op, positioned, device, results);
-  } catch (...) {
-    Ref(PyObject_CallFunctionObjArgs(draw_failed, like, call.kwargs.get(), nullptr));
-    throw;
-  }
-  // The thread's generator stands where the call's numbers begin, and counts as having given them.
-  if (outcome == Outcome::kUnusual && !Ref(PyObject_CallNoArgs(draw_unused))) return Outcome::kError;
-  return outcome;
 }
 
 }  // namespace
@@ -231,22 +204,12 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   PyObject* described = known.at(found, kSeveral);
   if (one ? op.returns != 1 || op.returns_list : described == Py_None) return false;
   if (!one && !op.returns_list && PyTuple_GET_SIZE(described) != static_cast<Py_ssize_t>(op.returns)) return false;
-  PyObject* on = known.at(found, kTape);
-  bool immediate = draws && recording == 0 && tape.at(on, kImmediate) == Py_True;
-  long long left = PyLong_AsLongLong(tape.at(on, kBudget)) - PyLong_AsLongLong(known.at(found, kCost));
-  if (left < 0 && !immediate) return false;  // the tape may be full
+  long long left = PyLong_AsLongLong(tape.at(known.at(found, kTape), kBudget)) - PyLong_AsLongLong(known.at(found, kCost));
+  if (left < 0) return false;  // the tape may be full
   if (!store_call(op, given, call)) return false;
-  if (immediate) {
-    at_once = draw_at_once(by, found, handle, op, arguments, -1, call, results);
-  } else if (draws) {
-    at::Generator none;
-    if (draw(by, found, call, false, none) != Outcome::kDone) return false;
-  }
-  if (at_once == Outcome::kError) return false;
-  if (at_once == Outcome::kUnusual) {
-    if (!add(by, found, call, left, results)) return false;
-    note_writes(by, op, arguments);
-  }
+  if (draws && draw(by, found, call) != Outcome::kDone) return false;
+  if (!add(by, found, call, left, results)) return false;
+  note_writes(by, op, arguments);
   give_back(op, results, stack);
   return true;
 }
@@ -261,8 +224,7 @@ torch::jit::Stack marid::with_generator(const Operator& op, c10::ArrayRef<c10::I
   return general;
 }
 
-bool marid::recorded_anew(const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
-                          c10::ArrayRef<c10::IValue> plain, c10::DeviceIndex device, Results& results) {
+bool marid::recorded_anew(const Operator& op, c10::ArrayRef<c10::IValue> plain, c10::DeviceIndex device, Results& results) {
   PyObject* by = recorder_of(op);
   if (by == nullptr) return false;
   bool draws = recorder.at(by, kDraws) == Py_True;
@@ -284,17 +246,8 @@ bool marid::recorded_anew(const c10::OperatorHandle& handle, const Operator& op,
   }
   PyObject* found = like.get();
   if (known.at(found, kRepeats) != Py_True || known.at(found, kPattern) == Py_None) return false;
-  PyObject* on = known.at(found, kTape);
-  bool immediate = draws && recording == 0 && tape.at(on, kImmediate) == Py_True;
-  long long left = PyLong_AsLongLong(tape.at(on, kBudget)) - PyLong_AsLongLong(known.at(found, kCost));
-  if ((left < 0 && !immediate) || !store_call(op, plain.data(), call)) return false;
-  Outcome drawn = Outcome::kUnusual;
-  if (immediate) {
-    drawn = draw_at_once(by, found, handle, op, arguments, device, call, results);
-  } else if (draws) {
-    at::Generator none;
-    if (draw(by, found, call, false, none) != Outcome::kDone) return false;
-  }
-  // A call that has taken its numbers is recorded here, however full the tape is: Python would take others.
-  return drawn == Outcome::kDone || (drawn == Outcome::kUnusual && add(by, found, call, left, results));
+  long long left = PyLong_AsLongLong(tape.at(known.at(found, kTape), kBudget)) - PyLong_AsLongLong(known.at(found, kCost));
+  if (left < 0 || !store_call(op, plain.data(), call)) return false;
+  if (draws && draw(by, found, call) != Outcome::kDone) return false;
+  return add(by, found, call, left, results);
 }

@@ -23,7 +23,7 @@ enum SpecSlot { kSpecPattern, kSpecDevice };
 extern PyObject* tapes;  // see frontend/handles.py
 extern PyObject* last_write_of;  // see graph/node.py
 extern PyObject* run_pending;  // see frontend/materialize.py
-extern PyObject *draw_for, *draw_failed, *draw_unused, *dispatch;  // see frontend/record.py
+extern PyObject *draw_for, *dispatch;  // see frontend/record.py
 extern PyObject* resize_memory;  // see frontend/storage_objects.py
 extern PyObject* recorders;  // by identity of the operator
 extern PyObject* address_name;  // of an attribute
@@ -62,11 +62,9 @@ Ref new_node(PyObject* on, const Origin& origin, PyObject* spec);
 // The results of a node for the user; false after an error.
 bool give_results(PyObject* of, PyObject* like, const Call& call, Results& results);
 
-// Record a call without tensors that makes one tensor on the device, where one like it was recorded before, or run it at once
-// where it draws and operations do; false to leave it to Python, or after an error. `plain` are the arguments as they are
-// recorded.
-bool recorded_anew(const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
-                   c10::ArrayRef<c10::IValue> plain, c10::DeviceIndex device, Results& results);
+// Record a call without tensors that makes one tensor on the device, where one like it was recorded before; false to leave it
+// to Python, or after an error. `plain` are the arguments as they are recorded.
+bool recorded_anew(const Operator& op, c10::ArrayRef<c10::IValue> plain, c10::DeviceIndex device, Results& results);
 
 // The arguments of the overload that takes a generator (`op.general`), for a call that gives none.
 torch::jit::Stack with_generator(const Operator& op, c10::ArrayRef<c10::IValue> arguments);

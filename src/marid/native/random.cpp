@@ -1,0 +1,190 @@
+// How many numbers an operation has taken is measured, not foretold: it runs at once, so its generator can be looked at
+// afterwards. What recorded operations take is known beforehand, for those of a list: frontend/random.py.
+#include "random.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/DistributionsHelper.h>
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <optional>
+#include <utility>
+
+namespace marid {
+
+namespace {
+
+// Of frontend/random.py.
+Slots position_of;  // of a device's generator
+enum PositionSlot { kSeed, kOffset, kSpare };
+PyObject *generators, *cpu_state, *measure;
+
+constexpr int64_t kTwist = at::MERSENNE_STATE_N;  // words after which a generator makes its state anew
+constexpr int64_t kPairWords = 4;  // of a pair of normal numbers, of which one is kept: PAIR_WORDS in graph/mersenne_twister.py
+constexpr int64_t kFarthest = int64_t{1} << 31;
+
+struct Position {
+  uint64_t seed, offset;
+  int64_t spare;
+  bool operator==(const Position& other) const {
+    return seed == other.seed && offset == other.offset && spare == other.spare;
+  }
+};
+
+// The state of a generator of the CPU.
+struct State {
+  at::mt19937_data_pod twister;
+  std::optional<float> single;
+  std::optional<double> normal;
+
+  static State of(at::CPUGeneratorImpl* generator) {
+    return {generator->engine().data(), generator->next_float_normal_sample(), generator->next_double_normal_sample()};
+  }
+
+  void give(at::CPUGeneratorImpl* generator) const {
+    at::mt19937 engine;
+    engine.set_data(twister);
+    generator->set_engine(engine);
+    generator->set_next_float_normal_sample(single);
+    generator->set_next_double_normal_sample(normal);
+  }
+};
+
+// A generator of this thread, and where it stands.
+struct Source {
+  at::Generator generator;
+  Position position{};
+  State state;
+};
+
+Source& here() {
+  static thread_local Source source;
+  return source;
+}
+
+at::CPUGeneratorImpl* impl_of(const at::Generator& generator) {
+  return static_cast<at::CPUGeneratorImpl*>(generator.unsafeGetGeneratorImpl());
+}
+
+bool is_same_block(const at::mt19937_data_pod& one, const at::mt19937_data_pod& other) {
+  return std::memcmp(one.state_.data(), other.state_.data(), sizeof one.state_) == 0;
+}
+
+// How many words lie between two states; nothing if too many.
+std::optional<int64_t> words_between(const at::mt19937_data_pod& from, const at::mt19937_data_pod& to) {
+  int64_t words = (from.left_ - to.left_ + kTwist) % kTwist;
+  if (is_same_block(from, to)) return words;
+  at::mt19937 walker;
+  walker.set_data(from);
+  for (int64_t i = 0; i < words; i++) walker();
+  for (; !is_same_block(walker.data(), to); words += kTwist) {
+    if (words > kFarthest) return std::nullopt;
+    for (int64_t i = 0; i < kTwist; i++) walker();
+  }
+  return words;
+}
+
+// Whether the last words between two states made the pair of normal numbers of which the second one holds a spare.
+bool ends_with_pair(const State& from, const State& to, int64_t words) {
+  if (words < kPairWords || !to.normal) return false;
+  at::Generator generator = at::detail::createCPUGenerator();
+  at::CPUGeneratorImpl* impl = impl_of(generator);
+  State{from.twister, std::nullopt, std::nullopt}.give(impl);
+  for (int64_t i = 0; i < words - kPairWords; i++) impl->random();
+  at::normal_distribution<double> normal(0, 1);
+  normal(impl);
+  return impl->next_double_normal_sample() == to.normal;
+}
+
+bool read_position(PyObject* of, Position* position) {
+  position->seed = PyLong_AsUnsignedLongLong(position_of.at(of, kSeed));
+  position->offset = PyLong_AsUnsignedLongLong(position_of.at(of, kOffset));
+  position->spare = PyLong_AsLongLong(position_of.at(of, kSpare));
+  return !PyErr_Occurred();
+}
+
+// Where a device's generator stands after the words between two states; false after an error.
+bool advance(PyObject* of, const State& from, const State& to, Position* position) {
+  std::optional<int64_t> words = words_between(from.twister, to.twister);
+  bool is_same_spare = from.single == to.single && from.normal == to.normal;
+  bool is_known = words && (is_same_spare || (!to.single && (!to.normal || ends_with_pair(from, to, *words))));
+  if (!is_known) {  // Python searches
+    Ref states[2];
+    for (auto [state, place] : {std::pair{&from, &states[0]}, {&to, &states[1]}}) {
+      at::Generator generator = at::detail::createCPUGenerator();
+      state->give(impl_of(generator));
+      *place = Ref(THPVariable_Wrap(generator.get_state()));
+      if (!*place) return false;
+    }
+    Ref taken(PyObject_CallFunctionObjArgs(measure, of, states[0].get(), states[1].get(), nullptr));
+    return taken && read_position(of, position);
+  }
+  position->offset += *words;
+  if (!is_same_spare) position->spare = to.normal ? static_cast<int64_t>(position->offset) - kPairWords : -1;
+  Ref offset(PyLong_FromUnsignedLongLong(position->offset)), spare(PyLong_FromLongLong(position->spare));
+  if (!offset || !spare) return false;
+  position_of.set(of, kOffset, std::move(offset));
+  position_of.set(of, kSpare, std::move(spare));
+  return true;
+}
+
+}  // namespace
+
+Draws::Draws(bool draws, c10::DeviceIndex device) : of_(draws ? PyList_GetItem(generators, device) : nullptr) {}
+
+const at::Generator& Draws::source() { return here().generator; }
+
+bool Draws::begin() {
+  if (of_ == nullptr) return true;
+  Source& source = here();
+  Position wanted;
+  if (!read_position(of_, &wanted)) return false;
+  if (!source.generator.defined() || !(wanted == source.position)) {
+    Ref state(PyObject_CallOneArg(cpu_state, of_));
+    if (!state) return false;
+    if (!source.generator.defined()) source.generator = at::detail::createCPUGenerator();
+    source.generator.set_state(THPVariable_Unpack(state.get()));
+    source.state = State::of(impl_of(source.generator));
+    source.position = wanted;
+  }
+  is_begun_ = true;
+  return true;
+}
+
+bool Draws::end() {
+  if (!std::exchange(is_begun_, false)) return true;
+  Source& source = here();
+  State reached = State::of(impl_of(source.generator));
+  bool moved = advance(of_, source.state, reached, &source.position);
+  source.state = reached;
+  return moved;
+}
+
+void Draws::undo() {
+  if (std::exchange(is_begun_, false)) here().state.give(impl_of(here().generator));
+}
+
+Draws::~Draws() {
+  if (!end()) PyErr_WriteUnraisable(of_);  // beside what the operation has thrown
+}
+
+namespace {
+
+// draw_from(type, generators, cpu_state, measure): the devices' generators, of this type, and what random.py does for them.
+PyObject* draw_from(PyObject*, PyObject* const* given, Py_ssize_t) {
+  if (!position_of.find(given[0], {"seed", "offset", "spare"})) return nullptr;
+  generators = Py_NewRef(given[1]);
+  cpu_state = Py_NewRef(given[2]);
+  measure = Py_NewRef(given[3]);
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+PyMethodDef random_functions[] = {
+    {"draw_from", fast(draw_from), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace marid

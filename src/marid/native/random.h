@@ -1,0 +1,32 @@
+// Random numbers of operations that run at once (random.cpp).
+#pragma once
+#include "python.h"
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
+
+namespace marid {
+
+// For as long as this lives, an operation of this thread draws where the generator of its device stands. What it has taken,
+// perhaps before it failed, is seen on the generator that gave it; the device's one is moved on by that at the end. The
+// interpreter's lock is held all the time, so nobody else takes the same numbers.
+class Draws {
+ public:
+  Draws(bool draws, c10::DeviceIndex device);
+  Draws(const Draws&) = delete;
+  Draws& operator=(const Draws&) = delete;
+  ~Draws();
+
+  bool begin();  // false after an error
+  bool end();  // false after an error
+  void undo();  // the operation is done once more, by another way: it has taken nothing
+
+  // A generator of the CPU that gives this thread's operation its numbers.
+  static const at::Generator& source();
+
+ private:
+  PyObject* of_;  // the generator of the device; null for an operation that draws nothing. Borrowed
+  bool is_begun_ = false;
+};
+
+}  // namespace marid
