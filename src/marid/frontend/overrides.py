@@ -18,13 +18,13 @@ from marid.frontend import autocast, handles
 from marid.frontend.cells import dropout
 from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, special
-from marid.ops.facts import facts_of
+from marid.native import module
+from marid.ops.facts import facts_of, named
 from marid.semantics.tracebacks import folded
 
 aten = torch.ops.aten
 
 _replacements: dict[Any, Callable[..., Any]] = {}
-_libraries: list[torch.library.Library] = []
 
 
 def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -37,17 +37,17 @@ def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
+_FLAGS = ("unflagged", "always", "in_rows")  # in the order of native/composed.h
+
+
 def register() -> None:
-    """Install the replacements above autograd."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        for func, replacement in _replacements.items():
-            if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp and native/composites.cpp
-                library.impl(func, folded(replacement), "AutogradPrivateUse1")
-    except BaseException:  # Ctrl-C, say: the next use begins anew
-        library._destroy()
-        raise
-    _libraries.append(library)
+    """Have composite operators replaced above autograd, or run as a whole where they run at once."""
+    for func, replacement in _replacements.items():
+        if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp and native/composites.cpp
+            module.replace(func._schema.name, func._schema.overload_name, folded(replacement))
+    for full_name, whole in named("whole").items():
+        name, _, overload = full_name.partition(".")
+        module.compose(name, overload.removeprefix("default"), _FLAGS.index(whole))
 
 
 # Recorded whole: where nobody differentiates them the CPU has a kernel for one, and takes the other apart when it runs

@@ -382,6 +382,7 @@ module.configure(
     last_write=last_write,
     run_pending=run_everything,
     dispatch=dispatch,
+    recorder_of=recorder_of,
     resize_memory=resize_memory,
 )
 module.use(_recorders)

@@ -156,10 +156,6 @@ def _onednn(
     slices = f"ArrayRef: invalid slice, N = {len(params)}; M = {stride}; size = {len(params)}"
     check(len(params) >= count * stride, slices)
     size = h.shape[2]
-    # Neither autograd, nor a mode, nor autocast looks at PyTorch's operator.
-    alone = not (
-        torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled(input.device.type)
-    )
 
     def layer(reverse: bool, _cell: Cell, input: Tensor, hidden: Hidden, weights: Params) -> tuple[Tensor, Hidden]:
         w_ih, w_hh, b_ih, b_hh, _ = weights
@@ -169,12 +165,9 @@ def _onednn(
         if b_ih is None or b_hh is None:
             b_ih, b_hh = [aten.zeros.default(w.shape, dtype=w.dtype, device=w.device) for w in (w_ih, w_hh)]
         tensors = (input, w_ih, w_hh, b_ih, b_hh, *hidden)
-        if alone:
-            output, hy, cy, _ = torch.ops.marid.lstm_layer.default(*tensors, reverse, [size], has_biases, False)
-        else:
-            output, hy, cy, _ = aten.mkldnn_rnn_layer.default(
-                *(*tensors, reverse, [], onednn.LSTM, size, num_layers, has_biases, bidirectional, batch_first, train)
-            )
+        output, hy, cy, _ = aten.mkldnn_rnn_layer.default(
+            *(*tensors, reverse, [], onednn.LSTM, size, num_layers, has_biases, bidirectional, batch_first, train)
+        )
         return output, (hy, cy)
 
     hiddens: list[Hidden] = [(aten.select.int(h, 0, at), aten.select.int(c, 0, at)) for at in range(count)]

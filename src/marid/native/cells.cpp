@@ -104,11 +104,14 @@ TORCH_LIBRARY_FRAGMENT(marid, library) {
 
 namespace marid {
 
-void register_cells(torch::Library& library) {
-  library.impl("gru_cell", TORCH_FN(gru_cell));
-  library.impl("lstm_cell", TORCH_FN(lstm_cell));
-  library.impl("rnn_tanh_cell", TORCH_FN(simple_cell<&Tensor::tanh>));
-  library.impl("rnn_relu_cell", TORCH_FN(simple_cell<&Tensor::relu>));
+std::vector<std::pair<c10::OperatorName, c10::KernelFunction>> kernels_of_cells() {
+  using c10::KernelFunction;
+  return {
+      {{"aten::gru_cell", ""}, KernelFunction::makeFromUnboxedFunction(TORCH_FN(gru_cell))},
+      {{"aten::lstm_cell", ""}, KernelFunction::makeFromUnboxedFunction(TORCH_FN(lstm_cell))},
+      {{"aten::rnn_tanh_cell", ""}, KernelFunction::makeFromUnboxedFunction(TORCH_FN(simple_cell<&Tensor::tanh>))},
+      {{"aten::rnn_relu_cell", ""}, KernelFunction::makeFromUnboxedFunction(TORCH_FN(simple_cell<&Tensor::relu>))},
+  };
 }
 
 }  // namespace marid

@@ -19,8 +19,10 @@ bool is_plain(const at::Tensor& tensor) {
       !(c10::GradMode::is_enabled() && tensor.requires_grad());
 }
 
-// Whether the rows of a tensor lie behind each other by their strides alone. Those of dimensions of one element count, as
-// they do where PyTorch decides.
+}  // namespace
+
+namespace marid {
+
 bool has_plain_rows(const at::Tensor& tensor) {
   int64_t step = 1;
   for (int64_t dim = tensor.dim() - 1; dim >= 0; dim--) {
@@ -30,16 +32,10 @@ bool has_plain_rows(const at::Tensor& tensor) {
   return true;
 }
 
-// Whether a function of the user's own (`torch.autograd.Function`, so a checkpoint) runs its forward. Autograd looks whether
-// what that returns is a view, as the CPU's steps may have made it.
 bool in_own_function() {
   auto& state = c10::AutogradState::get_tls_state();
   return !state.get_grad_mode() && !state.get_fw_grad_mode() && !state.get_inference_mode();
 }
-
-}  // namespace
-
-namespace marid {
 
 bool is_simple(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   if (input.device() != weight.device()) return false;
@@ -54,7 +50,7 @@ namespace {
 // Above autograd.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   bool plain = is_plain(input) && is_plain(weight) && (!bias.has_value() || !bias->defined() || is_plain(*bias));
-  if (!plain || in_own_function() || !marid::is_simple(input, weight, bias)) return at::native::linear(input, weight, bias);
+  if (!plain || marid::in_own_function() || !marid::is_simple(input, weight, bias)) return at::native::linear(input, weight, bias);
   at::AutoDispatchBelowADInplaceOrView below;
   return at::linear(input, weight, bias);
 }

@@ -7,10 +7,18 @@
 
 namespace marid {
 
+// Whether the rows of a tensor lie behind each other by their strides alone. Those of dimensions of one element count, as
+// they do where PyTorch decides whether it folds them.
+bool has_plain_rows(const at::Tensor& tensor);
+
 // Whether `linear` may be recorded whole, if nobody differentiates it: that is one node in place of three or four, and the
 // CPU takes it apart when it runs. Whether it folds other rows than plain ones depends on what requires gradients
 // (parameters do, also where none are recorded), which is no longer known then.
 bool is_simple(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
+// Whether a function of the user's own (`torch.autograd.Function`, so a checkpoint) runs its forward. Autograd looks whether
+// what that returns is a view, as the CPU's steps may have made it.
+bool in_own_function();
 
 // Give the device their kernels above autograd, and attention the choice of kernel that it makes on the CPU.
 void register_composites(torch::Library& above);

@@ -84,7 +84,6 @@ void push_returned(const c10::FunctionSchema& schema, torch::jit::Stack* stack, 
   }
 }
 
-// With the interpreter's lock.
 void call(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function) {
   size_t count = op.schema().arguments().size();
   marid::give_objects(torch::jit::last(*stack, count));
@@ -101,6 +100,25 @@ void call(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* fun
 }  // namespace
 
 namespace marid {
+
+void call_in_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function) {
+  InterpreterLock lock;
+  try {
+    call(op, stack, function);
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error own;
+    own.persist();
+    throw own;
+  } catch (python_error& error) {
+    error.persist();
+    throw;
+  }
+}
+
+bool make_recorder(const c10::OperatorHandle& op) {
+  return static_cast<bool>(Ref(PyObject_CallOneArg(make_recorder_of, torch::detail::getTorchApiFunction(op).ptr())));
+}
 
 void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function) {
   auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
@@ -120,18 +138,7 @@ void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObje
     left = left | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
   }
   c10::impl::ExcludeDispatchKeyGuard guard(above - left);
-  InterpreterLock lock;
-  try {
-    call(op, stack, function);
-  } catch (py::error_already_set& error) {
-    error.restore();
-    python_error own;
-    own.persist();
-    throw own;
-  } catch (python_error& error) {
-    error.persist();
-    throw;
-  }
+  call_in_python(op, stack, function);
 }
 
 void tell(PyObject* function, const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> given,

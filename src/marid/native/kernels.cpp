@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "cells.h"
+#include "composed.h"
 #include "direct.h"
 #include "factories.h"
 #include "known_calls.h"
@@ -25,6 +26,17 @@ std::vector<c10::RegistrationHandleRAII>* kernels;  // which stay when the proce
 auto& registered = *new std::unordered_set<c10::OperatorName>();
 auto& taking_layouts = *new std::unordered_set<c10::OperatorName>();
 PyObject* not_recorded;  // names of arguments with which a call is left to Python
+
+// Composite operators that the device takes apart in another way than PyTorch, above autograd; and those that may run at once
+// as a whole.
+auto& replacements = *new std::unordered_map<c10::OperatorName, c10::KernelFunction>();
+auto& wholes = *new std::unordered_map<c10::OperatorName, Flags>();
+
+std::shared_ptr<Operator> operator_named(const c10::OperatorName& name) {
+  std::shared_ptr<Operator>& own = operators[name];
+  if (own == nullptr) own = std::make_shared<Operator>();
+  return own;
+}
 
 bool holds_tensors(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return true;
@@ -132,17 +144,18 @@ void register_kernel(const c10::OperatorName& name) {
   if (!registered.insert(name).second) return;
   std::shared_ptr<Operator> own;
   if (is_in(name, "aten::") || is_in(name, "marid::")) {
-    std::shared_ptr<Operator>& known = operators[name];
-    if (known == nullptr) known = std::make_shared<Operator>();
-    own = known;
+    own = operator_named(name);
   } else {
     own = std::make_shared<Operator>();  // which is never recorded in C++: such an operator may be defined anew
   }
   c10::KernelFunction kernel;
   if (name == c10::OperatorName("aten::_reshape_alias", "")) {
-    std::shared_ptr<Operator>& view = operators[c10::OperatorName("aten::view", "")];
-    if (view == nullptr) view = std::make_shared<Operator>();
+    auto view = operator_named(c10::OperatorName("aten::view", ""));
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Reshaped>(own, view));
+  } else if (auto whole = wholes.find(name); whole != wholes.end()) {
+    kernel = replacements.count(name) ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own))
+                                      : as_pytorch_composes();
+    kernel = composed(op->schema(), whole->second, own, std::move(kernel));
   } else if (auto direct = is_in(name, "aten::") ? direct_kernel(*op, own) : std::nullopt) {
     kernel = std::move(*direct);
   } else {
@@ -197,12 +210,30 @@ PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   if (text == nullptr || overload == nullptr) return nullptr;
   c10::OperatorName name(text, overload);
   if (!c10::Dispatcher::singleton().findSchema(name) || !registered.insert(name).second) Py_RETURN_NONE;
-  std::shared_ptr<Operator>& own = operators[name];
-  if (own == nullptr) own = std::make_shared<Operator>();
-  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Factory>(own, Py_NewRef(given[2]), given[3] == Py_True));
+  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
+      std::make_unique<Factory>(operator_named(name), Py_NewRef(given[2]), given[3] == Py_True));
   static auto& factories = *new std::vector<c10::RegistrationHandleRAII>();  // which stay when the process ends
   factories.push_back(c10::Dispatcher::singleton().registerImpl(
       name, c10::DispatchKey::PrivateUse1, std::move(kernel), {}, nullptr, __FILE__));
+  Py_RETURN_NONE;
+}
+
+// replace(name, overload, function): above autograd, this function is called in place of the operator.
+PyObject* replace(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const char *name = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
+  if (name == nullptr || overload == nullptr) return nullptr;
+  auto kernel = std::make_unique<Replaced>(Py_NewRef(given[2]));
+  replacements[c10::OperatorName(name, overload)] = c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel));
+  Py_RETURN_NONE;
+}
+
+// compose(name, overload, flags): the operator may run at once as a whole; `flags` says what it does where tensors require
+// gradients, as the number of one of `Flags`.
+PyObject* compose(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const char *name = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
+  long flags = PyLong_AsLong(given[2]);
+  if (name == nullptr || overload == nullptr || PyErr_Occurred()) return nullptr;
+  wholes[c10::OperatorName(name, overload)] = static_cast<Flags>(flags);
   Py_RETURN_NONE;
 }
 
@@ -224,9 +255,7 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
     if (*general != '\0') {
       c10::OperatorName full_general(name, general);
       own.general_handle = c10::Dispatcher::singleton().findSchema(full_general);
-      std::shared_ptr<Operator>& of_general = operators[full_general];
-      if (of_general == nullptr) of_general = std::make_shared<Operator>();
-      own.general = of_general;
+      own.general = operator_named(full_general);
     }
   }
   Py_RETURN_NONE;
@@ -235,6 +264,30 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
 }  // namespace
 
 namespace marid {
+
+namespace {
+
+void register_above(const c10::OperatorName& name, c10::KernelFunction kernel) {
+  kernels->push_back(c10::Dispatcher::singleton().registerImpl(
+      name, c10::DispatchKey::AutogradPrivateUse1, std::move(kernel), {}, nullptr, __FILE__));
+}
+
+// What takes composite operators apart, or runs them as a whole, above autograd.
+void register_all_above() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (auto& [name, kernel] : kernels_of_cells()) replacements[name] = kernel;
+  for (const auto& [name, kernel] : replacements) {
+    if (!wholes.count(name)) register_above(name, kernel);
+  }
+  for (const auto& [name, flags] : wholes) {
+    auto replacement = replacements.find(name);
+    auto apart = replacement == replacements.end() ? as_pytorch_composes() : replacement->second;
+    auto op = dispatcher.findSchema(name);
+    if (op) register_above(name, composed(op->schema(), flags, operator_named(name), std::move(apart)));
+  }
+}
+
+}  // namespace
 
 // Give each of PyTorch's operators on tensors, and of ours, our kernel for tensors of the device. There are thousands: what is
 // known of one is found out when it is first recorded. Again: give one to those that are new.
@@ -246,8 +299,8 @@ void register_kernels(PyObject* names_not_recorded) {
     not_recorded = Py_NewRef(names_not_recorded);
     auto* above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
     register_composites(*above);
-    register_cells(*above);
     kernels = new std::vector<c10::RegistrationHandleRAII>();
+    register_all_above();
   }
   const auto names = dispatcher.getAllOpNames();
   operators.reserve(names.size());
@@ -260,6 +313,8 @@ void register_kernels(PyObject* names_not_recorded) {
 PyMethodDef kernel_functions[] = {
     {"adopt", fast(adopt), METH_FASTCALL, nullptr},
     {"register_factory", fast(register_factory), METH_FASTCALL, nullptr},
+    {"replace", fast(replace), METH_FASTCALL, nullptr},
+    {"compose", fast(compose), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

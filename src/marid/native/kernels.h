@@ -41,6 +41,17 @@ struct Kernel final : c10::OperatorKernel {
   std::shared_ptr<Operator> of;
 };
 
+// The kernel, above autograd, of an operator that a function of Python takes apart.
+struct Replaced final : c10::OperatorKernel {
+  explicit Replaced(PyObject* function) : function(function) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    call_in_python(op, stack, function);
+  }
+
+  PyObject* function;  // kept as long as the process
+};
+
 // The kernel of an operator that is asked for a tensor of the device that is not dense, or given one of the CPU beside tensors
 // of the device: Python says what is possible.
 struct OtherLayout final : c10::OperatorKernel {

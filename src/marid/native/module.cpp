@@ -9,7 +9,7 @@
 namespace marid {
 
 Slots operation, storage, recorder, known, tape, spec;
-PyObject *tapes, *last_write_of, *run_pending, *draw_for, *dispatch, *resize_memory, *recorders, *address_name;
+PyObject *tapes, *last_write_of, *run_pending, *draw_for, *dispatch, *make_recorder_of, *resize_memory, *recorders, *address_name;
 
 }  // namespace marid
 
@@ -27,7 +27,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       {"Operation", &operation_type}, {"Storage", &storage_type},
       {"Recorder", &recorder_type}, {"Known", &known_type}, {"Tape", &tape_type}, {"Spec", &spec_type}, {"not_recorded", &not_recorded},
       {"bucket", &bucket}, {"bounds", &bounds}, {"tapes", &tapes}, {"last_write", &last_write_of}, {"run_pending", &run_pending}, {"draw_for", &draw_for},
-      {"dispatch", &dispatch}, {"resize_memory", &resize_memory}, {"spec_of", &find_spec}};
+      {"dispatch", &dispatch}, {"recorder_of", &make_recorder_of}, {"resize_memory", &resize_memory}, {"spec_of", &find_spec}};
   for (auto [name, place] : wanted) {
     *place = PyDict_GetItemString(names, name);
     if (*place == nullptr) return PyErr_Format(PyExc_TypeError, "configure() needs %s", name);

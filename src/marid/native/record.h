@@ -57,6 +57,12 @@ at::Tensor detached(const at::Tensor& tensor);
 // (dispatch.cpp)
 void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function = nullptr);
 
+// The same for a function that calls operators above autograd.
+void call_in_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function);
+
+// Have Python make the recorder of an operator, with the interpreter's lock; false after an error. (dispatch.cpp)
+bool make_recorder(const c10::OperatorHandle& op);
+
 // The recorder of an operator in the table that is in use; borrowed. Null where there is none yet. (record.cpp)
 PyObject* recorder_of(const Operator& op);
 extern int64_t uses_of_tables;  // how often a table was taken into use

@@ -23,7 +23,7 @@ enum SpecSlot { kSpecPattern, kSpecDevice };
 extern PyObject* tapes;  // see frontend/handles.py
 extern PyObject* last_write_of;  // see graph/node.py
 extern PyObject* run_pending;  // see frontend/materialize.py
-extern PyObject *draw_for, *dispatch;  // see frontend/record.py
+extern PyObject *draw_for, *dispatch, *make_recorder_of;  // see frontend/record.py
 extern PyObject* resize_memory;  // see frontend/storage_objects.py
 extern PyObject* recorders;  // by identity of the operator
 extern PyObject* address_name;  // of an attribute

@@ -98,6 +98,11 @@ class Facts:
     """Its CPU kernel does nothing but call other operators."""
     replaced_in_cpp: bool = False
     """Replaced above autograd by ``native/composites.cpp`` and ``native/cells.cpp``."""
+    whole: Literal["", "unflagged", "in_rows", "always"] = ""
+    """A composite that draws nothing but for its ``dropout``, and that the CPU may compose where it runs at once and
+    nobody differentiates. Where tensors require gradients all the same, as parameters do, what it is composed of may
+    depend on that (``unflagged``), does so unless the rows of its first argument lie behind each other (``in_rows``),
+    or never."""
     kernel: str = ""
     """The operator of ``native/gemm`` that runs in its place, with the same arguments and the same result."""
 
@@ -171,9 +176,9 @@ def facts_of(func: Any) -> Facts:
     )
 
 
-def named(field: str) -> list[str]:
-    """The operators whose row in ``irregular.py`` says something of ``field``, with their overloads where it does."""
-    return [name for name, row in ROWS.items() if row.get(field)]
+def named(field: str) -> dict[str, Any]:
+    """What rows in ``irregular.py`` say of ``field``, by operator, with their overloads where they say it of one."""
+    return {name: row[field] for name, row in ROWS.items() if row.get(field)}
 
 
 def overload_named(name: str) -> Any:

@@ -109,6 +109,40 @@ row(
     "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default dropout.default",
     replaced_in_cpp=True,
 )
+row(
+    "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default "
+    "gru.input lstm.input rnn_tanh.input rnn_relu.input",
+    whole="in_rows",
+)
+row(
+    "gather_backward.default index_select_backward.default value_selecting_reduction_backward.default "
+    "masked_select_backward.default trace_backward.default cumprod_backward.default cummaxmin_backward.default",
+    whole="always",
+)
+row(
+    "scaled_dot_product_attention.default einsum.default tensordot.default bilinear.default chain_matmul.default "
+    "kron.default inner.default cdist.default pairwise_distance.default cosine_similarity.default cross.default "
+    "quantile.default quantile.scalar nanquantile.default nanquantile.scalar nanmean.default "
+    "cov.default corrcoef.default diff.default trapezoid.x trapezoid.dx trapz.x trapz.dx "
+    "cumulative_trapezoid.x cumulative_trapezoid.dx isfinite.default isclose.default one_hot.default "
+    "repeat_interleave.self_int tile.default stft.default stft.center istft.default "
+    "cross_entropy_loss.default nll_loss_nd.default l1_loss.default kl_div.default poisson_nll_loss.default "
+    "cosine_embedding_loss.default hinge_embedding_loss.default margin_ranking_loss.default "
+    "triplet_margin_loss.default norm_except_dim.default pinverse.default "
+    "linalg_inv.default inverse.default linalg_solve.default linalg_cholesky.default linalg_ldl_factor.default "
+    "linalg_lu_factor.default linalg_pinv.default linalg_pinv.atol_rtol_float linalg_pinv.rcond_tensor "
+    "linalg_matrix_rank.default linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.atol_rtol_float "
+    "linalg_matrix_rank.tol_tensor linalg_tensorsolve.default linalg_tensorinv.default linalg_vander.default "
+    "linalg_cond.default linalg_cond.p_str linalg_multi_dot.default linalg_matrix_power.default matrix_power.default "
+    "linalg_norm.default linalg_norm.ord_str linalg_matrix_norm.default linalg_matrix_norm.str_ord "
+    "linalg_det.default det.default logdet.default slogdet.default linalg_slogdet.default nuclear_norm.default "
+    "nuclear_norm.dim frobenius_norm.dim svd.default linalg_svd.default qr.default "
+    "special_ndtr.default special_sinc.default float_power.Tensor_Tensor float_power.Tensor_Scalar "
+    "fft_fft.default fft_ifft.default fft_rfft.default fft_irfft.default fft_hfft.default fft_ihfft.default "
+    "fft_fft2.default fft_ifft2.default fft_rfft2.default fft_irfft2.default fft_hfft2.default fft_ihfft2.default "
+    "fft_fftn.default fft_ifftn.default fft_rfftn.default fft_irfftn.default fft_hfftn.default fft_ihfftn.default",
+    whole="unflagged",
+)
 row("mm.default", kernel="marid::mm", factors=(0, 1))
 row("bmm.default", kernel="marid::bmm", factors=(0, 1))
 row("addmm.default", kernel="marid::product_add", factors=(1, 2))
