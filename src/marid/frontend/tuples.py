@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -12,7 +10,8 @@ from torch.utils import _pytree
 
 from marid.frontend.materialize import materialize
 from marid.frontend.tensor import LazyTensor
-from marid.semantics.tracebacks import fold, folded
+from marid.native import module
+from marid.semantics.tracebacks import folded
 
 
 class LazyTuple(tuple):
@@ -54,33 +53,11 @@ _METHODS = (
 ).split()
 
 
-def _tupled(result: Any) -> Any:
-    if not isinstance(result, (tuple, list)) or isinstance(result, LazyTuple) or not result:
-        return result
-    for item in result:
-        if not isinstance(item, LazyTensor):
-            return result
-    kind = type(result)
-    return LazyTuple(result, None if kind is tuple or kind.__module__ != "torch.return_types" else kind)
-
-
-def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = function(*args, **kwargs)
-            # torch.split and torch.unravel_index call methods, and return what they return.
-            return result if sys._getframe(1).f_globals is torch.functional.__dict__ else _tupled(result)
-        except BaseException as error:
-            fold(error)
-            raise
-
-    return wrapper
-
-
 for _name in _METHODS:
     if hasattr(torch.Tensor, _name):
-        setattr(LazyTensor, _name, _wrap(getattr(torch.Tensor, _name)))
+        # torch.split and torch.unravel_index call methods, and return what they return.
+        _method = module.returning_tuples(getattr(torch.Tensor, _name), LazyTuple, torch.functional.__dict__)
+        setattr(LazyTensor, _name, _method)
 
 
 def register() -> Callable[[], None]:

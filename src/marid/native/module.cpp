@@ -111,7 +111,8 @@ extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concre
     geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[],
     host_call_functions[], graph_memory_functions[], device_functions[], memory_functions[], placement_functions[],
     program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], trial_functions[],
-    state_functions[], instance_check_functions[], backward_functions[], random_functions[];
+    state_functions[], instance_check_functions[], backward_functions[], random_functions[],
+    tuple_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -124,7 +125,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
         marid::device_functions, marid::memory_functions, marid::placement_functions, marid::program_functions,
         marid::execute_functions, marid::compiled_functions, marid::queue_functions, marid::product_functions,
         marid::trial_functions, marid::state_functions, marid::instance_check_functions,
-        marid::backward_functions, marid::random_functions}) {
+        marid::backward_functions, marid::random_functions, marid::tuple_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;
