@@ -16,8 +16,8 @@ using at::ArrayRef, at::TensorList, at::IntArrayRef, at::OptionalIntArrayRef, at
 
 // Some 97 % of the calls of ordinary programs. None has an argument that says where a result lies, or that draws.
 template <typename... Each>
-struct List {};
-using Signatures = List<
+struct Types {};
+using Signatures = Types<
     Tensor(const Tensor&),
     Tensor(const Tensor&, bool),
     Tensor(const Tensor&, int64_t),
@@ -78,6 +78,8 @@ using Signatures = List<
     std::vector<Tensor>(TensorList, TensorList),
     std::vector<Tensor>(TensorList, TensorList, const Scalar&),
     Tensor(TensorList, int64_t),
+    Tensor(const Tensor&, const c10::List<optional<Tensor>>&),
+    Tensor&(Tensor&, const c10::List<optional<Tensor>>&, const Tensor&, bool),
     std::vector<Tensor>(const Tensor&, int64_t),
     std::vector<Tensor>(const Tensor&, SymInt, int64_t),
     std::vector<Tensor>(const Tensor&, SymIntArrayRef, int64_t),
@@ -96,6 +98,7 @@ template <> constexpr char kCode<const optional<Tensor>&> = 'u';
 template <> constexpr char kCode<std::vector<Tensor>> = 'v';
 template <> constexpr char kCode<TensorList> = 'z';
 template <> constexpr char kCode<ArrayRef<Scalar>> = 'q';
+template <> constexpr char kCode<const c10::List<optional<Tensor>>&> = 'p';
 template <> constexpr char kCode<bool> = 'b';
 template <> constexpr char kCode<double> = 'f';
 template <> constexpr char kCode<int64_t> = 'i';
@@ -128,6 +131,7 @@ char code_of(const c10::Type& type) {
         case c10::TypeKind::SymIntType: return 'k';
         case c10::TypeKind::TensorType: return 'z';
         case c10::TypeKind::NumberType: return 'q';
+        case c10::TypeKind::OptionalType: return code_of(*type.containedType(0)) == 'u' ? 'p' : 0;
         default: return 0;
       }
     case c10::TypeKind::OptionalType: {
@@ -194,7 +198,7 @@ c10::KernelFunction kernel_of(const c10::OperatorHandle& op, const std::shared_p
 using Make = c10::KernelFunction (*)(const c10::OperatorHandle&, const std::shared_ptr<Operator>&);
 
 template <typename... Each>
-std::unordered_map<std::string, Make> by_code(List<Each...>) {
+std::unordered_map<std::string, Make> by_code(Types<Each...>) {
   return {{Coded<Each>::code(), kernel_of<Kernel, Each>}...};
 }
 

@@ -40,6 +40,15 @@ struct Cursor {
     next += list.size();
     return at::TensorList(concrete.data() + next - list.size(), list.size());
   }
+  c10::List<std::optional<at::Tensor>> place(const c10::List<std::optional<at::Tensor>>& list) {
+    c10::List<std::optional<at::Tensor>> placed;
+    placed.reserve(list.size());
+    c10::IValue whole(list);
+    for (const c10::IValue& item : whole.toListRef()) {
+      placed.push_back(item.isNone() ? std::nullopt : std::optional<at::Tensor>(place(item.toTensor())));
+    }
+    return placed;
+  }
   template <typename Other>
   Other&& place(Other&& other) {
     return std::forward<Other>(other);
@@ -59,6 +68,12 @@ inline void add_tensors(Given& given, at::TensorList list) {
 }
 inline void add_tensors(Given& given, const at::ITensorListRef& list) {
   for (const at::Tensor& tensor : list) add_to_list(given, tensor);
+}
+inline void add_tensors(Given& given, const c10::List<std::optional<at::Tensor>>& list) {
+  c10::IValue whole(list);
+  for (const c10::IValue& item : whole.toListRef()) {
+    if (item.isTensor()) given.add(item.toTensor());
+  }
 }
 template <typename Other>
 void add_tensors(Given&, const Other&) {}
