@@ -8,16 +8,8 @@
 
 namespace marid {
 
-// How tensors of the device look that have one geometry and type.
-struct Look {
-  Ref spec;  // graph/node.py
-  const c10::TensorImpl* pattern;  // which the spec keeps
-  PyObject* tape;  // of the device; it lives for good
-  ~Look();
-};
-
-// The look of a strided tensor on a device; null after an error.
-std::shared_ptr<const Look> look_of(const at::Tensor& tensor, c10::DeviceIndex device);
+// The spec (graph/node.py) of what looks like a strided tensor, on a device; empty after an error.
+Ref spec_like(const at::Tensor& tensor, c10::DeviceIndex device);
 
 // What was called, and where: operations, sites and scopes live for good.
 struct Origin {
@@ -32,7 +24,7 @@ class Computed : public std::enable_shared_from_this<Computed> {
  public:
   // `base` is what the tensor is a view of, if it is one.
   static std::shared_ptr<Computed> make(
-      at::Tensor tensor, std::shared_ptr<const Look> look, Origin origin, const std::shared_ptr<Computed>& base);
+      at::Tensor tensor, c10::DeviceIndex device, Origin origin, const std::shared_ptr<Computed>& base);
   // Of a value that has a node, or is the output of one, and lies in this storage, if something has asked for it.
   static std::shared_ptr<Computed> of_value(at::Tensor tensor, PyObject* value, PyObject* storage);
   ~Computed();
@@ -45,9 +37,9 @@ class Computed : public std::enable_shared_from_this<Computed> {
   // The storage that it lies in, with all views of it; empty where nothing has asked for it.
   Ref& storage() { return base_ ? base_->storage_ : storage_; }
 
-  // Null for one that had a value from the beginning.
-  const Look* look() const { return look_.get(); }
-  const std::shared_ptr<const Look>& shared_look() const { return look_; }
+  // Whether it had no value at the beginning.
+  bool ran_at_once() const { return origin_.op != nullptr; }
+  c10::DeviceIndex device() const { return device_; }
 
   // Whether anybody else has this, or what it is a view of.
   bool is_shared() const { return weak_from_this().use_count() > 1 || (base_ && base_.use_count() > 1); }
@@ -60,7 +52,7 @@ class Computed : public std::enable_shared_from_this<Computed> {
   friend bool note_computed(PyObject* on);
   void leave_list();
 
-  std::shared_ptr<const Look> look_;
+  c10::DeviceIndex device_ = -1;
   Origin origin_{};
   std::shared_ptr<Computed> base_;
   Ref value_, storage_;
@@ -73,7 +65,7 @@ class Computed : public std::enable_shared_from_this<Computed> {
 // an error.
 bool note_computed(PyObject* on);
 
-// look_of asks Python for the spec of a tensor on a device: `spec_of` in frontend/handles.py.
+// spec_like asks Python: `spec_of` in frontend/handles.py.
 extern PyObject* find_spec;
 
 }  // namespace marid

@@ -4,6 +4,7 @@
 #include "immediate.h"
 
 #include <ATen/core/List.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
 
@@ -19,6 +21,8 @@ namespace marid {
 PyTypeObject* handle_type;
 
 namespace {
+
+constexpr c10::DispatchKeySet kBits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
 using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
@@ -40,12 +44,25 @@ bool is_in_mode() {
 
 Handle::Handle(const c10::TensorImpl* pattern, bool alone)
     : c10::TensorImpl(pattern->key_set(), pattern->dtype(), pattern->device()) {
-  // In inference mode a tensor has no counter from the beginning.
-  c10::VariableVersion own = c10::InferenceMode::is_enabled() ? c10::VariableVersion(0) : version_counter();
-  copy_tensor_metadata(pattern, this, std::move(own), /*allow_tensor_metadata_change=*/true);
+  copy_tensor_metadata(pattern, this, own_version(), /*allow_tensor_metadata_change=*/true);
   if (alone) {
     set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, pattern->device())));
   }
+}
+
+Handle::Handle(const c10::TensorImpl* pattern, const c10::TensorImpl* tensor)
+    : c10::TensorImpl(pattern->key_set(), tensor->dtype(), pattern->device()) {
+  copy_generic_tensor_metadata(tensor, this);
+  key_set_ = pattern->key_set() | (tensor->key_set() & kBits);  // in inference mode it has lost some
+  device_opt_ = pattern->device();
+  TensorImpl::storage_ = pattern->storage();
+  is_wrapped_number_ = false;
+  if (c10::InferenceMode::is_enabled()) set_version_counter(own_version());
+}
+
+// In inference mode a tensor has no counter from the beginning. Handles are no inference tensors: what they stand for is kept.
+c10::VariableVersion Handle::own_version() const {
+  return c10::InferenceMode::is_enabled() ? c10::VariableVersion(0) : version_counter();
 }
 
 Handle::~Handle() { Handle::release_resources(); }
@@ -127,11 +144,18 @@ bool holds_handle(const c10::IValue& value) {
 
 namespace {
 
-template <typename Value>
-at::Tensor made_like(const c10::TensorImpl* pattern, Value&& value, bool alone) {
-  auto impl = c10::make_intrusive<Handle>(pattern, alone);
-  impl->stand_for(std::forward<Value>(value));
-  return at::Tensor(std::move(impl));
+// A pattern of a device and a type, neither conjugated nor negated; null after an error.
+const c10::TensorImpl* pattern_of(c10::DeviceIndex device, at::ScalarType type) {
+  static auto& patterns = *new std::vector<const c10::TensorImpl*>();  // of specs that are kept
+  size_t index = static_cast<size_t>(device) * c10::NumScalarTypes + static_cast<size_t>(type);
+  if (index >= patterns.size()) patterns.resize(index + 1);
+  if (patterns[index] == nullptr) {
+    Ref spec = spec_like(at::detail::empty_cpu({0}, type), device);
+    Ref pattern(spec ? PyObject_GetAttrString(spec.get(), "pattern") : nullptr);
+    if (!pattern) return nullptr;
+    patterns[index] = THPVariable_Unpack(pattern.release()).unsafeGetTensorImpl();
+  }
+  return patterns[index];
 }
 
 at::Tensor with_object(at::Tensor made) {
@@ -142,11 +166,17 @@ at::Tensor with_object(at::Tensor made) {
 }  // namespace
 
 at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone) {
-  return with_object(made_like(pattern, value, alone));
+  auto impl = c10::make_intrusive<Handle>(pattern, alone);
+  impl->stand_for(value);
+  return with_object(at::Tensor(std::move(impl)));
 }
 
-at::Tensor new_handle(const c10::TensorImpl* pattern, std::shared_ptr<Computed> value) {
-  at::Tensor made = made_like(pattern, std::move(value), false);
+at::Tensor new_handle(std::shared_ptr<Computed> value) {
+  const c10::TensorImpl* pattern = pattern_of(value->device(), value->tensor.scalar_type());
+  if (pattern == nullptr) return at::Tensor();
+  auto impl = c10::make_intrusive<Handle>(pattern, value->tensor.unsafeGetTensorImpl());
+  impl->stand_for(std::move(value));
+  at::Tensor made(std::move(impl));
   return is_for_autograd_alone() ? made : with_object(std::move(made));
 }
 

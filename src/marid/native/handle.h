@@ -17,6 +17,8 @@ extern PyTypeObject* handle_type;  // of the Python objects of handles
 struct Handle final : c10::TensorImpl {
   // Looks like `pattern`. To PyTorch's C++ all handles of a pattern share its storage, but for those that are made `alone`.
   Handle(const c10::TensorImpl* pattern, bool alone);
+  // Looks like a tensor of the CPU, in all but its device, which is that of `pattern`.
+  Handle(const c10::TensorImpl* pattern, const c10::TensorImpl* tensor);
   ~Handle() override;
 
   // PyTorch copies a tensor where autograd saves an output, say. A handle is copied as `detach` does it: the copy has a Python
@@ -46,6 +48,7 @@ struct Handle final : c10::TensorImpl {
 
  private:
   void stand_for_the_same(Handle* other);
+  c10::VariableVersion own_version() const;
 
   Ref value_, storage_;
   std::shared_ptr<Computed> computed_;
@@ -75,10 +78,10 @@ void each_tensor(c10::ArrayRef<c10::IValue> arguments, With with) {
 // Whether an argument is such a tensor, or a list with one.
 bool holds_handle(const c10::IValue& value);
 
-// A handle that looks like `pattern` and stands for `value`, with its Python object; null after an error. One that has been
-// computed, for autograd alone, may have none (backward.h).
+// A handle that looks like `pattern` and stands for `value`, with its Python object; or one for what has been computed, which
+// for autograd alone may have no object (backward.h). Null after an error.
 at::Tensor new_handle(const c10::TensorImpl* pattern, PyObject* value, bool alone = false);
-at::Tensor new_handle(const c10::TensorImpl* pattern, std::shared_ptr<Computed> value);
+at::Tensor new_handle(std::shared_ptr<Computed> value);
 
 // Have Python read and write what handles stand for as attributes, and compare them as it does tensors and parameters; false
 // after an error.

@@ -13,17 +13,6 @@ bool is_plain(const at::Tensor& tensor) {
       !impl.key_set().has(c10::DispatchKey::Python);
 }
 
-namespace {
-
-// Whether two tensors of the CPU would be the same on the device but for what they hold.
-bool look_alike(const at::Tensor& first, const at::Tensor& second) {
-  const c10::TensorImpl &one = *first.unsafeGetTensorImpl(), &other = *second.unsafeGetTensorImpl();
-  return one.sizes() == other.sizes() && one.strides() == other.strides() && one.storage_offset() == other.storage_offset() &&
-      one.dtype() == other.dtype() && one.is_conj() == other.is_conj() && one.is_neg() == other.is_neg();
-}
-
-}  // namespace
-
 Outcome ImmediateResults::take(at::Tensor result) {
   if (!result.defined()) {
     results_.emplace_back();
@@ -53,21 +42,8 @@ Outcome ImmediateResults::take(at::Tensor result) {
 Outcome ImmediateResults::give(at::Tensor tensor, const std::shared_ptr<Computed>& base) {
   if (!base) nbytes_ += static_cast<int64_t>(tensor.nbytes());
   if (origin_.op == nullptr && !find_origin(by_, &origin_)) return Outcome::kError;
-  std::shared_ptr<const Look> look = look_like(tensor);
-  if (!look) return Outcome::kError;
-  const c10::TensorImpl* pattern = look->pattern;
-  results_.push_back(new_handle(pattern, Computed::make(std::move(tensor), std::move(look), origin_, base)));
+  results_.push_back(new_handle(Computed::make(std::move(tensor), given_.device, origin_, base)));
   return results_.back().defined() ? Outcome::kDone : Outcome::kError;
-}
-
-// Results often look like the first argument. While a kernel ran, another thread may have let that stand for something else.
-std::shared_ptr<const Look> ImmediateResults::look_like(const at::Tensor& tensor) const {
-  if (!given_.handles.empty()) {
-    const std::shared_ptr<Computed>& first = given_.handles[0]->computed();
-    bool known = first && first->shared_look() && first->tensor.is_same(given_.concrete[0]);
-    if (known && look_alike(tensor, first->tensor)) return first->shared_look();
-  }
-  return look_of(tensor, given_.device);
 }
 
 }  // namespace marid

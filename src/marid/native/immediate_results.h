@@ -20,7 +20,6 @@ class ImmediateResults {
 
  private:
   Outcome give(at::Tensor tensor, const std::shared_ptr<Computed>& base);
-  std::shared_ptr<const Look> look_like(const at::Tensor& tensor) const;
 
   PyObject* by_;
   const Given& given_;

@@ -61,7 +61,7 @@ at::Tensor same_value(const at::Tensor& tensor) {
   Handle* handle = handle_of(tensor);
   if (handle == nullptr) return at::Tensor();
   const std::shared_ptr<Computed>& computed = handle->computed();
-  if (computed && computed->look() != nullptr) return new_handle(computed->look()->pattern, computed);
+  if (computed && computed->ran_at_once()) return new_handle(computed);
   Ref value(Py_XNewRef(handle->value()));
   if (!value || !is_value(value.get())) return at::Tensor();
   PyObject* pattern = spec.at(spec_of(value.get()), kSpecPattern);
