@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -137,25 +138,36 @@ def test_a_draw_at_once_that_fails_takes_what_it_took(monkeypatch: pytest.Monkey
     on_both(run)
 
 
-@pytest.mark.in_process("operations run at once in this process alone")
-def test_threads_that_draw_at_once_draw_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_switching_often")
+@pytest.mark.parametrize("immediate_bytes", [0, 1 << 20], ids=["recorded", "at once"])
+def test_threads_draw_different_numbers(immediate_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together what one thread alone would draw."""
     monkeypatch.setattr(marid.settings, "immediate_after", 0)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", immediate_bytes)
     torch.ones(1, device=DEVICE).item()
     torch.manual_seed(0)
     expected = torch.cat([torch.rand(10) for _ in range(200)])
     torch.manual_seed(0)
-    drawn: list[torch.Tensor] = []
+    drawn: list[list[torch.Tensor]] = [[] for _ in range(4)]
 
-    def draw() -> None:
-        drawn.extend(torch.rand(10, device=DEVICE) for _ in range(50))
+    def draw(into: list[torch.Tensor]) -> None:
+        into.extend(torch.rand(10, device=DEVICE) for _ in range(50))
 
-    threads = [threading.Thread(target=draw) for _ in range(4)]
+    threads = [threading.Thread(target=draw, args=(into,)) for into in drawn]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert torch.equal(torch.cat(drawn).cpu().sort().values, expected.sort().values)
+    together = torch.cat([one for into in drawn for one in into]).cpu()
+    assert torch.equal(together.sort().values, expected.sort().values)
 
 
 def test_numbers_do_not_depend_on_when_or_whether_others_run() -> None:

@@ -84,7 +84,7 @@ def _called(recorder: Recorder, call: Call) -> Called:
         given.set_state(called.state)
         return called
     with random.generator_of(given, call.device) as generator:
-        before = random.cpu_state(generator)
+        before = random.cpu_state(generator.seed, generator.offset, generator.spare)
         called = engine.call(op, args, kwargs, before)
         assert called.state is not None
         random.measure(generator, before, called.state)

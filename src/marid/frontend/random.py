@@ -57,6 +57,12 @@ class Generator:
             )
         self.seed, self.offset, self.spare = _STATE.unpack(raw)
 
+    def copy(self) -> Generator:
+        """Another one at the same position."""
+        copied = Generator(self.device, self.seed)
+        copied.offset, copied.spare = self.offset, self.spare
+        return copied
+
     def advance(self, words: int, spare: int) -> Draw:
         """Take ``words`` words, leaving ``spare``."""
         end = self.offset + words
@@ -130,9 +136,8 @@ class _PerThread(threading.local):
 _per_thread = _PerThread()
 
 
-def cpu_state(generator: Generator) -> torch.Tensor:
-    """The state, as ``torch.Generator().get_state()`` gives it, of a CPU generator that stands where this one does."""
-    seed, offset, spare = generator.seed, generator.offset, generator.spare
+def cpu_state(seed: int, offset: int, spare: int) -> torch.Tensor:
+    """The state, as ``torch.Generator().get_state()`` gives it, of a CPU generator that stands at this position."""
     return _per_thread.twisters.at(Draw(seed, offset, spare, offset, spare)).get_state()
 
 
@@ -148,7 +153,11 @@ def draw(name: str, generator: Generator, of: Spec, args: tuple[Any, ...], kwarg
     Arguments that equal their default may be missing.
     """
     takes = _TAKES.get(name) or _TAKES.get(name.partition(".")[0])
-    return None if takes is None else takes(generator, of, args, kwargs)
+    while takes is not None:
+        drawn = takes(generator.copy(), of, args, kwargs)
+        if drawn is None or module.take(generator, drawn):
+            return drawn  # else another thread has drawn meanwhile
+    return None
 
 
 def _words(of: Spec) -> int:
@@ -339,4 +348,4 @@ def _find_spare(generator: Generator, before: torch.Tensor, words: int, reached:
     raise AssertionError("the generator holds a spare normal number that no drawn pair explains")
 
 
-module.draw_from(Generator, generators, cpu_state, measure)
+module.draw_from(generators, Generator, Draw, cpu_state, measure)

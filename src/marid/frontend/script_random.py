@@ -36,7 +36,7 @@ class _States:
         position, of_cpu = _position(_generator()), torch.default_generator.get_state()
         state = of_cpu
         if position != self._last:
-            state = cpu_state(_generator())
+            state = cpu_state(*position)
         self._last = position
         self._given.put(_key(state), (position, of_cpu.clone()))
         return state

@@ -16,13 +16,14 @@ namespace marid {
 namespace {
 
 // Of frontend/random.py.
-Slots position_of;  // of a device's generator
-enum PositionSlot { kSeed, kOffset, kSpare };
+Slots position_of, draw;  // of a device's generator; of graph/node.py
+enum PositionSlot { kSeed, kOffset, kSpare, kEnd, kEndSpare };  // a draw has all of them
 PyObject *generators, *cpu_state, *measure;
 
 constexpr int64_t kTwist = at::MERSENNE_STATE_N;  // words after which a generator makes its state anew
 constexpr int64_t kPairWords = 4;  // of a pair of normal numbers, of which one is kept: PAIR_WORDS in graph/mersenne_twister.py
 constexpr int64_t kFarthest = int64_t{1} << 31;
+constexpr uint64_t kMostSkipped = 1 << 20;
 
 struct Position {
   uint64_t seed, offset;
@@ -56,6 +57,18 @@ struct Source {
   at::Generator generator;
   Position position{};
   State state;
+
+  // Skip what was drawn elsewhere in between, by recorded operations say; false where that is not just some words.
+  bool go_on_to(const Position& wanted) {
+    bool is_ahead = generator.defined() && wanted.seed == position.seed && wanted.offset >= position.offset;
+    if (!is_ahead || wanted.spare >= 0 || wanted.offset - position.offset > kMostSkipped) return false;
+    auto* impl = static_cast<at::CPUGeneratorImpl*>(generator.unsafeGetGeneratorImpl());
+    impl->set_next_double_normal_sample(std::nullopt);
+    for (; position.offset < wanted.offset; position.offset++) impl->random();
+    position = wanted;
+    state = State::of(impl);
+    return true;
+  }
 };
 
 Source& here() {
@@ -97,10 +110,11 @@ bool ends_with_pair(const State& from, const State& to, int64_t words) {
   return impl->next_double_normal_sample() == to.normal;
 }
 
-bool read_position(PyObject* of, Position* position) {
-  position->seed = PyLong_AsUnsignedLongLong(position_of.at(of, kSeed));
-  position->offset = PyLong_AsUnsignedLongLong(position_of.at(of, kOffset));
-  position->spare = PyLong_AsLongLong(position_of.at(of, kSpare));
+// Where a generator stands, or where a draw begins; false after an error.
+bool read_position(const Slots& slots, PyObject* of, Position* position) {
+  position->seed = PyLong_AsUnsignedLongLong(slots.at(of, kSeed));
+  position->offset = PyLong_AsUnsignedLongLong(slots.at(of, kOffset));
+  position->spare = PyLong_AsLongLong(slots.at(of, kSpare));
   return !PyErr_Occurred();
 }
 
@@ -118,7 +132,7 @@ bool advance(PyObject* of, const State& from, const State& to, Position* positio
       if (!*place) return false;
     }
     Ref taken(PyObject_CallFunctionObjArgs(measure, of, states[0].get(), states[1].get(), nullptr));
-    return taken && read_position(of, position);
+    return taken && read_position(position_of, of, position);
   }
   position->offset += *words;
   if (!is_same_spare) position->spare = to.normal ? static_cast<int64_t>(position->offset) - kPairWords : -1;
@@ -139,9 +153,10 @@ bool Draws::begin() {
   if (of_ == nullptr) return true;
   Source& source = here();
   Position wanted;
-  if (!read_position(of_, &wanted)) return false;
-  if (!source.generator.defined() || !(wanted == source.position)) {
-    Ref state(PyObject_CallOneArg(cpu_state, of_));
+  for (;;) {  // while Python runs, another thread may draw
+    if (!read_position(position_of, of_, &wanted)) return false;
+    if (wanted == source.position || source.go_on_to(wanted)) break;
+    Ref state(PyObject_CallFunction(cpu_state, "KKL", wanted.seed, wanted.offset, wanted.spare));
     if (!state) return false;
     if (!source.generator.defined()) source.generator = at::detail::createCPUGenerator();
     source.generator.set_state(THPVariable_Unpack(state.get()));
@@ -171,12 +186,23 @@ Draws::~Draws() {
 
 namespace {
 
-// draw_from(type, generators, cpu_state, measure): the devices' generators, of this type, and what random.py does for them.
+// take(generator, draw): move a generator on to the end of a draw, if it still stands where that begins; whether it did.
+PyObject* take(PyObject*, PyObject* const* given, Py_ssize_t) {
+  Position stands, begins;
+  if (!read_position(position_of, given[0], &stands) || !read_position(draw, given[1], &begins)) return nullptr;
+  if (!(stands == begins)) Py_RETURN_FALSE;
+  position_of.set(given[0], kOffset, Ref::to(draw.at(given[1], kEnd)));
+  position_of.set(given[0], kSpare, Ref::to(draw.at(given[1], kEndSpare)));
+  Py_RETURN_TRUE;
+}
+
+// draw_from(generators, Generator, Draw, cpu_state, measure): the devices' generators, and of random.py what is needed for them.
 PyObject* draw_from(PyObject*, PyObject* const* given, Py_ssize_t) {
-  if (!position_of.find(given[0], {"seed", "offset", "spare"})) return nullptr;
-  generators = Py_NewRef(given[1]);
-  cpu_state = Py_NewRef(given[2]);
-  measure = Py_NewRef(given[3]);
+  if (!position_of.find(given[1], {"seed", "offset", "spare"})) return nullptr;
+  if (!draw.find(given[2], {"seed", "offset", "spare", "end", "end_spare"})) return nullptr;
+  generators = Py_NewRef(given[0]);
+  cpu_state = Py_NewRef(given[3]);
+  measure = Py_NewRef(given[4]);
   Py_RETURN_NONE;
 }
 
@@ -184,6 +210,7 @@ PyObject* draw_from(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 PyMethodDef random_functions[] = {
     {"draw_from", fast(draw_from), METH_FASTCALL, nullptr},
+    {"take", fast(take), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
