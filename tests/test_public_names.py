@@ -44,7 +44,7 @@ def described(name: str, item: Any) -> Iterator[str]:
             own |= {field.name: field.type for field in fields(item)}
         for key, value in sorted(own.items()):
             plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-            yield f"    {key}{signature(plain) if inspect.isfunction(plain) else _kind(plain)}"
+            yield f"    {key}{signature(plain) if callable(plain) and inspect.isroutine(plain) else _kind(plain)}"
     elif callable(item):
         yield f"{name}{signature(item)}"
     else:

@@ -236,3 +236,16 @@ def test_gradients_flow_through_pieces() -> None:
         return [x.grad]
 
     on_both(differentiate)
+
+
+def test_methods_look_like_those_of_pytorch() -> None:
+    for name in ("topk", "split", "max"):
+        method, other = getattr(marid.LazyTensor, name), getattr(torch.Tensor, name)
+        assert method.__name__ == name
+        assert method.__doc__ == other.__doc__
+        assert repr(method) == repr(other)
+        assert method.__wrapped__ is other
+    x = torch.arange(6.0, device=DEVICE)
+    assert marid.LazyTensor.topk(x, k=2).values.tolist() == [5, 4]
+    with pytest.raises(TypeError, match="topk"):
+        x.topk()  # type: ignore[call-arg]

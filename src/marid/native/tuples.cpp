@@ -56,11 +56,15 @@ PyObject* bound(PyObject* self, PyObject* instance, PyObject*) {
 }
 
 PyObject* attribute(PyObject* self, PyObject* name) {
+  PyObject* wrapped = reinterpret_cast<Method*>(self)->wrapped;
+  if (PyUnicode_CompareWithASCIIString(name, "__doc__") == 0) return PyObject_GetAttr(wrapped, name);  // types have one, too
   PyObject* own = PyObject_GenericGetAttr(self, name);
   if (own != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError)) return own;
   PyErr_Clear();
-  return PyObject_GetAttr(reinterpret_cast<Method*>(self)->wrapped, name);
+  return PyObject_GetAttr(wrapped, name);
 }
+
+PyObject* shown(PyObject* self) { return PyObject_Repr(reinterpret_cast<Method*>(self)->wrapped); }
 
 void free_method(PyObject* self) {
   auto* method = reinterpret_cast<Method*>(self);
@@ -80,6 +84,7 @@ PyType_Slot slots[] = {
     {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
     {Py_tp_descr_get, reinterpret_cast<void*>(bound)},
     {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
+    {Py_tp_repr, reinterpret_cast<void*>(shown)},
     {Py_tp_dealloc, reinterpret_cast<void*>(free_method)},
     {Py_tp_members, members},
     {0, nullptr},
