@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +95,12 @@ def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     yield tmp_path
     local_engine.programs.clear()  # pyright: ignore[reportAttributeAccessIssue]
     compiler.close()
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns after nearly every instruction."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -138,15 +137,7 @@ def test_a_draw_at_once_that_fails_takes_what_it_took(monkeypatch: pytest.Monkey
     on_both(run)
 
 
-@pytest.fixture
-def _switching_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("_switching_often")
+@pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("immediate_bytes", [0, 1 << 20], ids=["recorded", "at once"])
 def test_threads_draw_different_numbers(immediate_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together what one thread alone would draw."""

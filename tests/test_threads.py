@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +16,6 @@ from tests.helpers import DEVICE
 pytestmark = pytest.mark.in_process("looks at what this process recorded")
 
 _THREADS = 4
-
-
-@pytest.fixture
-def switching() -> Iterator[None]:
-    """Threads take turns after nearly every instruction."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def _at_once(work: Callable[[], Any]) -> list[Any]:

@@ -268,8 +268,7 @@ Outcome copy_to_host(const c10::OperatorHandle& handle, c10::ArrayRef<c10::IValu
 PyObject* at_once_by(const Operator& op) {
   if (op.identity == nullptr || recorders == nullptr || op.view_handle || (op.asks_autocast && is_autocasting())) return nullptr;
   PyObject* by = recorder_of(op);
-  bool may = by != nullptr && recorder.at(by, kAtOnce) == Py_True && recorder.at(by, kSameValue) != Py_True &&
-      recorder.at(by, kDraws) != Py_True;
+  bool may = by != nullptr && recorder.at(by, kAtOnce) == Py_True && recorder.at(by, kSameValue) != Py_True;
   return may ? by : nullptr;
 }
 
