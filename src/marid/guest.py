@@ -44,6 +44,7 @@ from marid.frontend import (
     record,
     recurrent,
     replicas,
+    spared_imports,
     special,
     subclasses,
     tuples,
@@ -56,14 +57,7 @@ from marid.ops import own_operators
 from marid.semantics import scopes
 
 Undo = Callable[[], None]
-_HANDLERS = (
-    convolutions,
-    distributed,
-    group_norm,
-    random,
-    recurrent,
-    special,
-)  # importing them registers what they record
+_HANDLERS = (convolutions, distributed, group_norm, random, recurrent, special)  # importing them registers theirs
 
 
 @dataclass(frozen=True)
@@ -336,10 +330,14 @@ CHANGES: list[Change] = [
     _replaced("sys.excepthook", "who asks for a device that is not there is told of this one", hints.hinting),
     Change("sys.meta_path", "Ctrl-C leaves no package half imported", late.find_whole),
     Change(
-        "torch._compile.getattr",
-        "a name that hides the builtin function there: meta kernels can be called without importing Dynamo, until that "
-        "is imported",
-        late.spare_dynamo,
+        "torch._compile.getattr, a name that hides the builtin there; and the code of steps of torch.optim",
+        "Dynamo is not imported where nothing is to be traced, until somebody else does",
+        spared_imports.spare_dynamo,
+    ),
+    Change(
+        "sys.modules while a meta kernel runs",
+        "nor sympy where sizes are numbers",
+        spared_imports.spare_sympy,
     ),
     _replaced(
         "torch._subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__",
@@ -351,7 +349,7 @@ CHANGES: list[Change] = [
         "torch._dynamo: CatchErrorsWrapper.__call__, VariableBuilder._wrap, TensorVariable.__init__, SKIP_DIRS; and "
         "sys.meta_path until it is imported",
         "what uses tensors of the device is left to Python",
-        lambda: changed_when_imported(late.DYNAMO, _change_dynamo, late.require_dynamo),
+        lambda: changed_when_imported(spared_imports.DYNAMO, _change_dynamo, spared_imports.require_dynamo),
     ),
 ]
 

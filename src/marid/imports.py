@@ -40,9 +40,9 @@ def changed_when_imported(
     undo: list[Callable[[], None]] = []
     ended = False
 
-    def loaded() -> None:
+    def loaded() -> None:  # twice where an import holds another one of the same module (frontend/late.py)
         watch_no_more()
-        if not ended:
+        if not ended and not undo:
             undo.append(change())
 
     def end() -> None:

@@ -18,6 +18,7 @@ from marid.frontend import handles, infer
 from marid.frontend.foreach_rules import for_each
 from marid.frontend.rules import rules, same_as
 from marid.frontend.smaller import Smaller, sizes_of
+from marid.frontend.spared_imports import SizesAreNumbers
 from marid.graph.arguments import map_leaves
 from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.native import module
@@ -93,7 +94,8 @@ class Derivation:
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: Any, values: tuple[Value, ...]
     ) -> infer.Rule | None:
         """The rule of a call; None where it cannot be derived."""
-        described = self._returned(args, kwargs)
+        with SizesAreNumbers():
+            described = self._returned(args, kwargs)
         if described is NotImplemented:
             return None
         rule = infer.Rule()

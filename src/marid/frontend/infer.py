@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from marid.engine.inprocess import concretely
 from marid.engine.protocol import other_layout
 from marid.frontend import handles
 from marid.frontend.smaller import Smaller, sizes_of
+from marid.frontend.spared_imports import SizesAreNumbers
 from marid.graph.arguments import placed
 from marid.graph.node import Spec, Value, root_of
 from marid.ops.facts import facts_of
@@ -50,8 +52,8 @@ def _elementwise(first: torch.Tensor, *others: torch.Tensor, generator: Any = No
     return torch.empty(first.shape, dtype=first.dtype, device=first.device)
 
 
-# What stands in for meta kernels: of operators that have none, and of some that are among the first in a program and
-# whose own are written in Python and import sympy.
+# What stands in for meta kernels: of operators that have none, and of some whose own are written in Python, and take
+# three times as long for each new size.
 _PREDICTED_BY = {
     **dict.fromkeys(
         (
@@ -249,7 +251,7 @@ def _adopt(rule: Rule, seen: Rule, shapes: bool) -> None:
 
 def _run(request: Request, device: str, fill: int | None, func: Any = None) -> tuple[Any, list[torch.Tensor]]:
     """Run the operator, or ``func``, on stand-ins; the return value and the stand-ins of ``request.tensors``."""
-    with concretely():
+    with concretely(), SizesAreNumbers() if device == "meta" else nullcontext():
         stand_ins = _StandIns(request, device, fill)
         args = [placed(arg, stand_ins.next) for arg in request.args]
         kwargs = {name: placed(arg, stand_ins.next) for name, arg in request.kwargs.items()}

@@ -1,28 +1,23 @@
-"""What is imported late, when an operation first needs it: Ctrl-C waits until it is there, and Dynamo is not needed.
+"""What is imported late, when an operation first needs it: Ctrl-C waits until it is there.
 
-Meta kernels import sympy, and much else of PyTorch, when they are first called. A large package of which half has been
-imported cannot be imported again: Python keeps the modules that were complete, and these refer to those that were not.
+A large package of which half has been imported cannot be imported again: Python keeps the modules that were complete,
+and these refer to those that were not.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from threading import get_ident, main_thread
 from types import ModuleType
-from typing import Any
-
-import torch._compile
 
 from marid.imports import on_import
 from marid.uninterrupted import Uninterrupted
 
-DYNAMO = "torch._dynamo"
 _WHOLE = {
-    *(DYNAMO, "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "sympy"),
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "sympy"),
     *("marid.remote.launch.connect", "marid.remote.client.parallel", "networkx", "rich.console"),
 }
 
@@ -60,40 +55,3 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec
-
-
-# --- Dynamo ----------------------------------------------------------------------------------------------------------
-
-_REFERENCES = ("torch._decomp", "torch._meta_registrations", "torch._prims", "torch._refs")
-_spared: Callable[[], None] | None = None
-
-
-def spare_dynamo() -> Callable[[], None]:
-    """Let PyTorch's reference implementations, which its meta kernels call, run without Dynamo until that is imported.
-
-    They are not to be traced: at its first call each asks for its attribute ``__dynamo_disable``, and where that is
-    missing imports Dynamo to make it. While Dynamo is missing nothing is traced, and the function is its own answer.
-    Returns what ends that.
-    """
-    global _spared
-    if DYNAMO in sys.modules:
-        return lambda: None
-    compiling: Any = torch._compile
-
-    def answer(owner: Any, name: str, *default: Any) -> Any:
-        is_reference = name == "__dynamo_disable" and str(owner.__module__).startswith(_REFERENCES)
-        return owner if is_reference else getattr(owner, name, *default)
-
-    def end() -> None:
-        if vars(compiling).get("getattr") is answer:
-            del compiling.getattr
-
-    compiling.getattr = answer
-    _spared = end
-    return end
-
-
-def require_dynamo() -> None:
-    """Dynamo is about to be imported, and can be told what not to trace."""
-    if _spared is not None:
-        _spared()

@@ -49,7 +49,7 @@ same_as: dict[Any, tuple[Any, Callable[..., tuple[tuple[Any, ...], Any]]]] = {
     aten.sum.default: (aten.sum.dim_IntList, lambda x, dtype=None: ((x, (), False), _named(dtype=dtype))),
 }
 """Operators that return what another one does: that, and its positional and named arguments for a call. Their own
-kernels for tensors without data, where there are any, call others that are written in Python, and import sympy."""
+kernels for tensors without data, where there are any, call others that are written in Python."""
 
 
 def rule(func: Any) -> Callable[[Rule], Rule]:
