@@ -193,6 +193,34 @@ def listed_and_added(x: torch.Tensor) -> Any:
     return [x.item()] + [1]
 
 
+def gathered_in_a_loop(x: torch.Tensor) -> Any:
+    values: list[Any] = []
+    for number in range(3):
+        x = x + number
+        values += [x.item(), number]
+    more = [*values] + [x.sum().item()]
+    more += values
+    return values, more, [one.item() for one in x.expand(2)] + [3]
+
+
+def gathered_in_an_argument(x: torch.Tensor, values: list[Any] | None = None) -> Any:
+    found = [] if values is None else values
+    found += [x.item()]
+    return found
+
+
+def gathered_in_two_places(x: torch.Tensor) -> Any:
+    values: list[Any] = []
+    more = values
+    more += [x.item()]
+    in_a_text.values = values  # type: ignore[attr-defined]
+    return more
+
+
+def repeated(x: torch.Tensor) -> Any:
+    return [x.item()] * 2
+
+
 def rounded(x: torch.Tensor) -> Any:
     return x.item() // 1
 
@@ -392,19 +420,34 @@ def printed(x: torch.Tensor) -> Any:
 
 
 LOOKED_AT = [
-    *(listed_and_added, rounded, rounded_to_a_whole_number, in_a_text, as_a_key, inside_try, before_try, printed),
+    *(
+        gathered_in_an_argument,
+        repeated,
+        rounded,
+        rounded_to_a_whole_number,
+        in_a_text,
+        as_a_key,
+        inside_try,
+        before_try,
+        printed,
+    ),
     *(unpacked_by_a_call,),
     *(cleared, added_to_another, compared_to_nothing, by_a_method_of_c, looked_at_from_aside, inside_with),
 ]
-KEPT = [kept_by_an_object, kept_by_a_closure]
+KEPT = [kept_by_an_object, kept_by_a_closure, gathered_in_two_places]
 RETURNED = [
     *[returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop],
-    *[unpacked_from_a_list, counted, taken_out, given_to_a_call],
+    *[listed_and_added, gathered_in_a_loop, unpacked_from_a_list, counted, taken_out, given_to_a_call],
     *[in_rows, in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition],
 ]
 USES = [
     *[(one, None) for one in LOOKED_AT + KEPT if one not in (unpacked_by_a_call, rounded_to_a_whole_number)],
-    *[(given_to_a_call, None), (counted, Use(True, False)), (taken_out, Use(True, True))],
+    *[
+        (given_to_a_call, None),
+        (listed_and_added, Use(True, False)),
+        (counted, Use(True, False)),
+        (taken_out, Use(True, True)),
+    ],
     *[(returned, Use(True, False)), (returned_later, Use(True, False)), (in_arithmetic, Use(True, False))],
     *[(returned_beside_calls, Use(True, True)), (divided_by_a_call, Use(True, True)), (in_a_loop, Use(True, True))],
     *[(in_a_dict, Use(True, True)), (by_a_condition, Use(True, False)), (compared_and_returned, Use(True, False))],

@@ -18,28 +18,21 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from marid.replay.flow_state import APPEND, CALLEE, HOLDER, MADE, NOTHING, NUMBER, OTHER, VALUE, Kind, State
 from marid.replay.opcodes import CLEANS, ENDS, IN_TURN, JUMPS, POPS, POPS_BY_COUNT, QUIET, SIGNS, SKIPPED
 from marid.replay.waiting import Conversion
-
-# What an entry of the stack or a variable may be: what stands for a number or another value, a container that holds
-# such, and anything else. A container that the function has made, or the `append` of one, is a pair of ``_MADE`` or
-# ``_APPEND`` and the offset of the instruction that made it; what may be called, a pair of ``_CALLEE`` and a name.
-_OTHER, _NUMBER, _VALUE, _HOLDER = "other", "number", "value", "holder"
-_MADE, _APPEND, _CALLEE = "made", "append", "callee"
-Kind = frozenset[Any]
-_NOTHING: Kind = frozenset([_OTHER])
 
 
 def _python(name: str) -> tuple[str, str]:
     """The callee that is a builtin of Python, or stands for it."""
-    return _CALLEE, f"{name} of Python"
+    return CALLEE, f"{name} of Python"
 
 
 CONVERSIONS = {name: _python(name)[1] for name in ("int", "float")}
 """The names by which ``use_of`` knows the calls of these."""
 BUILTINS = frozenset(["abs", "len"])
 """What is followed where a function calls it by a global name, and that is the builtin."""
-_OF_A_NUMBER = frozenset([_python("abs"), *[(_CALLEE, name) for name in CONVERSIONS.values()]])
+_OF_A_NUMBER = frozenset([_python("abs"), *[(CALLEE, name) for name in CONVERSIONS.values()]])
 
 
 @dataclass(frozen=True)
@@ -70,45 +63,14 @@ class _Unknown(Exception):
     """The value is used in a way that is not followed."""
 
 
-@dataclass
-class _State:
-    """What is known before an instruction: the top of the stack, variables that are something, and whether something
-    was called since the value was read."""
-
-    stack: list[Kind]
-    variables: dict[str, Kind]
-    called: bool
-
-    def copy(self) -> _State:
-        return _State([*self.stack], {**self.variables}, self.called)
-
-    def pop(self, count: int) -> list[Kind]:
-        self.reach(count)
-        taken = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
-        return taken
-
-    def reach(self, count: int) -> None:
-        self.stack[:0] = [_NOTHING] * (count - len(self.stack))  # what was there before
-
-    def joined(self, other: _State) -> _State:
-        depth = max(len(self.stack), len(other.stack))
-        self.reach(depth)
-        other.reach(depth)
-        stack = [a | b for a, b in zip(self.stack, other.stack, strict=True)]
-        names = {*self.variables, *other.variables}
-        variables = {n: self.variables.get(n, _NOTHING) | other.variables.get(n, _NOTHING) for n in names}
-        return _State(stack, variables, self.called or other.called)
-
-
 class _Flow:
     """One function, and the value that the call of ``name`` at ``offset`` returns. Raises ``_Unknown``."""
 
     def __init__(self, code: CodeType, offset: int, name: str, builtins: frozenset[str]) -> None:
         self._builtins = builtins
-        self._callee = frozenset([(_CALLEE, name)])
+        self._callee = frozenset([(CALLEE, name)])
         is_number = name == "item" or name in CONVERSIONS.values()
-        self._kind: Kind = frozenset([_NUMBER if is_number else _HOLDER if name.startswith("<") else _VALUE])
+        self._kind: Kind = frozenset([NUMBER if is_number else HOLDER if name.startswith("<") else VALUE])
         found = dis.Bytecode(code)
         self._instructions = [one for one in found if one.opname not in SKIPPED]
         # Within a call, a frame is at the instruction, in what is cached behind it, or (Python 3.11) at PRECALL before.
@@ -136,7 +98,7 @@ class _Flow:
                 return Use(self._returned, self._before)
 
     def _follow(self) -> None:
-        before: dict[int, _State] = {0: _State([], {}, False)}
+        before: dict[int, State] = {0: State([], {}, False)}
         waiting = [0]
         left = 100 * len(self._instructions)  # it ends long before, unless an instruction is not what it is taken for
         while waiting:
@@ -151,7 +113,7 @@ class _Flow:
                     before[following] = joined
                     waiting.append(following)
 
-    def _successors(self, index: int, state: _State) -> Iterator[tuple[int, _State]]:
+    def _successors(self, index: int, state: State) -> Iterator[tuple[int, State]]:
         one = self._instructions[index]
         kinds = (*state.stack, *state.variables.values())
         if any(one.offset in lines for lines in self._handled) and any(map(self._holds, kinds)):
@@ -188,16 +150,14 @@ class _Flow:
     @staticmethod
     def _may_be_number(kind: Kind) -> bool:
         """Whether it is nothing that the function has made, and holds nothing."""
-        return all(one in (_NUMBER, _OTHER) or (type(one) is tuple and one[0] == _CALLEE) for one in kind)
+        return all(one in (NUMBER, OTHER) or (type(one) is tuple and one[0] == CALLEE) for one in kind)
 
     def _holds(self, kind: Kind) -> bool:
-        return any(
-            one in (_NUMBER, _VALUE, _HOLDER) or (type(one) is tuple and one[1] in self._holding) for one in kind
-        )
+        return any(one in (NUMBER, VALUE, HOLDER) or (type(one) is tuple and one[1] in self._holding) for one in kind)
 
     # --- one instruction ---
 
-    def _step(self, one: dis.Instruction, state: _State, jump: bool) -> None:
+    def _step(self, one: dis.Instruction, state: State, jump: bool) -> None:
         """What is known behind an instruction. Raises ``_Unknown``."""
         name, count = one.opname, one.arg or 0
         if self._moves(one, state):
@@ -228,25 +188,25 @@ class _Flow:
         pushes = 1 if name.startswith("CALL") else pops + effect
         state.stack += [made] * pushes
 
-    def _moves(self, one: dis.Instruction, state: _State) -> bool:
+    def _moves(self, one: dis.Instruction, state: State) -> bool:
         """Carry out what only moves entries between stack and variables; whether it was that."""
         name, count, at = one.opname, one.arg or 0, one.argval
         load, store = state.variables.get, state.variables
         if name in IN_TURN:
-            state.stack += [load(variable, _NOTHING) for variable in at]
+            state.stack += [load(variable, NOTHING) for variable in at]
         elif name == "STORE_FAST_LOAD_FAST":
             store[at[0]] = state.pop(1)[0]
-            state.stack.append(load(at[1], _NOTHING))
+            state.stack.append(load(at[1], NOTHING))
         elif name == "STORE_FAST_STORE_FAST":
             store[at[1]], store[at[0]] = state.pop(2)
         elif name.startswith("LOAD_FAST"):
-            state.stack.append(load(at, _NOTHING))
+            state.stack.append(load(at, NOTHING))
             if name == "LOAD_FAST_AND_CLEAR":
-                store[at] = _NOTHING
+                store[at] = NOTHING
         elif name == "STORE_FAST":
             store[at] = state.pop(1)[0]
         elif name == "DELETE_FAST":
-            store[at] = _NOTHING
+            store[at] = NOTHING
         elif name == "POP_TOP":
             state.pop(1)
         elif name == "COPY":
@@ -259,14 +219,14 @@ class _Flow:
             return False
         return True
 
-    def _unknown(self, state: _State) -> None:
+    def _unknown(self, state: State) -> None:
         if any(map(self._holds, state.stack)):
             raise _Unknown
         self._escape(state.stack)
         state.called = True
         state.stack = []
 
-    def _result(self, one: dis.Instruction, taken: list[Kind], state: _State) -> Kind:
+    def _result(self, one: dis.Instruction, taken: list[Kind], state: State) -> Kind:
         """What an instruction makes of what it takes."""
         name, count = one.opname, one.arg or 0
         held = any(map(self._holds, taken))
@@ -278,14 +238,14 @@ class _Flow:
                 raise _Unknown  # as keys
             for kind in taken:
                 self._hold(one.offset, kind)
-            return frozenset([(_MADE, one.offset)])
+            return frozenset([(MADE, one.offset)])
         elif name in ("BUILD_TUPLE", "BUILD_CONST_KEY_MAP"):
-            return frozenset([_HOLDER]) if held else _NOTHING
+            return frozenset([HOLDER]) if held else NOTHING
         elif name in ("LIST_APPEND", "LIST_EXTEND", "MAP_ADD"):
             state.reach(count)
-            if name == "LIST_EXTEND" and taken[-1] & {_NUMBER, _VALUE}:
+            if name == "LIST_EXTEND" and taken[-1] & {NUMBER, VALUE}:
                 raise _Unknown  # what stands for a value has no items
-            items = frozenset([_HOLDER]) if name == "LIST_EXTEND" and self._holds(taken[-1]) else taken[-1]
+            items = frozenset([HOLDER]) if name == "LIST_EXTEND" and self._holds(taken[-1]) else taken[-1]
             self._put(items, state.stack[-count])
             self._plain(taken[:-1])
         elif name == "STORE_SUBSCR":
@@ -293,16 +253,16 @@ class _Flow:
             self._plain(taken[2:])
         elif self._is_append(one, taken):
             if name == "CALL":
-                self._put(taken[2], frozenset([(_MADE, self._appends(taken))]))
+                self._put(taken[2], frozenset([(MADE, self._appends(taken))]))
             else:
-                return frozenset([(_APPEND, self._made(taken[0]))])
+                return frozenset([(APPEND, self._made(taken[0]))])
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             self._plain(taken)
-            return frozenset([(_CALLEE, one.argval)])
+            return frozenset([(CALLEE, one.argval)])
         elif name == "LOAD_GLOBAL" and one.argval in self._builtins:
             return frozenset([_python(one.argval)])
         elif name == "LOAD_CONST" and isinstance(one.argval, Conversion):
-            return frozenset([(_CALLEE, CONVERSIONS[one.argval.name])])
+            return frozenset([(CALLEE, CONVERSIONS[one.argval.name])])
         elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, _OF_A_NUMBER):
             return self._of_numbers(one, taken, state)
         elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, frozenset([_python("len")])):
@@ -310,9 +270,11 @@ class _Flow:
                 raise _Unknown
         elif (name == "BINARY_SUBSCR" or one.argrepr == "[]") and (container := self._made(taken[0])) is not None:
             self._plain(taken[1:])
-            return self._holding.get(container, _NOTHING) | _NOTHING
+            return self._holding.get(container, NOTHING) | NOTHING
+        elif name == "BINARY_OP" and one.argrepr in ("+", "+=") and all(map(self._are_containers, taken)):
+            return self._together(one, *taken)
         elif name == "LOAD_CONST" and type(one.argval) is CodeType:
-            return frozenset([(_CALLEE, one.argval.co_name)])
+            return frozenset([(CALLEE, one.argval.co_name)])
         elif name == "MAKE_FUNCTION":
             self._plain(taken)
             return taken[-1]
@@ -325,24 +287,24 @@ class _Flow:
             return self._of_numbers(one, taken, state)
         else:
             self._plain(taken)
-        return _NOTHING
+        return NOTHING
 
-    def _of_numbers(self, one: dis.Instruction, taken: list[Kind], state: _State) -> Kind:
+    def _of_numbers(self, one: dis.Instruction, taken: list[Kind], state: State) -> Kind:
         """What arithmetic, comparisons and branches make of numbers."""
         if not any(map(self._holds, taken)):
             self._escape(taken)
-            return _NOTHING
+            return NOTHING
         if one.opname in ("BINARY_OP", "UNARY_NEGATIVE", "CALL"):
             known = one.opname != "BINARY_OP" or one.argrepr.rstrip("=") in SIGNS
             if not known or not all(map(self._may_be_number, taken)):
                 raise _Unknown
-            return frozenset([_NUMBER])
+            return frozenset([NUMBER])
         if one.opname.endswith("NONE"):
             raise _Unknown
         self._test(taken, state, truth=one.opname != "COMPARE_OP")
-        return _NOTHING
+        return NOTHING
 
-    def _test(self, taken: list[Kind], state: _State, truth: bool) -> None:
+    def _test(self, taken: list[Kind], state: State, truth: bool) -> None:
         """Numbers are compared; or it is asked whether something is true, as are containers that have items."""
         if any(map(self._holds, taken)):
             numbers = [one for kind in taken for one in kind if not (truth and self._is_container(one))]
@@ -369,7 +331,18 @@ class _Flow:
 
     def _hold(self, site: int, value: Kind) -> None:
         if self._holds(value):
-            self._holding[site] = self._holding.get(site, _NOTHING) | value
+            self._holding[site] = self._holding.get(site, NOTHING) | value
+
+    def _together(self, one: dis.Instruction, left: Kind, right: Kind) -> Kind:
+        """A list with the items of two lists, which is the left one for ``+=``."""
+        if left == frozenset([HOLDER]):
+            return left
+        site = one.offset if one.argrepr == "+" else self._made(left)
+        if site is None:
+            raise _Unknown
+        for item in right if one.argrepr == "+=" else left | right:
+            self._hold(site, self._holding.get(item[1], NOTHING) if type(item) is tuple else frozenset([item]))
+        return frozenset([(MADE, site)])
 
     @staticmethod
     def _calls(taken: list[Kind], callees: frozenset[Any]) -> bool:
@@ -378,13 +351,16 @@ class _Flow:
 
     @staticmethod
     def _is_container(one: Any) -> bool:
-        return one == _HOLDER or (type(one) is tuple and one[0] == _MADE)
+        return one == HOLDER or (type(one) is tuple and one[0] == MADE)
+
+    def _are_containers(self, kind: Kind) -> bool:
+        return all(map(self._is_container, kind))
 
     @staticmethod
     def _made(kind: Kind) -> int | None:
         """Which container it is, if it is one that the function has made."""
         one = next(iter(kind)) if len(kind) == 1 else None
-        return one[1] if type(one) is tuple and one[0] == _MADE else None
+        return one[1] if type(one) is tuple and one[0] == MADE else None
 
     def _is_append(self, one: dis.Instruction, taken: list[Kind]) -> bool:
         """Whether an instruction looks the `append` of a container up that the function has made, or calls it."""
@@ -395,6 +371,6 @@ class _Flow:
     @staticmethod
     def _appends(taken: list[Kind]) -> int | None:
         """The container to which a call adds its one argument, if it calls an `append`."""
-        called = {item for kind in taken[:2] for item in kind - _NOTHING}
+        called = {item for kind in taken[:2] for item in kind - NOTHING}
         one = called.pop() if len(taken) == 3 and len(called) == 1 else None
-        return one[1] if type(one) is tuple and one[0] == _APPEND and frozenset([one]) in taken[:2] else None
+        return one[1] if type(one) is tuple and one[0] == APPEND and frozenset([one]) in taken[:2] else None
