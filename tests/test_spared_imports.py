@@ -129,6 +129,43 @@ def test_others_import_the_packages_themselves(who: str, statement: str) -> None
     assert values == ["_StandIn", "imported", "module sympy sympy.core.kind", "True True"]
 
 
+@pytest.mark.parametrize(
+    "statement",
+    ["import torch._dynamo", "import sympy.core.kind", "from torch.fx.experimental.symbolic_shapes import ShapeEnv"],
+)
+def test_packages_are_imported_while_other_threads_run_meta_kernels(statement: str) -> None:
+    values = run_alone(
+        f"""
+        import threading
+        from marid.frontend.spared_imports import SizesAreNumbers
+
+        torch.remote_accelerator.init()
+        imported, calls = threading.Event(), []
+
+        def ask():
+            while not imported.is_set():
+                with SizesAreNumbers():
+                    calls.append(torch.where(torch.ones(2, device="meta") > 0, 1.0, 2.0).shape)
+                    torch.ones(3, device="meta").add_(1)
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while len(calls) < 20:
+            pass
+        {statement}
+        imported.set()
+        for thread in threads:
+            thread.join()
+        double = torch.compile(lambda x: x[: x.shape[0] // 2] * 2, dynamic=True, backend="aot_eager")
+        print([double(torch.ones(size)).tolist() for size in (4, 6)])
+        import sympy
+        print(sympy.Symbol("x") + 1, type(sympy).__name__, len(sympy.printing.__name__))
+        """
+    )
+    assert values == ["[[2.0, 2.0], [2.0, 2.0, 2.0]]", "x + 1 module 14"]
+
+
 def test_meta_kernels_say_the_same() -> None:
     """Of PyTorch's samples, with what stands in for sympy and with itself: sizes, strides, types and errors."""
     values = run_alone(
@@ -136,6 +173,7 @@ def test_meta_kernels_say_the_same() -> None:
         import itertools, warnings
         from torch.testing._internal.common_methods_invocations import op_db
         from torch.utils._pytree import tree_map
+        from marid.frontend import spared_imports
         from marid.frontend.spared_imports import SizesAreNumbers
 
         warnings.simplefilter("ignore")
@@ -161,6 +199,7 @@ def test_meta_kernels_say_the_same() -> None:
                     sample = sample.transform(to_meta)
                     expected = outcome(function, sample)
                     themselves = {name: sys.modules.pop(name) for name in names}
+                    spared_imports._spares_sympy = True  # until one is imported
                     with SizesAreNumbers():
                         seen = outcome(function, sample)
                         if any(type(sys.modules.get(name)).__name__ != "_StandIn" for name in names):

@@ -24,6 +24,8 @@ from typing import Any
 import torch._compile
 import torch.optim
 
+from marid.imports import on_import
+
 DYNAMO = "torch._dynamo"
 _SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
 _REFERENCES = ("torch._decomp", "torch._meta_registrations", "torch._prims", "torch._refs")  # what meta kernels call
@@ -157,7 +159,7 @@ class _StandIn(ModuleType):
         setattr(self._real(), name, value)
 
     def _real(self) -> ModuleType:
-        _give_way()
+        _require_sympy()
         return importlib.import_module(self.__name__)
 
     def _answers(self, caller: FrameType) -> bool:
@@ -193,7 +195,7 @@ class _Imported(MetaPathFinder, Loader):
 _stand_ins = [_StandIn(name) for name in _ANSWERS]
 
 
-def _give_way() -> None:
+def _take_away() -> None:
     with _lock:
         for module in _stand_ins:
             if sys.modules.get(module.__name__) is module:
@@ -206,24 +208,32 @@ class SizesAreNumbers:
     def __enter__(self) -> None:
         with _lock:
             _running.add(threading.get_ident())
-            if _spares_sympy and all(sys.modules.get(module.__name__, module) is module for module in _stand_ins):
+            if _spares_sympy:
                 sys.modules.update({module.__name__: module for module in _stand_ins})
 
     def __exit__(self, *_: object) -> None:
         with _lock:
             _running.discard(threading.get_ident())
             if not _running:
-                _give_way()
+                _take_away()
+
+
+def _require_sympy() -> None:
+    """Somebody imports one of the two: from here on there are the modules themselves."""
+    global _spares_sympy
+    with _lock:
+        _spares_sympy = False
+        _take_away()
 
 
 def spare_sympy() -> Callable[[], None]:
-    """Let such blocks do without sympy. Returns what ends that."""
+    """Let such blocks do without sympy, until somebody imports it. Returns what ends that."""
     global _spares_sympy
-    _spares_sympy = True
+    _spares_sympy = not any(name in sys.modules for name in _ANSWERS)
+    watch_no_more = on_import(_ANSWERS, lambda _spec: _require_sympy())
 
     def end() -> None:
-        global _spares_sympy
-        _spares_sympy = False
-        _give_way()
+        watch_no_more()
+        _require_sympy()
 
     return end
