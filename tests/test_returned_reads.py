@@ -203,6 +203,52 @@ def gathered_in_a_loop(x: torch.Tensor) -> Any:
     return values, more, [one.item() for one in x.expand(2)] + [3]
 
 
+MODEL = torch.nn.Identity()
+
+
+def beside_an_attribute(x: torch.Tensor) -> Any:
+    MODEL.eval()
+    value = MODEL(x).item()
+    MODEL.train()
+    return value
+
+
+def in_a_dict_of_numbers(x: torch.Tensor) -> Any:
+    found = {"loss": 0.0, "count": 0}
+    for number in range(3):
+        x = x + number
+        found["loss"] += x.item() / 2
+        found["count"] += 1
+    return found
+
+
+def summed(x: torch.Tensor) -> Any:
+    values: list[Any] = []
+    for number in range(3):
+        x = x + number
+        values.append(x.item())
+    return sum(values) / len(values), sum(values)
+
+
+def by_way_of_the_host(x: torch.Tensor) -> Any:
+    return x.expand(2).cpu().tolist(), x.cpu().item(), x.detach().cpu().numpy(), x.cpu()
+
+
+def by_way_of_numpy(x: torch.Tensor) -> Any:
+    return x.cpu().numpy().tolist()
+
+
+def summed_rows(x: torch.Tensor) -> Any:
+    rows: list[Any] = []
+    rows.append(x.expand(2).tolist())
+    return sum(rows, [])  # noqa: RUF017
+
+
+def evaluated(x: torch.Tensor) -> Any:
+    value = x.item()
+    return eval("value + 1"), value
+
+
 def gathered_in_an_argument(x: torch.Tensor, values: list[Any] | None = None) -> Any:
     found = [] if values is None else values
     found += [x.item()]
@@ -437,7 +483,16 @@ LOOKED_AT = [
 KEPT = [kept_by_an_object, kept_by_a_closure, gathered_in_two_places]
 RETURNED = [
     *[returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop],
-    *[listed_and_added, gathered_in_a_loop, unpacked_from_a_list, counted, taken_out, given_to_a_call],
+    *[
+        in_a_dict_of_numbers,
+        summed,
+        listed_and_added,
+        gathered_in_a_loop,
+        unpacked_from_a_list,
+        counted,
+        taken_out,
+        given_to_a_call,
+    ],
     *[in_rows, in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition],
 ]
 USES = [

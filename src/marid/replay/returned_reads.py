@@ -12,6 +12,7 @@ Only the function's own code returns such values, outside of ``try`` and ``with`
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import sys
 import threading
@@ -25,10 +26,12 @@ import torch
 
 from marid.frontend.observe import observer
 from marid.frontend.tensor import LazyTensor
+from marid.replay.opcodes import SKIPPED
 from marid.replay.value_flow import BUILTINS, CONVERSIONS, Use, use_of
 from marid.replay.waiting import Conversion, ReturnedRead
 
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__")
+_READS = ("item", "tolist", "numpy")
 
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>")
 _IN_A_CONTEXT = torch.no_grad()(lambda: None).__code__
@@ -92,10 +95,25 @@ def _deciding(method: Callable[..., bool]) -> Callable[..., bool]:
 def _waiting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = None if args or kwargs else _read(self, name, sys._getframe(1), name)
+        frame = sys._getframe(1)
+        if name == "cpu" and _here.caller is not None and _is_read_next(frame.f_code, frame.f_lasti):
+            return self  # its value is read where the other one is
+        made = None if args or kwargs else _read(self, name, frame, name)
         return method(self, *args, **kwargs) if made is None else made
 
     return read
+
+
+@functools.lru_cache(1024)
+def _is_read_next(code: CodeType, offset: int) -> bool:
+    """Whether the call at ``offset`` is that of ``x.cpu().item()``, or of another such read."""
+    instructions = [*dis.get_instructions(code)]
+    here = max(one.offset for one in instructions if one.offset <= offset)  # Python 3.11 may be at PRECALL
+    following = [one for one in instructions if one.offset >= here and one.opname not in SKIPPED][:3]
+    before = [one for one in instructions if one.offset < here and one.opname not in SKIPPED][-1:]
+    looks = [(one.opname in ("LOAD_ATTR", "LOAD_METHOD"), one.argval) for one in (*before, *following[1:2])]
+    calls = [(one.opname, one.arg) for one in following[::2]]
+    return calls == [("CALL", 0)] * 2 and looks in [[(True, "cpu"), (True, name)] for name in _READS]
 
 
 def _read(tensor: Any, method: str, frame: FrameType, called: str) -> ReturnedRead | None:

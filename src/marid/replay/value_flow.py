@@ -30,7 +30,7 @@ def _python(name: str) -> tuple[str, str]:
 
 CONVERSIONS = {name: _python(name)[1] for name in ("int", "float")}
 """The names by which ``use_of`` knows the calls of these."""
-BUILTINS = frozenset(["abs", "len"])
+BUILTINS = frozenset(["abs", "len", "sum"])
 """What is followed where a function calls it by a global name, and that is the builtin."""
 _OF_A_NUMBER = frozenset([_python("abs"), *[(CALLEE, name) for name in CONVERSIONS.values()]])
 
@@ -51,12 +51,26 @@ def use_of(code: CodeType, offset: int, name: str, builtins: frozenset[str]) -> 
     something else is called there. ``builtins`` are those of ``BUILTINS`` that global names stand for."""
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return None
-    if {"locals", "vars", "eval", "exec", "_getframe", "currentframe"} & {*code.co_names}:
+    if _looks_aside(code):
         return None
     try:
         return _Flow(code, offset, name, builtins).use()
     except _Unknown:
         return None
+
+
+_OF_ALL_VARIABLES = {"locals", "vars", "eval", "exec"}
+
+
+def _looks_aside(code: CodeType) -> bool:
+    """Whether a function may see its variables in another way than by their names. ``model.eval()`` does not."""
+    names = {*code.co_names}
+    if {"_getframe", "currentframe", "builtins", "__builtins__"} & names:
+        return True
+    return bool(_OF_ALL_VARIABLES & names) and any(
+        one.argval in _OF_ALL_VARIABLES and one.opname not in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+        for one in dis.get_instructions(code)
+    )
 
 
 class _Unknown(Exception):
@@ -239,7 +253,11 @@ class _Flow:
             for kind in taken:
                 self._hold(one.offset, kind)
             return frozenset([(MADE, one.offset)])
-        elif name in ("BUILD_TUPLE", "BUILD_CONST_KEY_MAP"):
+        elif name == "BUILD_CONST_KEY_MAP":
+            for kind in taken[:-1]:
+                self._hold(one.offset, kind)
+            return frozenset([(MADE, one.offset)])
+        elif name == "BUILD_TUPLE":
             return frozenset([HOLDER]) if held else NOTHING
         elif name in ("LIST_APPEND", "LIST_EXTEND", "MAP_ADD"):
             state.reach(count)
@@ -266,8 +284,13 @@ class _Flow:
         elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, _OF_A_NUMBER):
             return self._of_numbers(one, taken, state)
         elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, frozenset([_python("len")])):
-            if not all(map(self._is_container, taken[2])):
+            if not self._are_containers(taken[2]):
                 raise _Unknown
+        elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, frozenset([_python("sum")])):
+            site = self._made(taken[2])
+            if site is None or not self._may_be_number(self._holding.get(site, NOTHING)):
+                raise _Unknown
+            return frozenset([NUMBER])
         elif (name == "BINARY_SUBSCR" or one.argrepr == "[]") and (container := self._made(taken[0])) is not None:
             self._plain(taken[1:])
             return self._holding.get(container, NOTHING) | NOTHING
