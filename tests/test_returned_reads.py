@@ -244,6 +244,41 @@ def summed_rows(x: torch.Tensor) -> Any:
     return sum(rows, [])  # noqa: RUF017
 
 
+def by_names(x: torch.Tensor) -> Any:
+    history: dict[str, list[Any]] = {"loss": [], "rows": []}
+    more = {}
+    for number in range(3):
+        x = x + number
+        history["loss"].append(x.item())
+        history["rows"].append(x.expand(2).tolist())
+    more["last"] = [x.item() / 3]
+    return history, more, [*history["loss"]]
+
+
+def in_one_of_two(x: torch.Tensor) -> Any:
+    even: list[Any] = []
+    odd: list[Any] = []
+    for number in range(4):
+        x = x + number
+        chosen = odd if number % 2 else even
+        chosen.append(x.item())
+    return even, odd
+
+
+def kept_by_its_holder(x: torch.Tensor) -> Any:
+    history: dict[str, list[Any]] = {"loss": []}
+    losses = history["loss"]
+    in_a_text.history = history  # type: ignore[attr-defined]
+    losses.append(x.item())
+    return 1
+
+
+def mixed(x: torch.Tensor) -> Any:
+    history = {"loss": [], "others": sorted([])}
+    history["loss" if x.dim() else "others"].append(x.item())
+    return history
+
+
 def evaluated(x: torch.Tensor) -> Any:
     value = x.item()
     return eval("value + 1"), value
@@ -406,7 +441,7 @@ def taken_out(x: torch.Tensor) -> Any:
     return values[0]
 
 
-def cleared(x: torch.Tensor) -> Any:
+def in_a_list_of_lists(x: torch.Tensor) -> Any:
     rows: list[Any] = [[]]
     rows[0].append(x.item())
     return rows
@@ -466,43 +501,22 @@ def printed(x: torch.Tensor) -> Any:
 
 
 LOOKED_AT = [
-    *(
-        gathered_in_an_argument,
-        repeated,
-        rounded,
-        rounded_to_a_whole_number,
-        in_a_text,
-        as_a_key,
-        inside_try,
-        before_try,
-        printed,
-    ),
-    *(unpacked_by_a_call,),
-    *(cleared, added_to_another, compared_to_nothing, by_a_method_of_c, looked_at_from_aside, inside_with),
+    *(gathered_in_an_argument, repeated, rounded, rounded_to_a_whole_number, in_a_text, as_a_key, inside_try),
+    *(before_try, printed, unpacked_by_a_call, added_to_another, kept_by_its_holder, mixed, compared_to_nothing),
+    *(by_a_method_of_c, looked_at_from_aside, inside_with, summed_rows, evaluated, by_way_of_numpy),
 ]
 KEPT = [kept_by_an_object, kept_by_a_closure, gathered_in_two_places]
 RETURNED = [
-    *[returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop],
-    *[
-        in_a_dict_of_numbers,
-        summed,
-        listed_and_added,
-        gathered_in_a_loop,
-        unpacked_from_a_list,
-        counted,
-        taken_out,
-        given_to_a_call,
-    ],
-    *[in_rows, in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition],
+    *(returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop),
+    *(in_a_dict_of_numbers, summed, listed_and_added, gathered_in_a_loop, unpacked_from_a_list, counted, taken_out),
+    *(by_names, in_one_of_two, in_a_list_of_lists, beside_an_attribute, by_way_of_the_host, given_to_a_call, in_rows),
+    *(in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition),
 ]
+OTHERWISE = (unpacked_by_a_call, rounded_to_a_whole_number, summed_rows, by_way_of_numpy)  # read in another way
 USES = [
-    *[(one, None) for one in LOOKED_AT + KEPT if one not in (unpacked_by_a_call, rounded_to_a_whole_number)],
-    *[
-        (given_to_a_call, None),
-        (listed_and_added, Use(True, False)),
-        (counted, Use(True, False)),
-        (taken_out, Use(True, True)),
-    ],
+    *[(one, None) for one in [*LOOKED_AT, *KEPT, given_to_a_call] if one not in OTHERWISE],
+    *[(listed_and_added, Use(True, False)), (counted, Use(True, False)), (taken_out, Use(True, True))],
+    *[(in_a_list_of_lists, Use(True, True))],
     *[(returned, Use(True, False)), (returned_later, Use(True, False)), (in_arithmetic, Use(True, False))],
     *[(returned_beside_calls, Use(True, True)), (divided_by_a_call, Use(True, True)), (in_a_loop, Use(True, True))],
     *[(in_a_dict, Use(True, True)), (by_a_condition, Use(True, False)), (compared_and_returned, Use(True, False))],

@@ -5,7 +5,9 @@ Opcodes are those that ``dis`` documents for Python 3.11 to 3.14.
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable
+from types import CodeType
 
 POPS = {
     "NOP": 0, "RESUME": 0, "KW_NAMES": 0, "PUSH_NULL": 0, "COPY_FREE_VARS": 0, "MAKE_CELL": 0, "LOAD_CONST": 0,
@@ -39,3 +41,16 @@ QUIET = (
     *("LOAD_GLOBAL", "LOAD_FAST", "STORE_FAST", "BUILD_", "LIST_APPEND", "MAP_ADD", "JUMP_", "RETURN_", "DELETE_FAST"),
 )
 """How instructions begin that call nothing, so that nothing is written meanwhile."""
+
+_OF_ALL_VARIABLES = {"locals", "vars", "eval", "exec"}
+
+
+def looks_aside(code: CodeType) -> bool:
+    """Whether a function may see its variables in another way than by their names. ``model.eval()`` does not."""
+    names = {*code.co_names}
+    if {"_getframe", "currentframe", "builtins", "__builtins__"} & names:
+        return True
+    return bool(_OF_ALL_VARIABLES & names) and any(
+        one.argval in _OF_ALL_VARIABLES and one.opname not in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+        for one in dis.get_instructions(code)
+    )

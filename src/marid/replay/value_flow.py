@@ -19,7 +19,7 @@ from types import CodeType
 from typing import Any
 
 from marid.replay.flow_state import APPEND, CALLEE, HOLDER, MADE, NOTHING, NUMBER, OTHER, VALUE, Kind, State
-from marid.replay.opcodes import CLEANS, ENDS, IN_TURN, JUMPS, POPS, POPS_BY_COUNT, QUIET, SIGNS, SKIPPED
+from marid.replay.opcodes import CLEANS, ENDS, IN_TURN, JUMPS, POPS, POPS_BY_COUNT, QUIET, SIGNS, SKIPPED, looks_aside
 from marid.replay.waiting import Conversion
 
 
@@ -51,26 +51,12 @@ def use_of(code: CodeType, offset: int, name: str, builtins: frozenset[str]) -> 
     something else is called there. ``builtins`` are those of ``BUILTINS`` that global names stand for."""
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return None
-    if _looks_aside(code):
+    if looks_aside(code):
         return None
     try:
         return _Flow(code, offset, name, builtins).use()
     except _Unknown:
         return None
-
-
-_OF_ALL_VARIABLES = {"locals", "vars", "eval", "exec"}
-
-
-def _looks_aside(code: CodeType) -> bool:
-    """Whether a function may see its variables in another way than by their names. ``model.eval()`` does not."""
-    names = {*code.co_names}
-    if {"_getframe", "currentframe", "builtins", "__builtins__"} & names:
-        return True
-    return bool(_OF_ALL_VARIABLES & names) and any(
-        one.argval in _OF_ALL_VARIABLES and one.opname not in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
-        for one in dis.get_instructions(code)
-    )
 
 
 class _Unknown(Exception):
@@ -98,17 +84,18 @@ class _Flow:
         if any(self._read in lines for lines in self._handled):
             raise _Unknown
         self._holding: dict[int, Kind] = {}  # containers in which the value may be, and what is put into them
+        self._inside: dict[int, Kind] = {}  # all containers that are followed: which others they have, or what else
         self._escaped: set[int] = set()  # those that others may look into
         self._returned = self._before = False
 
     def use(self) -> Use:
         """What becomes of the value. Raises ``_Unknown``."""
         while True:
-            known = {**self._holding}
+            known = {**self._holding}, {**self._inside}
             self._follow()
             if self._holding.keys() & self._escaped:
                 raise _Unknown
-            if self._holding == known:
+            if (self._holding, self._inside) == known:
                 return Use(self._returned, self._before)
 
     def _follow(self) -> None:
@@ -271,9 +258,9 @@ class _Flow:
             self._plain(taken[2:])
         elif self._is_append(one, taken):
             if name == "CALL":
-                self._put(taken[2], frozenset([(MADE, self._appends(taken))]))
+                self._put(taken[2], frozenset([(MADE, site) for site in self._appends(taken)]))
             else:
-                return frozenset([(APPEND, self._made(taken[0]))])
+                return frozenset([(APPEND, site) for site in self._sites(taken[0])])
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             self._plain(taken)
             return frozenset([(CALLEE, one.argval)])
@@ -293,7 +280,8 @@ class _Flow:
             return frozenset([NUMBER])
         elif (name == "BINARY_SUBSCR" or one.argrepr == "[]") and (container := self._made(taken[0])) is not None:
             self._plain(taken[1:])
-            return self._holding.get(container, NOTHING) | NOTHING
+            inside = self._inside.get(container, NOTHING)
+            return inside if self._sites(inside) else self._holding.get(container, NOTHING) | NOTHING
         elif name == "BINARY_OP" and one.argrepr in ("+", "+=") and all(map(self._are_containers, taken)):
             return self._together(one, *taken)
         elif name == "LOAD_CONST" and type(one.argval) is CodeType:
@@ -345,14 +333,16 @@ class _Flow:
         self._escaped.update(one[1] for kind in taken for one in kind if type(one) is tuple)
 
     def _put(self, value: Kind, container: Kind) -> None:
-        site = self._made(container)
-        if site is None:
+        sites = self._sites(container)
+        if not sites:
             self._plain([value])
             self._escape([container])
-        else:
+        for site in sites:
             self._hold(site, value)
 
     def _hold(self, site: int, value: Kind) -> None:
+        containers = frozenset([one if type(one) is tuple and one[0] == MADE else OTHER for one in value])
+        self._inside[site] = self._inside.get(site, frozenset()) | containers
         if self._holds(value):
             self._holding[site] = self._holding.get(site, NOTHING) | value
 
@@ -380,20 +370,27 @@ class _Flow:
         return all(map(self._is_container, kind))
 
     @staticmethod
-    def _made(kind: Kind) -> int | None:
-        """Which container it is, if it is one that the function has made."""
-        one = next(iter(kind)) if len(kind) == 1 else None
-        return one[1] if type(one) is tuple and one[0] == MADE else None
+    def _sites(kind: Kind) -> list[int]:
+        """Which containers it may be, if it is one that the function has made."""
+        made = [one[1] for one in kind if type(one) is tuple and one[0] == MADE]
+        return made if len(made) == len(kind) else []
+
+    def _made(self, kind: Kind) -> int | None:
+        """The same where it can be one only."""
+        sites = self._sites(kind)
+        return sites[0] if len(sites) == 1 else None
 
     def _is_append(self, one: dis.Instruction, taken: list[Kind]) -> bool:
         """Whether an instruction looks the `append` of a container up that the function has made, or calls it."""
         if one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            return one.argval == "append" and self._made(taken[0]) is not None
-        return one.opname == "CALL" and self._appends(taken) is not None
+            return one.argval == "append" and bool(self._sites(taken[0]))
+        return one.opname == "CALL" and bool(self._appends(taken))
 
     @staticmethod
-    def _appends(taken: list[Kind]) -> int | None:
-        """The container to which a call adds its one argument, if it calls an `append`."""
-        called = {item for kind in taken[:2] for item in kind - NOTHING}
-        one = called.pop() if len(taken) == 3 and len(called) == 1 else None
-        return one[1] if type(one) is tuple and one[0] == APPEND and frozenset([one]) in taken[:2] else None
+    def _appends(taken: list[Kind]) -> list[int]:
+        """The containers to one of which a call adds its one argument, if it calls an `append`."""
+        if len(taken) != 3:
+            return []
+        called = {*taken[:2]} - {NOTHING}
+        callees = [*called.pop()] if len(called) == 1 else []
+        return [one[1] for one in callees] if all(type(one) is tuple and one[0] == APPEND for one in callees) else []
