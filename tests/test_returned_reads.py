@@ -273,6 +273,31 @@ def kept_by_its_holder(x: torch.Tensor) -> Any:
     return 1
 
 
+def kept_by_an_item(x: torch.Tensor) -> Any:
+    rows: list[list[Any]] = [[]]
+    more = [*rows]
+    more[0].append(x.item())
+    in_a_text.row = rows[0]  # type: ignore[attr-defined]
+    return 1
+
+
+def kept_by_an_item_of_a_sum(x: torch.Tensor) -> Any:
+    rows: list[list[Any]] = [[]]
+    more = [*rows] + [[]]
+    more[0].append(x.item())
+    in_a_text.row = rows[0]  # type: ignore[attr-defined]
+    return 1
+
+
+def unpacked_rows(x: torch.Tensor) -> Any:
+    rows: list[list[Any]] = [[], []]
+    more = [*rows, []]
+    more += rows
+    more[0].append(x.item())
+    rows[1].append(x.item())
+    return rows, more, [*more[0]] + rows[1]
+
+
 def mixed(x: torch.Tensor) -> Any:
     history = {"loss": [], "others": sorted([])}
     history["loss" if x.dim() else "others"].append(x.item())
@@ -502,6 +527,7 @@ def printed(x: torch.Tensor) -> Any:
 
 LOOKED_AT = [
     *(gathered_in_an_argument, repeated, rounded, rounded_to_a_whole_number, in_a_text, as_a_key, inside_try),
+    *(kept_by_an_item, kept_by_an_item_of_a_sum),
     *(before_try, printed, unpacked_by_a_call, added_to_another, kept_by_its_holder, mixed, compared_to_nothing),
     *(by_a_method_of_c, looked_at_from_aside, inside_with, summed_rows, evaluated, by_way_of_numpy),
 ]
@@ -509,7 +535,16 @@ KEPT = [kept_by_an_object, kept_by_a_closure, gathered_in_two_places]
 RETURNED = [
     *(returned, returned_later, in_arithmetic, returned_beside_calls, divided_by_a_call, in_a_loop, listed_in_a_loop),
     *(in_a_dict_of_numbers, summed, listed_and_added, gathered_in_a_loop, unpacked_from_a_list, counted, taken_out),
-    *(by_names, in_one_of_two, in_a_list_of_lists, beside_an_attribute, by_way_of_the_host, given_to_a_call, in_rows),
+    *(
+        unpacked_rows,
+        by_names,
+        in_one_of_two,
+        in_a_list_of_lists,
+        beside_an_attribute,
+        by_way_of_the_host,
+        given_to_a_call,
+        in_rows,
+    ),
     *(in_a_dict, in_a_comprehension, in_a_dict_comprehension, by_a_condition),
 ]
 OTHERWISE = (unpacked_by_a_call, rounded_to_a_whole_number, summed_rows, by_way_of_numpy)  # read in another way

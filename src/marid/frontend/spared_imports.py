@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -216,6 +217,17 @@ class SizesAreNumbers:
             _running.discard(threading.get_ident())
             if not _running:
                 _take_away()
+
+
+def _forked() -> None:
+    """In the child there are no other threads, whatever they held."""
+    global _lock
+    _lock = threading.RLock()
+    _running.clear()
+    _take_away()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _require_sympy() -> None:

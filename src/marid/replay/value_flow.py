@@ -32,6 +32,7 @@ CONVERSIONS = {name: _python(name)[1] for name in ("int", "float")}
 """The names by which ``use_of`` knows the calls of these."""
 BUILTINS = frozenset(["abs", "len", "sum"])
 """What is followed where a function calls it by a global name, and that is the builtin."""
+_LENGTH, _SUM = frozenset([_python("len")]), frozenset([_python("sum")])
 _OF_A_NUMBER = frozenset([_python("abs"), *[(CALLEE, name) for name in CONVERSIONS.values()]])
 
 
@@ -234,14 +235,10 @@ class _Flow:
         if name == "RETURN_VALUE":
             self._returned |= held
             self._before |= held and state.called
-        elif name in ("BUILD_LIST", "BUILD_MAP"):
+        elif name in ("BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP"):
             if name == "BUILD_MAP" and any(map(self._holds, taken[::2])):
                 raise _Unknown  # as keys
-            for kind in taken:
-                self._hold(one.offset, kind)
-            return frozenset([(MADE, one.offset)])
-        elif name == "BUILD_CONST_KEY_MAP":
-            for kind in taken[:-1]:
+            for kind in taken[:-1] if name == "BUILD_CONST_KEY_MAP" else taken:
                 self._hold(one.offset, kind)
             return frozenset([(MADE, one.offset)])
         elif name == "BUILD_TUPLE":
@@ -250,8 +247,7 @@ class _Flow:
             state.reach(count)
             if name == "LIST_EXTEND" and taken[-1] & {NUMBER, VALUE}:
                 raise _Unknown  # what stands for a value has no items
-            items = frozenset([HOLDER]) if name == "LIST_EXTEND" and self._holds(taken[-1]) else taken[-1]
-            self._put(items, state.stack[-count])
+            self._put(self._items(taken[-1]) if name == "LIST_EXTEND" else taken[-1], state.stack[-count])
             self._plain(taken[:-1])
         elif name == "STORE_SUBSCR":
             self._put(taken[0], taken[1])
@@ -268,12 +264,12 @@ class _Flow:
             return frozenset([_python(one.argval)])
         elif name == "LOAD_CONST" and isinstance(one.argval, Conversion):
             return frozenset([(CALLEE, CONVERSIONS[one.argval.name])])
-        elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, _OF_A_NUMBER):
+        elif name == "CALL" and held and self._calls(taken, _OF_A_NUMBER):
             return self._of_numbers(one, taken, state)
-        elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, frozenset([_python("len")])):
+        elif name == "CALL" and held and self._calls(taken, _LENGTH):
             if not self._are_containers(taken[2]):
                 raise _Unknown
-        elif name == "CALL" and held and len(taken) == 3 and self._calls(taken, frozenset([_python("sum")])):
+        elif name == "CALL" and held and self._calls(taken, _SUM):
             site = self._made(taken[2])
             if site is None or not self._may_be_number(self._holding.get(site, NOTHING)):
                 raise _Unknown
@@ -289,12 +285,7 @@ class _Flow:
         elif name == "MAKE_FUNCTION":
             self._plain(taken)
             return taken[-1]
-        elif (
-            name == "COMPARE_OP"
-            or name == "BINARY_OP"
-            or name in ("TO_BOOL", "UNARY_NOT", "UNARY_NEGATIVE")
-            or "_IF_" in name
-        ):
+        elif name in ("COMPARE_OP", "BINARY_OP", "TO_BOOL", "UNARY_NOT", "UNARY_NEGATIVE") or "_IF_" in name:
             return self._of_numbers(one, taken, state)
         else:
             self._plain(taken)
@@ -346,6 +337,16 @@ class _Flow:
         if self._holds(value):
             self._holding[site] = self._holding.get(site, NOTHING) | value
 
+    def _items(self, kind: Kind) -> Kind:
+        """What the items of a container may be."""
+        found: Kind = frozenset()
+        for one in kind:
+            if self._is_container(one) and one != HOLDER:
+                found |= self._inside.get(one[1], NOTHING) | (self._holding.get(one[1], NOTHING) - NOTHING)
+            else:
+                found |= {one if one == HOLDER else OTHER}
+        return found
+
     def _together(self, one: dis.Instruction, left: Kind, right: Kind) -> Kind:
         """A list with the items of two lists, which is the left one for ``+=``."""
         if left == frozenset([HOLDER]):
@@ -353,14 +354,13 @@ class _Flow:
         site = one.offset if one.argrepr == "+" else self._made(left)
         if site is None:
             raise _Unknown
-        for item in right if one.argrepr == "+=" else left | right:
-            self._hold(site, self._holding.get(item[1], NOTHING) if type(item) is tuple else frozenset([item]))
+        self._hold(site, self._items(right if one.argrepr == "+=" else left | right))
         return frozenset([(MADE, site)])
 
     @staticmethod
     def _calls(taken: list[Kind], callees: frozenset[Any]) -> bool:
-        """Whether a call is of one of these."""
-        return any(len(kind) == 1 and kind <= callees for kind in taken[:2])
+        """Whether a call is of one of these, with one argument."""
+        return len(taken) == 3 and any(len(kind) == 1 and kind <= callees for kind in taken[:2])
 
     @staticmethod
     def _is_container(one: Any) -> bool:
