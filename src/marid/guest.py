@@ -335,8 +335,8 @@ CHANGES: list[Change] = [
         spared_imports.spare_dynamo,
     ),
     Change(
-        "sys.modules while a meta kernel runs",
-        "nor sympy where sizes are numbers",
+        "sys.modules while a meta kernel runs; and sys.meta_path",
+        "sympy is not imported where sizes are numbers, until somebody else does",
         spared_imports.spare_sympy,
     ),
     _replaced(

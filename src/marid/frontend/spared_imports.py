@@ -152,8 +152,8 @@ class _StandIn(ModuleType):
             if name == "__path__":  # ... and is a package
                 raise AttributeError(name)
         found = getattr(self._real(), name)
-        if name == "__path__":  # for a module in it, which may have been imported with it
-            sys.meta_path.insert(0, _Imported())
+        if name == "__path__" and _imported not in sys.meta_path:  # for a module in it, which may have come with it
+            sys.meta_path.insert(0, _imported)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:  # a module in it, when it has been imported
@@ -193,6 +193,7 @@ class _Imported(MetaPathFinder, Loader):
         module.__spec__ = module.__spec__.loader_state
 
 
+_imported = _Imported()
 _stand_ins = [_StandIn(name) for name in _ANSWERS]
 
 
@@ -247,5 +248,7 @@ def spare_sympy() -> Callable[[], None]:
     def end() -> None:
         watch_no_more()
         _require_sympy()
+        if _imported in sys.meta_path:
+            sys.meta_path.remove(_imported)
 
     return end
