@@ -19,10 +19,10 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstring>
 #include <typeinfo>
 #include <unordered_set>
-#include <vector>
 
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
 
@@ -45,38 +45,18 @@ bool shows_python(Node& function) {
       !function.retains_grad_hooks().empty() || may_be_python(function);
 }
 
-// What a thread knows of the graph that it goes through.
-class Graph {
- public:
-  // Whether Python sees nothing of what a function returns, nor of what comes of that.
-  bool hides(int64_t task, Node* function) {
-    if (task != task_) {
-      task_ = task;
-      is_hidden_ = true;
-      walked_.clear();
-    }
-    if (is_hidden_) walk(function);
-    return is_hidden_;
+// Whether Python sees nothing of what the functions of the graph that this thread goes through return.
+bool is_graph_hidden(int64_t task) {
+  thread_local int64_t known = -1;
+  thread_local bool is_hidden = false;
+  if (task != known) {
+    const std::unordered_set<Node*>* functions = torch::autograd::get_current_graph_task_nodes_in_graph();
+    known = task;
+    is_hidden = functions != nullptr &&
+        std::none_of(functions->begin(), functions->end(), [](Node* function) { return shows_python(*function); });
   }
-
- private:
-  void walk(Node* from) {
-    std::vector<Node*> open{from};
-    while (!open.empty() && is_hidden_) {
-      Node* function = open.back();
-      open.pop_back();
-      if (!walked_.insert(function).second) continue;
-      is_hidden_ = !shows_python(*function);
-      for (const torch::autograd::Edge& edge : function->next_edges()) {
-        if (edge.function) open.push_back(edge.function.get());
-      }
-    }
-  }
-
-  int64_t task_ = -1;
-  bool is_hidden_ = true;
-  std::unordered_set<Node*> walked_;
-};
+  return is_hidden;
+}
 
 // The function that this thread was asked about last, and the answer.
 struct Last {
@@ -100,11 +80,12 @@ bool is_for_autograd_alone() {
   auto function = torch::autograd::get_current_node();
   if (!function || !is_called_by_engine()) return false;
   if (task != last.task || &*function != last.function) {
-    thread_local Graph graph;
     bool is_wrapped = shown > 0 || at::impl::VmapMode::current_vmap_level() > 0;  // as `is_grads_batched` wraps them
     bool is_plain = !is_wrapped && !c10::GradMode::is_enabled() && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
     bool makes_grad = function->num_outputs() == 0;
-    last = {task, &*function, is_plain && !makes_grad && graph.hides(task, &*function)};
+    // The first function of a graph may be missing among those of its task.
+    bool is_hidden = is_plain && !makes_grad && is_graph_hidden(task) && !shows_python(*function);
+    last = {task, &*function, is_hidden};
   }
   return last.is_hidden;
 }
