@@ -6,6 +6,7 @@
 #include "direct.h"
 #include "factories.h"
 #include "known_calls.h"
+#include "product_gradients.h"
 
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -32,11 +33,19 @@ PyObject* not_recorded;  // names of arguments with which a call is left to Pyth
 auto& replacements = *new std::unordered_map<c10::OperatorName, c10::KernelFunction>();
 auto& wholes = *new std::unordered_map<c10::OperatorName, Flags>();
 
+}  // namespace
+
+namespace marid {
+
 std::shared_ptr<Operator> operator_named(const c10::OperatorName& name) {
   std::shared_ptr<Operator>& own = operators[name];
   if (own == nullptr) own = std::make_shared<Operator>();
   return own;
 }
+
+}  // namespace marid
+
+namespace {
 
 bool holds_tensors(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return true;
@@ -299,6 +308,7 @@ void register_kernels(PyObject* names_not_recorded) {
     not_recorded = Py_NewRef(names_not_recorded);
     auto* above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
     register_composites(*above);
+    register_product_gradients(*above);
     kernels = new std::vector<c10::RegistrationHandleRAII>();
     register_all_above();
   }

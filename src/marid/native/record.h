@@ -45,6 +45,9 @@ struct Operator {
   std::optional<c10::OperatorHandle> view_handle;
 };
 
+// What is known of an operator by its name; all of this name are one. (kernels.cpp)
+std::shared_ptr<Operator> operator_named(const c10::OperatorName& name);
+
 // Record a call like one that was recorded before, or run it at once, with the interpreter's lock; false to leave it to
 // Python, and nothing was recorded. Then an error may be set. Throws what a kernel throws.
 bool recorded(const c10::OperatorHandle& handle, const Operator& op, torch::jit::Stack* stack);
