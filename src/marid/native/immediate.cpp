@@ -281,6 +281,8 @@ bool may_run_at_once() {
   return false;
 }
 
+bool runs_at_once(c10::DeviceIndex device) { return recording == 0 && tapes != nullptr && is_immediate(device); }
+
 Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results) {
   return is_at_once(by, given) ? perform_at_once(by, given, invoke, results) : Outcome::kUnusual;
 }

@@ -38,6 +38,9 @@ Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Opera
 // Whether anything runs at once now; what is looked at first, since most calls are recorded.
 bool may_run_at_once();
 
+// Whether operations of a device run at once now.
+bool runs_at_once(c10::DeviceIndex device);
+
 // The recorder of an operator that may run at once as it is called, without a generator; null for others. Borrowed.
 PyObject* at_once_by(const Operator& op);
 

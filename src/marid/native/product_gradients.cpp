@@ -219,18 +219,16 @@ struct Argument {
         requires_grad(tensor.requires_grad()) {}
 };
 
-bool runs_at_once() {
-  InterpreterLock lock;
-  return may_run_at_once();
-}
-
 // The function of a product's gradients, where it is ours; null where PyTorch's is to be taken, or none is needed.
 NodePointer function_of(const char* name, const Tensor* added, const Tensor& left, const Tensor& right) {
   if (!c10::GradMode::is_enabled()) return {};
   Argument of_left(left), of_right(right), of_added(added != nullptr ? *added : left);
   if (!of_left.is_usual || !of_right.is_usual || !of_added.is_usual) return {};
   if (!of_left.requires_grad && !of_right.requires_grad && !of_added.requires_grad) return {};
-  if (!runs_at_once()) return {};
+  {
+    InterpreterLock lock;
+    if (!runs_at_once(left.device().index())) return {};
+  }
   NodePointer pointer = make_function<ProductBackward>();
   auto& function = static_cast<ProductBackward&>(*pointer);
   function.shown_as = name;
