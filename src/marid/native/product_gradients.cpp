@@ -185,10 +185,10 @@ struct ProductBackward final : Node {
 
   // The gradients as one operation; false where it cannot run at once.
   bool run_whole(const Tensor& grad, const Tensor& left, const Tensor& right, variable_list& found) {
+    InterpreterLock lock;  // also for what is known of operators
+    if (!may_run_at_once()) return false;
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear_backward", "");
     static const std::shared_ptr<Operator> own = operator_named(op.operator_name());
-    InterpreterLock lock;
-    if (!may_run_at_once()) return false;
     if (own->identity == nullptr && !make_recorder(op)) throw_python_error();
     PyObject* by = at_once_by(*own);
     if (by == nullptr) return false;

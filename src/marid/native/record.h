@@ -45,7 +45,7 @@ struct Operator {
   std::optional<c10::OperatorHandle> view_handle;
 };
 
-// What is known of an operator by its name; all of this name are one. (kernels.cpp)
+// What is known of the operator of a name, with the interpreter's lock. (kernels.cpp)
 std::shared_ptr<Operator> operator_named(const c10::OperatorName& name);
 
 // Record a call like one that was recorded before, or run it at once, with the interpreter's lock; false to leave it to
