@@ -190,12 +190,12 @@ struct Coded<tuple<Each...>(Arguments...)> {
 bool has_constant_tensors(const c10::OperatorName& name) { return name.name.find("resize") != std::string::npos; }
 
 template <typename Boxed, typename Signature>
-c10::KernelFunction kernel_of(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of) {
+c10::KernelFunction kernel_of(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of, bool is_above) {
   using Own = Direct<Boxed, Signature>;
-  return c10::KernelFunction::makeFromUnboxedFunctor<false, Own>(std::make_unique<Own>(op, of));
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Own>(std::make_unique<Own>(op, of, is_above));
 }
 
-using Make = c10::KernelFunction (*)(const c10::OperatorHandle&, const std::shared_ptr<Operator>&);
+using Make = c10::KernelFunction (*)(const c10::OperatorHandle&, const std::shared_ptr<Operator>&, bool);
 
 template <typename... Each>
 std::unordered_map<std::string, Make> by_code(Types<Each...>) {
@@ -204,22 +204,23 @@ std::unordered_map<std::string, Make> by_code(Types<Each...>) {
 
 }  // namespace
 
-std::optional<c10::KernelFunction> direct_kernel(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of) {
+std::optional<c10::KernelFunction> direct_kernel(
+    const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of, bool is_above) {
   if (op.operator_name() == c10::OperatorName("aten::add", "Tensor")) {
-    return kernel_of<Sum, Tensor(const Tensor&, const Tensor&, const Scalar&)>(op, of);
+    return kernel_of<Sum, Tensor(const Tensor&, const Tensor&, const Scalar&)>(op, of, is_above);
   }
   if (op.operator_name() == c10::OperatorName("aten::linear", "")) {
-    return kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>(op, of);
+    return kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>(op, of, is_above);
   }
   if (op.operator_name() == c10::OperatorName("aten::cat", "")) {
-    return kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>(op, of);
+    return kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>(op, of, is_above);
   }
   if (has_constant_tensors(op.operator_name())) return std::nullopt;
   static const auto known = by_code(Signatures());
   auto found = known.find(code_of(op.schema()));
   if (found == known.end()) return std::nullopt;
   try {
-    return found->second(op, of);
+    return found->second(op, of, is_above);
   } catch (const c10::Error&) {  // another version of PyTorch may declare one otherwise
     return std::nullopt;
   }

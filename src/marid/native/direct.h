@@ -4,6 +4,7 @@
 // Boxing costs more than memory. Each copy of a tensor that Python knows takes the interpreter's lock where nobody else in C++
 // has the tensor, and so does giving the copy back (c10/util/intrusive_ptr.h, "PyObject preservation").
 #pragma once
+#include "above_autograd.h"
 #include "immediate.h"
 #include "record.h"
 #include "small/small.h"
@@ -118,14 +119,24 @@ template <typename Boxed, typename Returned, typename... Arguments>
 struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
   using Signature = Returned(Arguments...);
 
-  Direct(const c10::OperatorHandle& op, std::shared_ptr<Operator> of)
+  Direct(const c10::OperatorHandle& op, std::shared_ptr<Operator> of, bool is_above)
       : op(op),
+        gradients(is_above ? std::optional(kernel_above_autograd(op)) : std::nullopt),
         typed(op.typed<Signature>()),
         small(small_kernel<Signature>(c10::toString(op.operator_name()))),
         of(of),
         boxed(c10::BoxedKernel::makeFromFunctor(std::make_unique<Boxed>(of))) {}
 
   Returned operator()(c10::DispatchKeySet keys, Arguments... arguments) {
+    if (!gradients) return on_device(keys, std::forward<Arguments>(arguments)...);
+    if (!is_next_below(keys) || (needs_gradient(arguments) || ...)) {
+      return gradients->template call<Returned, Arguments...>(op, keys, std::forward<Arguments>(arguments)...);
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    return on_device(keys & c10::after_ADInplaceOrView_keyset, std::forward<Arguments>(arguments)...);
+  }
+
+  Returned on_device(c10::DispatchKeySet keys, Arguments... arguments) {
     InterpreterLock lock;
     PyObject* by = may_run_at_once() ? at_once_by(*of) : nullptr;
     if (by != nullptr && Boxed::is_usual(arguments...)) {
@@ -170,6 +181,7 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
   }
 
   c10::OperatorHandle op;
+  std::optional<c10::KernelFunction> gradients;  // PyTorch's kernel, where this takes its place above autograd
   c10::TypedOperatorHandle<Signature> typed;
   typename SmallKernel<Signature>::Function small;  // null where there is none
   std::optional<c10::TypedOperatorHandle<Signature>> ours;
@@ -195,7 +207,9 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
   }
 };
 
-// A kernel for an operator whose signature is among the usual ones; none for others. (direct.cpp)
-std::optional<c10::KernelFunction> direct_kernel(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of);
+// A kernel for an operator whose signature is among the usual ones; none for others. With `is_above`, one for the place of PyTorch's
+// above autograd, to which it leaves calls that need gradients. (direct.cpp)
+std::optional<c10::KernelFunction> direct_kernel(
+    const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of, bool is_above = false);
 
 }  // namespace marid

@@ -1,5 +1,6 @@
 #include "handle.h"
 
+#include "arithmetic.h"
 #include "backward.h"
 #include "immediate.h"
 
@@ -217,22 +218,6 @@ int set_storage(PyObject* object, PyObject* to, void*) {
   return handle == nullptr ? -1 : 0;
 }
 
-// Whether a handle is a parameter. On the CPU these have a class of their own.
-bool is_parameter(PyObject* handle) {
-  static PyObject* name = PyUnicode_InternFromString("_is_param");
-  PyObject** own = _PyObject_GetDictPtr(handle);
-  return own != nullptr && *own != nullptr && PyDict_GetItem(*own, name) == Py_True;
-}
-
-// Python asks the right operand of a comparison first where its class is derived from the left one's, as the class of
-// parameters is: results are laid out like the operand that is asked.
-PyObject* compare(PyObject* left, PyObject* right, int by) {
-  constexpr int mirrored[] = {Py_GT, Py_GE, Py_EQ, Py_NE, Py_LT, Py_LE};  // in the order of the constants
-  richcmpfunc asked = handle_type->tp_base->tp_richcompare;
-  bool reflects = Py_TYPE(right) == handle_type && is_parameter(right) && !is_parameter(left);
-  return reflects ? asked(right, left, mirrored[by]) : asked(left, right, by);
-}
-
 PyGetSetDef attributes[] = {
     {"_value", get_value, set_value, nullptr, nullptr},
     {"_storage", get_storage, set_storage, nullptr, nullptr},
@@ -242,12 +227,11 @@ PyGetSetDef attributes[] = {
 
 bool prepare_handles(PyObject* type) {
   handle_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
-  handle_type->tp_richcompare = compare;
   for (PyGetSetDef& attribute : attributes) {
     Ref descriptor(PyDescr_NewGetSet(handle_type, &attribute));
     if (!descriptor || PyObject_SetAttrString(type, attribute.name, descriptor.get()) < 0) return false;
   }
-  return true;
+  return prepare_arithmetic();
 }
 
 }  // namespace marid

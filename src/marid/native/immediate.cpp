@@ -342,10 +342,14 @@ const at::Tensor* readable(const at::Tensor& tensor) {
 
 }  // namespace
 
+c10::IValue number_now(const at::Tensor& tensor) {
+  const at::Tensor* found = tensor.numel() == 1 ? readable(tensor) : nullptr;
+  return found == nullptr ? c10::IValue() : number_in(*found);
+}
+
 bool read_number(torch::jit::Stack* stack) {
-  const at::Tensor* tensor = readable(torch::jit::peek(*stack, 0, 1).toTensor());
-  if (tensor == nullptr) return false;
-  c10::IValue number = number_in(*tensor);
+  c10::IValue number = number_now(torch::jit::peek(*stack, 0, 1).toTensor());
+  if (number.isNone()) return false;
   torch::jit::drop(*stack, 1);
   stack->push_back(std::move(number));
   return true;

@@ -50,6 +50,8 @@ Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Oper
 
 // A number that has been computed; false to leave the read to Python.
 bool read_number(torch::jit::Stack* stack);
+// The number in a tensor that has one, where operations run at once and it can be read now; none where not, or after an error.
+c10::IValue number_now(const at::Tensor& tensor);
 
 // The concrete tensor that a value holds; undefined where its operation has not run.
 at::Tensor concrete_tensor(PyObject* value);

@@ -133,6 +133,21 @@ bool is_composed(const c10::OperatorHandle& op) {
 
 bool is_in(const c10::OperatorName& name, const char* names) { return name.name.rfind(names, 0) == 0; }
 
+// Whether PyTorch has a kernel for an operator above autograd that without gradients does nothing of its own: none is a view, and
+// none writes.
+bool has_gradients_apart(const c10::OperatorHandle& op) {
+  auto aliases = [](const c10::Argument& one) { return one.alias_info() != nullptr; };
+  const auto &arguments = op.schema().arguments(), &returns = op.schema().returns();
+  return op.hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
+      !op.hasKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse1) &&
+      std::none_of(arguments.begin(), arguments.end(), aliases) && std::none_of(returns.begin(), returns.end(), aliases);
+}
+
+void register_above(const c10::OperatorName& name, c10::KernelFunction kernel) {
+  kernels->push_back(c10::Dispatcher::singleton().registerImpl(
+      name, c10::DispatchKey::AutogradPrivateUse1, std::move(kernel), {}, nullptr, __FILE__));
+}
+
 void register_kernel(const c10::OperatorName& name) {
   auto& dispatcher = c10::Dispatcher::singleton();
   auto op = dispatcher.findSchema(name);
@@ -167,6 +182,7 @@ void register_kernel(const c10::OperatorName& name) {
     kernel = composed(op->schema(), whole->second, own, std::move(kernel));
   } else if (auto direct = is_in(name, "aten::") ? direct_kernel(*op, own) : std::nullopt) {
     kernel = std::move(*direct);
+    if (has_gradients_apart(*op)) register_above(name, *direct_kernel(*op, own, /*is_above=*/true));
   } else {
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
   }
@@ -275,11 +291,6 @@ PyObject* adopt(PyObject*, PyObject* const* given, Py_ssize_t) {
 namespace marid {
 
 namespace {
-
-void register_above(const c10::OperatorName& name, c10::KernelFunction kernel) {
-  kernels->push_back(c10::Dispatcher::singleton().registerImpl(
-      name, c10::DispatchKey::AutogradPrivateUse1, std::move(kernel), {}, nullptr, __FILE__));
-}
 
 // What takes composite operators apart, or runs them as a whole, above autograd.
 void register_all_above() {

@@ -6,6 +6,7 @@
 // (`MmBackward0`, `AddmmBackward0` and `BmmBackward0`, from derivatives.yaml and FunctionsManual.cpp).
 #include "product_gradients.h"
 
+#include "above_autograd.h"
 #include "handle.h"
 #include "immediate.h"
 #include "record.h"
@@ -244,14 +245,16 @@ NodePointer function_of(const char* name, const Tensor* added, const Tensor& lef
   return pointer;
 }
 
-// PyTorch's kernel above autograd. Ours takes its place for the device; other devices out of PyTorch's tree have it still.
+// What is called where the function of gradients is not ours: PyTorch's kernel, or without gradients none.
 template <typename Op>
-Tensor call_pytorch(c10::DispatchKeySet keys, auto&&... arguments) {
+Tensor call_without_function(c10::DispatchKeySet keys, const auto&... arguments) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
-  static const auto kernel = op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse2);
-  torch::jit::Stack stack{std::forward<decltype(arguments)>(arguments)...};
-  kernel.callBoxed(op, keys, &stack);
-  return stack[0].toTensor();
+  static const auto kernel = kernel_above_autograd(op);
+  if (!is_next_below(keys) || (needs_gradient(arguments) || ...)) {
+    return kernel.template call<Tensor, decltype(arguments)...>(op, keys, arguments...);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return Op::redispatch(keys & c10::after_ADInplaceOrView_keyset, arguments...);
 }
 
 template <typename Op>
@@ -267,12 +270,12 @@ Tensor with_function(const NodePointer& function, c10::DispatchKeySet keys, auto
 
 Tensor mm(c10::DispatchKeySet keys, const Tensor& left, const Tensor& right) {
   NodePointer function = function_of("MmBackward0", nullptr, left, right);
-  return function ? with_function<at::_ops::mm>(function, keys, left, right) : call_pytorch<at::_ops::mm>(keys, left, right);
+  return function ? with_function<at::_ops::mm>(function, keys, left, right) : call_without_function<at::_ops::mm>(keys, left, right);
 }
 
 Tensor bmm(c10::DispatchKeySet keys, const Tensor& left, const Tensor& right) {
   NodePointer function = function_of("BmmBackward0", nullptr, left, right);
-  return function ? with_function<at::_ops::bmm>(function, keys, left, right) : call_pytorch<at::_ops::bmm>(keys, left, right);
+  return function ? with_function<at::_ops::bmm>(function, keys, left, right) : call_without_function<at::_ops::bmm>(keys, left, right);
 }
 
 Tensor addmm(c10::DispatchKeySet keys, const Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta,
@@ -280,7 +283,7 @@ Tensor addmm(c10::DispatchKeySet keys, const Tensor& added, const Tensor& left, 
   bool is_sum = beta.equal(1) && alpha.equal(1);
   NodePointer function = is_sum ? function_of("AddmmBackward0", &added, left, right) : NodePointer();
   return function ? with_function<at::_ops::addmm>(function, keys, added, left, right, beta, alpha)
-                  : call_pytorch<at::_ops::addmm>(keys, added, left, right, beta, alpha);
+                  : call_without_function<at::_ops::addmm>(keys, added, left, right, beta, alpha);
 }
 
 }  // namespace

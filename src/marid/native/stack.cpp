@@ -154,6 +154,19 @@ struct Inside {
   Ref scope;
 };
 auto& insides = *new std::unordered_map<Key, Inside, Hash>;  // stays when the interpreter is gone
+// The scope that was found last, by all modules from the outermost inward: nearly always operations come from the same call.
+// Holds as long as `insides` has what it was made of.
+struct Chain {
+  PyObject *outermost = nullptr, *scope = nullptr;
+  c10::SmallVector<std::pair<PyObject*, PyTypeObject*>, 16> modules;
+};
+auto& last_chain = *new Chain;
+void forget_chain() { last_chain.scope = nullptr; }
+PyObject* forget_gone(PyObject*, PyObject*) {
+  forget_chain();
+  Py_RETURN_NONE;
+}
+PyMethodDef forget_gone_method = {"forget_gone", forget_gone, METH_O, nullptr};
 // The scope of an optimizer's step, which `meet` has said; as long as it is the same object.
 struct Step {
   Ref optimizer;  // a weak reference
@@ -181,17 +194,40 @@ PyObject* inside(PyObject* scope, PyObject* parent, PyObject* module) {
     bool same = is_of(known.module, module) && known.type == Py_TYPE(module);
     if (same && (parent == nullptr || is_of(known.parent, parent))) return known.scope.get();
     insides.erase(found);
+    forget_chain();
   }
   PyObject* above = parent == nullptr ? Py_None : parent;
   Ref child(PyObject_CallFunctionObjArgs(child_scope, scope, above, module, nullptr));
   Ref weak_parent(parent == nullptr ? nullptr : PyWeakref_NewRef(parent, nullptr));
-  Ref weak_module(PyWeakref_NewRef(module, nullptr));
+  static PyObject* when_gone = PyCFunction_New(&forget_gone_method, nullptr);
+  Ref weak_module(PyWeakref_NewRef(module, when_gone));
   if (!child || !weak_module || (parent != nullptr && !weak_parent)) return nullptr;
-  if (insides.size() >= kMany) insides.clear();
+  if (insides.size() >= kMany) {
+    insides.clear();
+    forget_chain();
+  }
   PyObject* made = child.get();
   insides.insert_or_assign(
       key, Inside{std::move(weak_parent), std::move(weak_module), Py_TYPE(module), std::move(child)});
   return made;
+}
+
+// The scope inside of all of these, which are in order from the innermost outward. Borrowed; null after an error.
+PyObject* innermost_scope(PyObject* outermost, c10::ArrayRef<PyObject*> modules) {
+  bool same = last_chain.scope != nullptr && last_chain.outermost == outermost && last_chain.modules.size() == modules.size();
+  for (size_t i = 0; same && i < modules.size(); i++) {
+    same = last_chain.modules[i] == std::pair(modules[i], Py_TYPE(modules[i]));
+  }
+  if (same) return last_chain.scope;
+  PyObject *found = outermost, *parent = nullptr;
+  for (size_t i = modules.size(); found != nullptr && i-- > 0; parent = modules[i]) {
+    found = inside(found, parent, modules[i]);
+  }
+  last_chain.outermost = outermost;
+  last_chain.modules.clear();
+  for (PyObject* module : modules) last_chain.modules.emplace_back(module, Py_TYPE(module));
+  last_chain.scope = found;
+  return found;
 }
 
 // Borrowed; null after an error.
@@ -253,12 +289,8 @@ bool marid::where(PyObject** site, PyObject** scope) {
     *scope = step;
     return true;
   }
-  PyObject *found = outside == nullptr ? usual_outside : outside, *parent = nullptr;
-  for (size_t i = modules.size(); found != nullptr && i-- > 0; parent = modules[i]) {
-    found = inside(found, parent, modules[i]);
-  }
-  *scope = found;
-  return found != nullptr;
+  *scope = innermost_scope(outside == nullptr ? usual_outside : outside, modules);
+  return *scope != nullptr;
 #else
   Ref both(PyObject_CallNoArgs(walk));
   if (!both) return false;
