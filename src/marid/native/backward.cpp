@@ -67,9 +67,17 @@ struct Last {
 constinit thread_local Last last{-1, nullptr, false};
 constinit thread_local int shown = 0;  // backwards of this thread whose gradients are all shown to Python
 
+// An object that PyTorch has made for a tensor of the device, as one of its own class, becomes one of ours.
+bool give_class(PyObject* object) {
+  bool is_general = reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass;
+  if (!is_general || handle_of(THPVariable_Unpack(object)) == nullptr) return true;
+  return PyObject_SetAttrString(object, "__class__", reinterpret_cast<PyObject*>(handle_type)) == 0;
+}
+
 void give_object(const at::Tensor& tensor) {
-  if (handle_of(tensor) == nullptr || has_object(*tensor.unsafeGetTensorImpl()->pyobj_slot())) return;
+  if (handle_of(tensor) == nullptr) return;
   Ref object(THPVariable_Wrap(tensor, handle_type));
+  if (!object || !give_class(object.get())) PyErr_WriteUnraisable(object.get());
 }
 
 }  // namespace
@@ -90,20 +98,15 @@ bool is_for_autograd_alone() {
   return last.is_hidden;
 }
 
-void give_objects(c10::ArrayRef<c10::IValue> arguments) {
-  if (torch::autograd::get_current_graph_task_id() >= 0) each_tensor(arguments, give_object);
-}
+void give_objects(c10::ArrayRef<c10::IValue> arguments) { each_tensor(arguments, give_object); }
 
 namespace {
 
-// give_class(results): tensors of the device that PyTorch has made objects for, as those of its own class, get ours.
-PyObject* give_class(PyObject*, PyObject* results) {
+// give_class(results): the tensors of the device among them get our class.
+PyObject* give_classes(PyObject*, PyObject* results) {
   if (!PyTuple_Check(results)) return Py_NewRef(results);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); i++) {
-    PyObject* one = PyTuple_GET_ITEM(results, i);
-    bool is_tensor = reinterpret_cast<PyObject*>(Py_TYPE(one)) == THPVariableClass;
-    if (!is_tensor || handle_of(THPVariable_Unpack(one)) == nullptr) continue;
-    if (PyObject_SetAttrString(one, "__class__", reinterpret_cast<PyObject*>(handle_type)) < 0) return nullptr;
+    if (!give_class(PyTuple_GET_ITEM(results, i))) return nullptr;
   }
   return Py_NewRef(results);
 }
@@ -121,7 +124,7 @@ PyObject* show_gradients(PyObject*, PyObject* change) {
 
 PyMethodDef backward_functions[] = {
     {"show_gradients", show_gradients, METH_O, nullptr},
-    {"give_class", give_class, METH_O, nullptr},
+    {"give_class", give_classes, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -2,6 +2,7 @@
 
 #include "composites.h"
 #include "immediate.h"
+#include "intermediates.h"
 
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -61,7 +62,9 @@ void Composed::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet key
       if (outcome == Outcome::kDone) return;
     }
   }
+  Intermediates inside;
   apart_.callBoxed(op, keys, stack);
+  inside.give(torch::jit::last(*stack, op.schema().returns().size()));
 }
 
 Outcome Composed::run_whole(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

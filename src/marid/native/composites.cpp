@@ -1,11 +1,15 @@
 #include "composites.h"
 
+#include "intermediates.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice_ops.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/linear_native.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/max_pool1d.h>
 #include <ATen/ops/max_pool1d_native.h>
 #include <ATen/ops/zeros.h>
@@ -47,12 +51,35 @@ bool is_simple(const at::Tensor& input, const at::Tensor& weight, const std::opt
 
 namespace {
 
+at::Tensor turned(const at::Tensor& weight) {
+  marid::Intermediates inside;
+  return weight.t();
+}
+
+// As PyTorch composes it.
+at::Tensor composed_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  if (input.dim() == 2 && weight.dim() == 2) {  // one product
+    bool has_bias = bias.has_value() && bias->defined();
+    return has_bias ? at::addmm(*bias, input, turned(weight)) : at::matmul(input, turned(weight));
+  }
+  marid::Intermediates inside;
+  return inside.give(at::native::linear(input, weight, bias));
+}
+
 // Above autograd.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   bool plain = is_plain(input) && is_plain(weight) && (!bias.has_value() || !bias->defined() || is_plain(*bias));
-  if (!plain || marid::in_own_function() || !marid::is_simple(input, weight, bias)) return at::native::linear(input, weight, bias);
+  if (!plain || marid::in_own_function() || !marid::is_simple(input, weight, bias)) {
+    return composed_linear(input, weight, bias);
+  }
   at::AutoDispatchBelowADInplaceOrView below;
   return at::linear(input, weight, bias);
+}
+
+// What `dropout` multiplies with.
+at::Tensor kept(const at::Tensor& input, double p) {
+  marid::Intermediates inside;
+  return at::empty_like(input).bernoulli_(1 - p).div_(1 - p);
 }
 
 // What PyTorch composes it of on the CPU. Foreign devices get a fused operator, whose arithmetic differs in the last bit.
@@ -60,7 +87,7 @@ at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
   if (p == 0 || !train || input.numel() == 0) return input;
   if (p == 1) return input.mul(at::zeros({}, input.options()));
-  return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
+  return input.mul(kept(input, p));
 }
 
 // Where nobody differentiates it the CPU has a kernel of its own, to which there is no other way.

@@ -3,6 +3,7 @@
 #include "arithmetic.h"
 #include "backward.h"
 #include "immediate.h"
+#include "intermediates.h"
 
 #include <ATen/core/List.h>
 #include <ATen/EmptyTensor.h>
@@ -178,7 +179,7 @@ at::Tensor new_handle(std::shared_ptr<Computed> value) {
   auto impl = c10::make_intrusive<Handle>(pattern, value->tensor.unsafeGetTensorImpl());
   impl->stand_for(std::move(value));
   at::Tensor made(std::move(impl));
-  return is_for_autograd_alone() ? made : with_object(std::move(made));
+  return is_intermediate() || is_for_autograd_alone() ? made : with_object(std::move(made));
 }
 
 // --- attributes ------------------------------------------------------------------------------------------------------

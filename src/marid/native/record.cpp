@@ -8,6 +8,7 @@
 // at once where that is allowed.
 #include "record.h"
 
+#include "backward.h"
 #include "immediate.h"
 #include "known_calls.h"
 #include "recorder.h"
@@ -193,6 +194,7 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   Outcome at_once = recorder.at(by, kAtOnce) == Py_True ? run_at_once(by, handle, op, arguments, results) : Outcome::kUnusual;
   if (at_once == Outcome::kDone) give_back(op, results, stack);
   if (at_once != Outcome::kUnusual) return at_once == Outcome::kDone;
+  give_objects(arguments);
   bool draws = recorder.at(by, kDraws) == Py_True;
   bool indexes = recorder.at(by, kIndexes) == Py_True && indexes_by_number(given[1]);
   if (recorder.at(by, kPlain) != Py_True && !draws && !indexes) return false;

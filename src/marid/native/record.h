@@ -93,6 +93,10 @@ void register_kernels(PyObject* not_recorded);
 // sites and scopes live for good. (stack.cpp)
 bool where(PyObject** site, PyObject** scope);
 
+// The innermost frame of Python of this thread, which may be without the interpreter's lock; null where that cannot be known.
+// (stack.cpp)
+const void* running_frame();
+
 // The code of the innermost frame that runs Python; borrowed, null where there is none. (stack.cpp)
 PyObject* running_code();
 

@@ -352,6 +352,20 @@ PyObject* forget_optimizers(PyObject*, PyObject*) {
 
 namespace marid {
 
+const void* running_frame() {
+#ifdef MARID_HAS_FRAMES
+  PyThreadState* thread = PyGILState_GetThisThreadState();
+  if (thread == nullptr) return nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+  return thread->current_frame;
+#else
+  return thread->cframe->current_frame;
+#endif
+#else
+  return nullptr;
+#endif
+}
+
 PyObject* running_code() {
 #ifdef MARID_HAS_FRAMES
   for (Frame* frame = innermost(); frame != nullptr; frame = frame->previous) {
