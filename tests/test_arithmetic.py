@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import marid
+from marid.native import module
 from tests.helpers import DEVICE
 
 Operator = Callable[[Any, Any], Any]
@@ -318,3 +319,8 @@ def test_errors_and_metadata_are_those_of_the_operation(either_way: None) -> Non
     with pytest.raises(RuntimeError, match=r"test_arithmetic\.py:\d+"):
         _ = x + torch.rand(3)
     assert "test_arithmetic.py" in str((x * 2).metadata)
+
+
+def test_a_call_has_one_site_before_and_after_python_specialises_it() -> None:
+    sites = {id(module.here()) for _ in range(100)}
+    assert len(sites) == 1

@@ -133,12 +133,12 @@ bool is_composed(const c10::OperatorHandle& op) {
 
 bool is_in(const c10::OperatorName& name, const char* names) { return name.name.rfind(names, 0) == 0; }
 
-// Whether PyTorch has a kernel for an operator above autograd that without gradients does nothing of its own: none is a view, and
-// none writes.
+// Whether PyTorch has a kernel for an operator above autograd that without gradients does nothing of its own: none is a view,
+// none writes. Those of operators on lists compare lengths.
 bool has_gradients_apart(const c10::OperatorHandle& op) {
   auto aliases = [](const c10::Argument& one) { return one.alias_info() != nullptr; };
   const auto &arguments = op.schema().arguments(), &returns = op.schema().returns();
-  return op.hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
+  return op.hasKernelForDispatchKey(c10::DispatchKey::Autograd) && !is_in(op.operator_name(), "aten::_foreach_") &&
       !op.hasKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse1) &&
       std::none_of(arguments.begin(), arguments.end(), aliases) && std::none_of(returns.begin(), returns.end(), aliases);
 }

@@ -10,6 +10,7 @@ parents has the path of the parent that called it, and there is nothing to put r
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
 import sys
@@ -213,8 +214,15 @@ def capture_site(frame: FrameType | None) -> Site | None:
     return package
 
 
+_PRECALL = dis.opmap.get(
+    "PRECALL"
+)  # Python 3.11: stands before CALL, and calls itself once specialised
+
+
 def _site_at(code: CodeType, instruction: int) -> Site:
-    return site_table(code).setdefault(instruction, Site(code, instruction // 2))
+    table = site_table(code)
+    call = instruction + 4 if code.co_code[instruction] == _PRECALL else instruction
+    return table.setdefault(instruction, table.setdefault(call, Site(code, call // 2)))
 
 
 _native: Any = None
