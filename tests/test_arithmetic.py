@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,17 @@ def test_numbers_are_not_taken_for_one_another(either_way: None) -> None:
     for count in range(300):  # more than are kept
         assert (zeros + count).item() == count
         assert (zeros + float(count)).item() == count
+
+
+def test_numbers_of_other_threads_do_not_take_the_place_of_one_in_use() -> None:
+    """Long operations let other threads run, which have other numbers than are kept."""
+    x = torch.zeros(1 << 17, device=DEVICE)
+
+    def run(first: int) -> bool:
+        return all(bool(((x + float(n)) == n).all()) for n in range(first, first + 300))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, (0, 1000, 2000, 3000)))
 
 
 def test_a_number_that_inference_mode_has_met_can_be_saved_for_gradients(either_way: None) -> None:

@@ -61,8 +61,9 @@ std::optional<Scalar> number(PyObject* object) {
 }
 
 // A number as the tensor that PyTorch makes of one. Nobody writes to these, and a program has few: they are kept, each until
-// another takes its place. With the interpreter's lock.
-const Tensor& as_tensor(const Scalar& number) {
+// another takes its place; who has one has it for himself, as other threads run while an operation takes long. With the
+// interpreter's lock.
+Tensor as_tensor(const Scalar& number) {
   struct Kept {
     at::ScalarType type = at::ScalarType::Undefined;
     int64_t bits = 0;

@@ -214,9 +214,7 @@ def capture_site(frame: FrameType | None) -> Site | None:
     return package
 
 
-_PRECALL = dis.opmap.get(
-    "PRECALL"
-)  # Python 3.11: stands before CALL, and calls itself once specialised
+_PRECALL = dis.opmap.get("PRECALL")  # Python 3.11: stands before CALL, and calls itself once specialised
 
 
 def _site_at(code: CodeType, instruction: int) -> Site:
