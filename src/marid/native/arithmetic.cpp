@@ -137,19 +137,19 @@ constexpr Binary kXor = {
 constexpr Binary kMatmul = {
     "__matmul__", "__rmatmul__", [](const Tensor& a, const Tensor& b) { return at::matmul(a, b); }, nullptr, nullptr};
 
-// Comparisons have no reflected methods: Python turns them round. In the order of Py_LT to Py_GE.
+// Comparisons, in the order of Py_LT to Py_GE. `compare` leaves other operands to the base class, so they name no methods.
 constexpr std::array<Binary, 6> kComparisons = {{
-    {"__lt__", "__gt__", [](const Tensor& a, const Tensor& b) { return at::lt(a, b); },
+    {nullptr, nullptr, [](const Tensor& a, const Tensor& b) { return at::lt(a, b); },
      [](const Tensor& a, const Scalar& b) { return at::lt(a, b); }, nullptr},
-    {"__le__", "__ge__", [](const Tensor& a, const Tensor& b) { return at::le(a, b); },
+    {nullptr, nullptr, [](const Tensor& a, const Tensor& b) { return at::le(a, b); },
      [](const Tensor& a, const Scalar& b) { return at::le(a, b); }, nullptr},
-    {"__eq__", "__eq__", [](const Tensor& a, const Tensor& b) { return at::eq(a, b); },
+    {nullptr, nullptr, [](const Tensor& a, const Tensor& b) { return at::eq(a, b); },
      [](const Tensor& a, const Scalar& b) { return at::eq(a, b); }, nullptr},
-    {"__ne__", "__ne__", [](const Tensor& a, const Tensor& b) { return at::ne(a, b); },
+    {nullptr, nullptr, [](const Tensor& a, const Tensor& b) { return at::ne(a, b); },
      [](const Tensor& a, const Scalar& b) { return at::ne(a, b); }, nullptr},
-    {"__gt__", "__lt__", [](const Tensor& a, const Tensor& b) { return at::gt(a, b); },
+    {nullptr, nullptr, [](const Tensor& a, const Tensor& b) { return at::gt(a, b); },
      [](const Tensor& a, const Scalar& b) { return at::gt(a, b); }, nullptr},
-    {"__ge__", "__le__", [](const Tensor& a, const Tensor& b) { return at::ge(a, b); },
+    {nullptr, nullptr, [](const Tensor& a, const Tensor& b) { return at::ge(a, b); },
      [](const Tensor& a, const Scalar& b) { return at::ge(a, b); }, nullptr},
 }};
 

@@ -8,7 +8,6 @@
 #include "backward.h"
 
 #include "accumulate.h"
-#include "geometry.h"
 #include "handle.h"
 
 #include <ATen/LegacyVmapMode.h>
