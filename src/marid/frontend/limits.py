@@ -54,10 +54,10 @@ def overflow(tape: Tape) -> None:
 
 def optimizer_stepped(*_: Any) -> None:
     """Run what is pending if much is: a loop that reads now and then, or never, repeats best in whole steps."""
-    waits = observer() is not None or bool(is_held_back())
     for tape in handles.tapes:
-        if tape.charged == tape.stepped_at:
+        if not tape.entries or tape.charged == tape.stepped_at:
             continue  # nothing was recorded since the last step
+        waits = observer() is not None or bool(is_held_back())
         parts = policy.CUT_SHARE_UNREAD if takes_steps_unread(tape) else policy.CUT_SHARE_AFTER_STEP
         # Measuring takes as long as recording a few operations, so only when so much was added since the last time.
         if waits or tape.chunk or (tape.charged - tape.measured_at) * parts < settings.max_pending_bytes:

@@ -176,8 +176,8 @@ def without_the_device(supported: Callable[[], list[str]]) -> Callable[[], list[
 
 # Where nobody chooses, optimizers take one parameter after the other on the CPU, and foreach operators on the device
 # unless few are quicker one by one.
-# Those give the same bits for parameters of these types, but three optimizers calculate in another order with them.
-_EQUAL_WITH_FOREACH = {torch.float32, torch.float64}
+# Those give the same bits for parameters of float32 and float64, but three optimizers calculate in another order with
+# them.
 _ANOTHER_ORDER = ("asgd", "nadam", "radam")
 
 
@@ -194,17 +194,11 @@ def chosen_as_on_the_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[.
         def wrapper(
             params: list[torch.Tensor], differentiable: bool, use_fused: bool = False
         ) -> tuple[bool, bool]:  # no wider signature: parameters on the CPU pass through here too
-            fused, foreach = choose(params, differentiable, use_fused)
-            if fused or foreach:  # parameters on the CPU need not be looked at
-                lazy = [p for p in params if handles.is_lazy(p)]
-                if lazy and (
-                    never
-                    or not _EQUAL_WITH_FOREACH.issuperset([p.dtype for p in lazy])
-                    or adds_to_gradients()
-                    or (len(lazy) <= few and _runs_at_once(lazy[0].device.index))
-                ):
-                    return False, False
-            return fused, foreach
+            count, device, all_equal = module.parameters_on_device(params)
+            singly = count and (
+                never or not all_equal or (count <= few and _runs_at_once(device)) or adds_to_gradients()
+            )
+            return (False, False) if singly else choose(params, differentiable, use_fused)
 
         return functools.update_wrapper(wrapper, choose)
 

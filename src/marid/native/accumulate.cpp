@@ -7,6 +7,7 @@
 // have readers among what was recorded.
 #include "accumulate.h"
 
+#include "backward.h"
 #include "call.h"
 
 #include <ATen/Context.h>
@@ -19,21 +20,6 @@
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace {
-
-// The function of torch.autograd.graph from which PyTorch's engine is entered, below what stands in for it (guest.py).
-// Hooks that the engine calls have frames of their own.
-PyObject* entering() {
-  static PyObject* code = nullptr;
-  if (code != nullptr) return code;
-  marid::Ref module(PyImport_ImportModule("torch.autograd.graph"));
-  marid::Ref function(module ? PyObject_GetAttrString(module.get(), "_engine_run_backward") : nullptr);
-  while (function && PyObject_HasAttrString(function.get(), "__wrapped__")) {
-    function = marid::Ref(PyObject_GetAttrString(function.get(), "__wrapped__"));
-  }
-  code = function ? PyObject_GetAttrString(function.get(), "__code__") : nullptr;
-  PyErr_Clear();
-  return code;
-}
 
 // Whether nobody but autograd's buffer has a tensor that is an argument on the stack, nor another that lies in its memory.
 // Python may know the tensor, and not keep it.
@@ -52,11 +38,6 @@ bool is_unshared(const at::Tensor& tensor) {
 }  // namespace
 
 namespace marid {
-
-bool is_called_by_engine() {
-  PyObject* code = running_code();
-  return code != nullptr && code == entering();
-}
 
 const at::Tensor* beside_zero(const at::Tensor& first, const at::Tensor& second, const at::Scalar& alpha) {
   if (torch::autograd::get_current_graph_task_id() < 0) return nullptr;  // no backward

@@ -10,9 +10,6 @@ namespace marid {
 // of it; null for other sums.
 const at::Tensor* beside_zero(const at::Tensor& first, const at::Tensor& second, const at::Scalar& alpha);
 
-// Whether autograd's engine has called what runs, and not a function in Python that it has called. With the interpreter's lock.
-bool is_called_by_engine();
-
 // Whether the first argument of `add.Tensor` may be a gradient to which autograd adds another one, itself and not for a
 // function of the graph.
 bool may_add_up(const at::Tensor& first);

@@ -6,10 +6,9 @@
 // runs at once holds it anyway, and lets it go where it takes long.) All else is left to the methods of the operands.
 #include "arithmetic.h"
 
-#include "handle.h"
 #include "immediate.h"
+#include "operands.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/ops/and.h>
 #include <ATen/ops/or.h>
@@ -35,8 +34,6 @@
 #include <ATen/ops/sub.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
 #include <bit>
@@ -47,8 +44,6 @@ namespace marid {
 namespace {
 
 using at::Scalar, at::Tensor;
-
-bool is_own(PyObject* object) { return Py_TYPE(object) == handle_type; }
 
 // Python's own numbers, of a size that PyTorch reads as it is.
 std::optional<Scalar> number(PyObject* object) {
@@ -162,16 +157,6 @@ constexpr InPlace kAddTo = {"__iadd__", [](Tensor& a, const Tensor& b) { a.add_(
 constexpr InPlace kSubtractFrom = {"__isub__", [](Tensor& a, const Tensor& b) { a.sub_(b); }};
 constexpr InPlace kMultiplyBy = {"__imul__", [](Tensor& a, const Tensor& b) { a.mul_(b); }};
 constexpr InPlace kDivideBy = {"__itruediv__", [](Tensor& a, const Tensor& b) { a.div_(b); }};
-
-// What runs an operation sees the operands as they are: modes for functions see Python's function first.
-bool is_usual() { return !at::impl::torch_function_mode_enabled(); }
-
-template <typename Call>
-PyObject* guarded(Call call) {
-  HANDLE_TH_ERRORS
-  return call();
-  END_HANDLE_TH_ERRORS
-}
 
 // The result of a call, or what PyTorch makes of an error: operands that are of the wrong type are for the other one's method.
 template <typename Call>

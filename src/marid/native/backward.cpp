@@ -7,11 +7,13 @@
 // their objects' class when the backward is done (frontend/backward.py).
 #include "backward.h"
 
-#include "accumulate.h"
 #include "handle.h"
+#include "record.h"
 
 #include <ATen/LegacyVmapMode.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -64,6 +66,8 @@ struct Last {
   bool is_hidden;
 };
 constinit thread_local Last last{-1, nullptr, false};
+// The code of the function from which PyTorch's engine is entered. Hooks that the engine calls have frames of their own.
+PyObject* entering = nullptr;
 constinit thread_local int shown = 0;  // backwards of this thread whose gradients are all shown to Python
 
 // An object that PyTorch has made for a tensor of the device, as one of its own class, becomes one of ours.
@@ -80,6 +84,8 @@ void give_object(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+bool is_called_by_engine() { return entering != nullptr && running_code() == entering; }
 
 bool is_for_autograd_alone() {
   int64_t task = torch::autograd::get_current_graph_task_id();
@@ -101,29 +107,81 @@ void give_objects(c10::ArrayRef<c10::IValue> arguments) { each_tensor(arguments,
 
 namespace {
 
-// give_class(results): the tensors of the device among them get our class.
-PyObject* give_classes(PyObject*, PyObject* results) {
-  if (!PyTuple_Check(results)) return Py_NewRef(results);
+// The tensors of the device among what a backward returns get our class; false after an error.
+bool give_classes(PyObject* results) {
+  if (!PyTuple_Check(results)) return true;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); i++) {
-    if (!give_class(PyTuple_GET_ITEM(results, i))) return nullptr;
+    if (!give_class(PyTuple_GET_ITEM(results, i))) return false;
   }
-  return Py_NewRef(results);
+  return true;
 }
 
-// show_gradients(change): this thread enters (1) or leaves (-1) a backward under transforms of functions, which wrap gradients.
-PyObject* show_gradients(PyObject*, PyObject* change) {
-  long by = PyLong_AsLong(change);
-  if (by == -1 && PyErr_Occurred()) return nullptr;
-  shown += static_cast<int>(by);
-  last.task = -1;
-  Py_RETURN_NONE;
+// For as long as this lives, a backward runs on the thread that called it. Under transforms of functions, which wrap gradients,
+// Python sees all of them.
+class OnThisThread {
+ public:
+  OnThisThread() : has_threads_(c10::AutogradState::get_tls_state().get_multithreading_enabled()), shows_(has_transforms()) {
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+    show(1);
+  }
+  OnThisThread(const OnThisThread&) = delete;
+  OnThisThread& operator=(const OnThisThread&) = delete;
+  ~OnThisThread() {
+    show(-1);
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(has_threads_);
+  }
+
+ private:
+  // As `torch._C._are_functorch_transforms_active`.
+  static bool has_transforms() {
+    c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+    return included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+        included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+  }
+  void show(int change) {
+    if (!shows_) return;
+    shown += change;
+    last.task = -1;
+  }
+  bool has_threads_, shows_;
+};
+
+// The error that was raised loses Marid's frames.
+void fold_error(PyObject* fold) {
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != nullptr) PyException_SetTraceback(error, trace);
+  if (!Ref(PyObject_CallOneArg(fold, error))) PyErr_WriteUnraisable(fold);
+  Py_XDECREF(trace);
+  PyErr_Restore(type, error, PyException_GetTraceback(error));
+}
+
+// What `on_this_thread` returns, with its arguments.
+PyObject* run_on_this_thread(PyObject* of, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  Ref found;
+  {
+    OnThisThread whole;
+    found = Ref(PyObject_Vectorcall(PyTuple_GET_ITEM(of, 0), given, static_cast<size_t>(count), names));
+    if (found && !give_classes(found.get())) found = Ref();
+  }
+  if (!found) fold_error(PyTuple_GET_ITEM(of, 1));
+  return found.release();
+}
+PyMethodDef on_this_thread_method = {
+    "_engine_run_backward", fast(run_on_this_thread), METH_FASTCALL | METH_KEYWORDS, nullptr};
+
+// on_this_thread(run, code, fold): see frontend/backward.py. `code` is that of the function from which the engine is entered.
+PyObject* on_this_thread(PyObject*, PyObject* const* given, Py_ssize_t) {
+  Py_XSETREF(entering, Py_NewRef(given[1]));
+  Ref both(PyTuple_Pack(2, given[0], given[2]));
+  return both ? PyCFunction_New(&on_this_thread_method, both.get()) : nullptr;
 }
 
 }  // namespace
 
 PyMethodDef backward_functions[] = {
-    {"show_gradients", show_gradients, METH_O, nullptr},
-    {"give_class", give_classes, METH_O, nullptr},
+    {"on_this_thread", fast(on_this_thread), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

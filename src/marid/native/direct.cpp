@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 
+#include <array>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -12,9 +13,11 @@ namespace marid {
 namespace {
 
 using at::Scalar, at::ScalarType, at::Tensor, c10::SymInt, c10::SymIntArrayRef, std::optional, std::tuple;
+using c10::Device, c10::Layout;
 using at::ArrayRef, at::TensorList, at::IntArrayRef, at::OptionalIntArrayRef, at::OptionalSymIntArrayRef;
 
-// Some 97 % of the calls of ordinary programs. None has an argument that says where a result lies, or that draws.
+// Some 97 % of the calls of ordinary programs. None has an argument that draws; where a result lies is said of those made like
+// another tensor, which run at once where that is left to the tensor.
 template <typename... Each>
 struct Types {};
 using Signatures = Types<
@@ -38,6 +41,10 @@ using Signatures = Types<
     Tensor(const Tensor&, OptionalIntArrayRef, bool, optional<ScalarType>),
     Tensor(const Tensor&, optional<ScalarType>),
     Tensor(const Tensor&, optional<at::MemoryFormat>),
+    Tensor(const Tensor&, int64_t, optional<ScalarType>),
+    Tensor(const Tensor&, OptionalIntArrayRef, const optional<Scalar>&, bool),
+    Tensor(const Tensor&, optional<ScalarType>, optional<Layout>, optional<Device>, optional<bool>, optional<at::MemoryFormat>),
+    Tensor(const Tensor&, SymIntArrayRef, optional<ScalarType>, optional<Layout>, optional<Device>, optional<bool>),
     Tensor(const Tensor&, std::string_view),
     Tensor(const Tensor&, const Scalar&),
     Tensor(const Tensor&, const Scalar&, const Scalar&),
@@ -48,6 +55,12 @@ using Signatures = Types<
     Tensor(const Tensor&, const Tensor&, int64_t, ScalarType),
     Tensor(const Tensor&, const Tensor&, std::string_view),
     Tensor(const Tensor&, const Tensor&, const Scalar&),
+    Tensor(const Tensor&, const Tensor&, int64_t, double),
+    Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, const optional<Tensor>&, int64_t),
+    Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, SymIntArrayRef, SymIntArrayRef, SymIntArrayRef, bool,
+           SymIntArrayRef, SymInt),
+    Tensor(const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, SymInt, const Tensor&),
+    Tensor(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool, const Tensor&),
     Tensor(const Tensor&, const Tensor&, SymInt, bool, bool),
     Tensor(const Tensor&, const Tensor&, SymInt, SymInt, bool),
     Tensor(const Tensor&, const Tensor&, const Tensor&),
@@ -85,8 +98,15 @@ using Signatures = Types<
     std::vector<Tensor>(const Tensor&, SymIntArrayRef, int64_t),
     tuple<Tensor, Tensor>(const Tensor&, int64_t, bool),
     tuple<Tensor, Tensor>(const Tensor&, SymInt, int64_t, bool, bool),
+    tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, SymInt),
+    tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool),
+    tuple<Tensor, Tensor, Tensor>(const Tensor&, SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double),
     tuple<Tensor, Tensor, Tensor>(
-        const Tensor&, SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double)>;
+        const Tensor&, const optional<Tensor>&, const optional<Tensor>&, SymInt, SymInt, SymInt, int64_t, double),
+    tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, SymIntArrayRef, const Tensor&, const Tensor&,
+                                  const optional<Tensor>&, const optional<Tensor>&, std::array<bool, 3>),
+    tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, OptionalSymIntArrayRef, SymIntArrayRef,
+                                  SymIntArrayRef, SymIntArrayRef, bool, SymIntArrayRef, SymInt, std::array<bool, 3>)>;
 
 // A character for each type of arguments and results.
 template <typename Type>
@@ -110,9 +130,14 @@ template <> constexpr char kCode<const optional<Scalar>&> = 'o';
 template <> constexpr char kCode<IntArrayRef> = 'l';
 template <> constexpr char kCode<OptionalIntArrayRef> = 'm';
 template <> constexpr char kCode<SymIntArrayRef> = 'k';
+template <> constexpr char kCode<OptionalSymIntArrayRef> = 'h';
+template <> constexpr char kCode<std::array<bool, 3>> = 'w';
 template <> constexpr char kCode<ScalarType> = 'd';
 template <> constexpr char kCode<optional<ScalarType>> = 'e';
 template <> constexpr char kCode<optional<at::MemoryFormat>> = 'y';
+template <> constexpr char kCode<optional<Layout>> = 'a';
+template <> constexpr char kCode<optional<Device>> = 'c';
+template <> constexpr char kCode<optional<bool>> = 'g';
 template <> constexpr char kCode<std::string_view> = 'x';
 
 char code_of(const c10::Type& type) {
@@ -131,18 +156,23 @@ char code_of(const c10::Type& type) {
         case c10::TypeKind::SymIntType: return 'k';
         case c10::TypeKind::TensorType: return 'z';
         case c10::TypeKind::NumberType: return 'q';
+        case c10::TypeKind::BoolType: return 'w';
         case c10::TypeKind::OptionalType: return code_of(*type.containedType(0)) == 'u' ? 'p' : 0;
         default: return 0;
       }
     case c10::TypeKind::OptionalType: {
       const c10::Type& inner = *type.containedType(0);
       if (inner.kind() == c10::TypeKind::MemoryFormatType) return 'y';
+      if (inner.kind() == c10::TypeKind::LayoutType) return 'a';
+      if (inner.kind() == c10::TypeKind::DeviceObjType) return 'c';
       switch (code_of(inner)) {
         case 't': return 'u';
+        case 'b': return 'g';
         case 'i': return 'j';
         case 's': return 'r';
         case 'n': return 'o';
         case 'l': return 'm';
+        case 'k': return 'h';
         case 'd': return 'e';
         default: return 0;
       }
@@ -215,7 +245,7 @@ std::optional<c10::KernelFunction> direct_kernel(
   if (op.operator_name() == c10::OperatorName("aten::cat", "")) {
     return kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>(op, of, is_above);
   }
-  if (has_constant_tensors(op.operator_name())) return std::nullopt;
+  if (has_constant_tensors(op.operator_name()) || op.hasTag(at::Tag::nondeterministic_seeded)) return std::nullopt;
   static const auto known = by_code(Signatures());
   auto found = known.find(code_of(op.schema()));
   if (found == known.end()) return std::nullopt;

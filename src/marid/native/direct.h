@@ -50,6 +50,7 @@ struct Cursor {
     }
     return placed;
   }
+  std::optional<c10::Device> place(std::optional<c10::Device>) { return std::nullopt; }  // that of the tensors
   template <typename Other>
   Other&& place(Other&& other) {
     return std::forward<Other>(other);

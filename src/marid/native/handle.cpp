@@ -3,6 +3,7 @@
 #include "arithmetic.h"
 #include "backward.h"
 #include "immediate.h"
+#include "indexing.h"
 #include "intermediates.h"
 
 #include <ATen/core/List.h>
@@ -232,7 +233,35 @@ bool prepare_handles(PyObject* type) {
     Ref descriptor(PyDescr_NewGetSet(handle_type, &attribute));
     if (!descriptor || PyObject_SetAttrString(type, attribute.name, descriptor.get()) < 0) return false;
   }
+  prepare_indexing();
   return prepare_arithmetic();
 }
+
+namespace {
+
+// parameters_on_device(params): how many of a list of tensors are on the device, the index of the first one's, and whether all
+// of those are of float32 or float64.
+PyObject* parameters_on_device(PyObject*, PyObject* given) {
+  Ref params(PySequence_Fast(given, "parameters are a list of tensors"));
+  if (!params) return nullptr;
+  int count = 0, device = -1;
+  bool is_plain = true;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.get()); i++) {
+    PyObject* one = PySequence_Fast_GET_ITEM(params.get(), i);
+    Handle* handle = PyObject_TypeCheck(one, handle_type) ? handle_of(THPVariable_Unpack(one)) : nullptr;
+    if (handle == nullptr) continue;
+    if (count++ == 0) device = handle->device().index();
+    at::ScalarType type = c10::typeMetaToScalarType(handle->dtype());
+    is_plain = is_plain && (type == at::kFloat || type == at::kDouble);
+  }
+  return Py_BuildValue("iiO", count, device, is_plain ? Py_True : Py_False);
+}
+
+}  // namespace
+
+PyMethodDef handle_functions[] = {
+    {"parameters_on_device", parameters_on_device, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 }  // namespace marid

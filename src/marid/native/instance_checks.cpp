@@ -12,9 +12,18 @@ namespace {
 PyObject* general;  // type.__instancecheck__
 PyObject* for_tensors;  // what it is bound to torch.Tensor
 
+// Whether the `__class__` of an object is its type: it has that of `object`, which comes before what the instance has.
+bool is_of_its_class(PyObject* object) {
+  static PyObject* name = PyUnicode_InternFromString("__class__");
+  static PyObject* usual = _PyType_Lookup(&PyBaseObject_Type, name);
+  PyTypeObject* type = Py_TYPE(object);
+  return type->tp_getattro == PyObject_GenericGetAttr && _PyType_Lookup(type, name) == usual;
+}
+
 PyObject* is_tensor(PyObject*, PyObject* object) {
   PyTypeObject* tensor = reinterpret_cast<PyTypeObject*>(THPVariableClass);
   if (PyType_IsSubtype(Py_TYPE(object), tensor)) Py_RETURN_TRUE;
+  if (is_of_its_class(object)) Py_RETURN_FALSE;
   return PyObject_CallFunctionObjArgs(general, THPVariableClass, object, nullptr);  // its `__class__` may say otherwise
 }
 PyMethodDef is_tensor_method = {"__instancecheck__", is_tensor, METH_O, nullptr};

@@ -32,10 +32,22 @@ struct Kernel final : c10::OperatorKernel {
     call_python(op, stack);
   }
 
-  template <typename... Arguments>
-  static bool is_usual(const Arguments&...) {
+  // Whether a result lies where the first tensor does.
+  template <typename First, typename... Others>
+  static bool is_usual(const First& first, const Others&... others) {
+    return (lies_with(first, others) && ...);
+  }
+  template <typename First, typename Other>
+  static bool lies_with(const First&, const Other&) {
     return true;
   }
+  static bool lies_with(const at::Tensor& first, const std::optional<c10::Device>& device) {
+    return !device || *device == first.device();
+  }
+  static bool lies_with(const at::Tensor&, const std::optional<c10::Layout>& layout) {
+    return !layout || *layout == at::kStrided;
+  }
+  static bool lies_with(const at::Tensor&, const std::optional<bool>& is_pinned) { return !is_pinned || !*is_pinned; }
 
   std::shared_ptr<Operator> of;
 };

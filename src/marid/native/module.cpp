@@ -112,7 +112,7 @@ extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concre
     host_call_functions[], graph_memory_functions[], device_functions[], memory_functions[], placement_functions[],
     program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], trial_functions[],
     state_functions[], instance_check_functions[], backward_functions[], random_functions[],
-    tuple_functions[];
+    tuple_functions[], handle_functions[];
 }
 
 PyMODINIT_FUNC PyInit_marid_native() {
@@ -125,7 +125,8 @@ PyMODINIT_FUNC PyInit_marid_native() {
         marid::device_functions, marid::memory_functions, marid::placement_functions, marid::program_functions,
         marid::execute_functions, marid::compiled_functions, marid::queue_functions, marid::product_functions,
         marid::trial_functions, marid::state_functions, marid::instance_check_functions,
-        marid::backward_functions, marid::random_functions, marid::tuple_functions}) {
+        marid::backward_functions, marid::random_functions, marid::tuple_functions,
+        marid::handle_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);
   }
   return made;

@@ -86,14 +86,16 @@ bool is_same_block(const at::mt19937_data_pod& one, const at::mt19937_data_pod& 
 
 // How many words lie between two states; nothing if too many.
 std::optional<int64_t> words_between(const at::mt19937_data_pod& from, const at::mt19937_data_pod& to) {
-  int64_t words = (from.left_ - to.left_ + kTwist) % kTwist;
-  if (is_same_block(from, to)) return words;
+  int64_t words = from.left_ - to.left_;
+  if (words >= 0 && is_same_block(from, to)) return words;
+  at::mt19937_data_pod block = from;
   at::mt19937 walker;
-  walker.set_data(from);
-  for (int64_t i = 0; i < words; i++) walker();
-  for (; !is_same_block(walker.data(), to); words += kTwist) {
+  for (; words < 0 || !is_same_block(block, to); words += kTwist) {
     if (words > kFarthest) return std::nullopt;
-    for (int64_t i = 0; i < kTwist; i++) walker();
+    block.left_ = 1;  // so that the next word is the first one of the next block
+    walker.set_data(block);
+    walker();
+    block = walker.data();
   }
   return words;
 }

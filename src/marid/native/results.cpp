@@ -1,5 +1,5 @@
 // What a call returns to the user: a node or its outputs, and tensors that stand for them.
-#include "accumulate.h"
+#include "backward.h"
 #include "recorder.h"
 
 namespace torch::autograd {

@@ -154,14 +154,19 @@ struct Inside {
   Ref scope;
 };
 auto& insides = *new std::unordered_map<Key, Inside, Hash>;  // stays when the interpreter is gone
-// The scope that was found last, by all modules from the outermost inward: nearly always operations come from the same call.
-// Holds as long as `insides` has what it was made of.
+// The scopes that were found last, by modules from the outermost inward: nearly always operations come from the same call, or
+// from one in the same modules outside. Holds as long as `insides` has what it was made of.
+struct Called {
+  PyObject* module;
+  PyTypeObject* type;
+  PyObject* scope;  // inside of it
+};
 struct Chain {
-  PyObject *outermost = nullptr, *scope = nullptr;
-  c10::SmallVector<std::pair<PyObject*, PyTypeObject*>, 16> modules;
+  PyObject* outermost = nullptr;
+  c10::SmallVector<Called, 16> calls;
 };
 auto& last_chain = *new Chain;
-void forget_chain() { last_chain.scope = nullptr; }
+void forget_chain() { last_chain.calls.clear(); }
 PyObject* forget_gone(PyObject*, PyObject*) {
   forget_chain();
   Py_RETURN_NONE;
@@ -214,19 +219,22 @@ PyObject* inside(PyObject* scope, PyObject* parent, PyObject* module) {
 
 // The scope inside of all of these, which are in order from the innermost outward. Borrowed; null after an error.
 PyObject* innermost_scope(PyObject* outermost, c10::ArrayRef<PyObject*> modules) {
-  bool same = last_chain.scope != nullptr && last_chain.outermost == outermost && last_chain.modules.size() == modules.size();
-  for (size_t i = 0; same && i < modules.size(); i++) {
-    same = last_chain.modules[i] == std::pair(modules[i], Py_TYPE(modules[i]));
+  auto& calls = last_chain.calls;
+  if (std::exchange(last_chain.outermost, outermost) != outermost) calls.clear();
+  auto module = [&](size_t depth) { return modules[modules.size() - 1 - depth]; };
+  size_t known = 0;
+  while (known < calls.size() && known < modules.size() && calls[known].module == module(known) &&
+         calls[known].type == Py_TYPE(module(known))) {
+    known++;
   }
-  if (same) return last_chain.scope;
-  PyObject *found = outermost, *parent = nullptr;
-  for (size_t i = modules.size(); found != nullptr && i-- > 0; parent = modules[i]) {
-    found = inside(found, parent, modules[i]);
+  PyObject* found = known == 0 ? outermost : calls[known - 1].scope;
+  for (size_t depth = known; depth < modules.size(); depth++) {
+    found = inside(found, depth == 0 ? nullptr : module(depth - 1), module(depth));
+    if (found == nullptr) return nullptr;
+    if (calls.size() < depth) return innermost_scope(outermost, modules);  // forgotten meanwhile
+    calls.resize(depth);
+    calls.push_back({module(depth), Py_TYPE(module(depth)), found});
   }
-  last_chain.outermost = outermost;
-  last_chain.modules.clear();
-  for (PyObject* module : modules) last_chain.modules.emplace_back(module, Py_TYPE(module));
-  last_chain.scope = found;
   return found;
 }
 

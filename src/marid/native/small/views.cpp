@@ -41,6 +41,28 @@ struct Geometry {
     std::swap(sizes[first], sizes[second]);
     std::swap(strides[first], strides[second]);
   }
+  void insert(int64_t dimension) {
+    int64_t stride = dimension == static_cast<int64_t>(sizes.size()) ? 1 : sizes[dimension] * strides[dimension];
+    sizes.insert(sizes.begin() + dimension, 1);
+    strides.insert(strides.begin() + dimension, stride);
+  }
+  void erase(int64_t dimension) {
+    sizes.erase(sizes.begin() + dimension);
+    strides.erase(strides.begin() + dimension);
+  }
+  // `index` is inside of the dimension, perhaps counted from its end.
+  void select(int64_t dimension, int64_t index) {
+    offset += (index < 0 ? index + sizes[dimension] : index) * strides[dimension];
+    erase(dimension);
+  }
+  void slice(int64_t dimension, int64_t from, int64_t to, int64_t by) {
+    int64_t size = sizes[dimension];
+    auto inside = [&](int64_t place, int64_t lowest) { return std::clamp(place < 0 ? place + size : place, lowest, size); };
+    int64_t first = inside(from, 0), last = inside(to, first);
+    offset += first * strides[dimension];
+    sizes[dimension] = (last - first + by - 1) / by;
+    strides[dimension] *= by;
+  }
   at::Tensor of(const at::Tensor& self) const { return view(self, sizes, strides, offset); }
   Numbers sizes, strides;
   int64_t offset;
@@ -105,9 +127,7 @@ at::Tensor unsqueezed(const at::Tensor& self, int64_t given) {
   int64_t dimension = dimension_of(given, self.dim() + 1);
   if (dimension < 0) return {};
   Geometry made(self);
-  int64_t stride = dimension == self.dim() ? 1 : made.sizes[dimension] * made.strides[dimension];
-  made.sizes.insert(made.sizes.begin() + dimension, 1);
-  made.strides.insert(made.strides.begin() + dimension, stride);
+  made.insert(dimension);
   return made.of(self);
 }
 
@@ -115,10 +135,7 @@ at::Tensor squeezed(const at::Tensor& self, int64_t given) {
   int64_t dimension = dimension_of(given, self.dim());
   if (dimension < 0) return {};
   Geometry made(self);
-  if (made.sizes[dimension] == 1) {
-    made.sizes.erase(made.sizes.begin() + dimension);
-    made.strides.erase(made.strides.begin() + dimension);
-  }
+  if (made.sizes[dimension] == 1) made.erase(dimension);
   return made.of(self);
 }
 
@@ -128,9 +145,7 @@ at::Tensor selected(const at::Tensor& self, int64_t given, c10::SymInt position)
   int64_t index = dimension < 0 || !number ? -1 : dimension_of(*number, self.sizes()[dimension]);
   if (index < 0) return {};
   Geometry made(self);
-  made.offset += index * made.strides[dimension];
-  made.sizes.erase(made.sizes.begin() + dimension);
-  made.strides.erase(made.strides.begin() + dimension);
+  made.select(dimension, index);
   return made.of(self);
 }
 
@@ -142,12 +157,21 @@ at::Tensor sliced(const at::Tensor& self, int64_t given, std::optional<c10::SymI
   std::optional<int64_t> by = step.maybe_as_int();
   if (dimension < 0 || !from || !to || !by || *by <= 0) return {};
   Geometry made(self);
-  int64_t size = made.sizes[dimension];
-  auto inside = [&](int64_t place, int64_t lowest) { return std::clamp(place < 0 ? place + size : place, lowest, size); };
-  int64_t first = inside(*from, 0), last = inside(*to, first);
-  made.offset += first * made.strides[dimension];
-  made.sizes[dimension] = (last - first + *by - 1) / *by;
-  made.strides[dimension] *= *by;
+  made.slice(dimension, *from, *to, *by);
+  return made.of(self);
+}
+
+at::Tensor indexed(const at::Tensor& self, c10::ArrayRef<Index> indices) {
+  Geometry made(self);
+  int64_t dimension = 0;
+  for (const Index& one : indices) {
+    switch (one.kind) {
+      case Index::kNumber: made.select(dimension, one.start); break;
+      case Index::kSlice: made.slice(dimension++, one.start, one.stop, one.step); break;
+      case Index::kNewDimension: made.insert(dimension++); break;
+      case Index::kRest: dimension += one.start; break;
+    }
+  }
   return made.of(self);
 }
 

@@ -1,0 +1,179 @@
+// Indexing of the device's tensors with numbers, slices, `None` and `...`: `x[i, j]`, `x[:, 1:3]`.
+//
+// PyTorch makes a view for each number and slice, and nobody sees those between the first and the last. Where operations run at
+// once and need no gradients, one view is made here; elsewhere the operators are called that PyTorch would call
+// (ATen/TensorIndexing.h). All other indices, and those that are out of range, are left to PyTorch.
+#include "indexing.h"
+
+#include "above_autograd.h"
+#include "immediate.h"
+#include "intermediates.h"
+#include "operands.h"
+#include "small/views.h"
+
+#include <ATen/ops/alias.h>
+#include <ATen/ops/select.h>
+#include <ATen/ops/slice.h>
+#include <ATen/ops/unsqueeze.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include <limits>
+#include <optional>
+
+namespace marid {
+
+namespace {
+
+using at::Tensor;
+using Indices = c10::SmallVector<Index, 6>;
+
+std::optional<int64_t> number(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return std::nullopt;
+  int overflow = 0;
+  int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0 ? std::optional(value) : std::nullopt;
+}
+
+// One bound of a slice.
+std::optional<int64_t> bound(PyObject* object, int64_t usual) { return object == Py_None ? usual : number(object); }
+
+std::optional<Index> index_of(PyObject* object) {
+  if (object == Py_None) return Index{Index::kNewDimension};
+  if (object == Py_Ellipsis) return Index{Index::kRest};
+  if (auto found = number(object)) return Index{Index::kNumber, *found};
+  if (!PySlice_Check(object)) return std::nullopt;
+  auto* slice = reinterpret_cast<PySliceObject*>(object);
+  auto start = bound(slice->start, 0), stop = bound(slice->stop, std::numeric_limits<int64_t>::max());
+  auto step = bound(slice->step, 1);
+  if (!start || !stop || !step || *step < 1) return std::nullopt;
+  return Index{Index::kSlice, *start, *stop, *step};
+}
+
+// Whether indices fit a tensor; what `...` stands for is noted.
+bool fit(const Tensor& self, Indices& indices) {
+  int64_t left = self.dim(), rests = 0, dimension = 0;
+  for (const Index& one : indices) {
+    left -= one.kind == Index::kNumber || one.kind == Index::kSlice ? 1 : 0;
+    rests += one.kind == Index::kRest ? 1 : 0;
+  }
+  if (left < 0 || rests > 1) return false;
+  for (Index& one : indices) {
+    if (one.kind == Index::kRest) one.start = left;
+    int64_t size = one.kind == Index::kNumber ? self.sizes()[dimension] : 0;
+    if (one.kind == Index::kNumber && (one.start < -size || one.start >= size)) return false;
+    dimension += one.kind == Index::kNewDimension ? 0 : one.kind == Index::kRest ? left : 1;
+  }
+  return true;
+}
+
+// The indices, where they are all of these kinds and fit a tensor.
+std::optional<Indices> read(const Tensor& self, PyObject* given) {
+  Indices indices;
+  bool is_tuple = PyTuple_CheckExact(given);
+  for (Py_ssize_t i = 0; i < (is_tuple ? PyTuple_GET_SIZE(given) : 1); i++) {
+    auto found = index_of(is_tuple ? PyTuple_GET_ITEM(given, i) : given);
+    if (!found) return std::nullopt;
+    indices.push_back(*found);
+  }
+  return fit(self, indices) ? std::optional(std::move(indices)) : std::nullopt;
+}
+
+// The operator that PyTorch would call last; null where all that is left is an alias.
+const Operator* last_operator(const Indices& indices) {
+  static const auto select = operator_named(c10::OperatorName("aten::select", "int"));
+  static const auto slice = operator_named(c10::OperatorName("aten::slice", "Tensor"));
+  static const auto unsqueeze = operator_named(c10::OperatorName("aten::unsqueeze", ""));
+  for (size_t i = indices.size(); i-- > 0;) {
+    if (indices[i].kind == Index::kNumber) return select.get();
+    if (indices[i].kind == Index::kSlice) return slice.get();
+    if (indices[i].kind == Index::kNewDimension) return unsqueeze.get();
+  }
+  return nullptr;
+}
+
+// Whether nothing but autograd, which need not see it, stands between a call and the device's kernel.
+bool is_plain_call(const Tensor& self, c10::DispatchKeySet keys) {
+  switch (keys.highestPriorityTypeId()) {
+    case c10::DispatchKey::AutogradPrivateUse1:
+    case c10::DispatchKey::ADInplaceOrView:
+    case c10::DispatchKey::PrivateUse1: break;
+    default: return false;
+  }
+  return is_next_below(keys) && !needs_gradient(self) && !c10::AutogradState::get_tls_state().get_view_replay_enabled();
+}
+
+// What PyTorch notes of a view (its kernels for the key ADInplaceOrView).
+Tensor as_view(const Tensor& self, Tensor made) {
+  using torch::autograd::CreationMeta;
+  CreationMeta how = c10::InferenceMode::is_enabled() ? CreationMeta::INFERENCE_MODE
+      : c10::GradMode::is_enabled()                   ? CreationMeta::DEFAULT
+                                                      : CreationMeta::NO_GRAD_MODE;
+  return torch::autograd::as_view(self, made, true, true, nullptr, nullptr, how);
+}
+
+// The view that all of the indices make, where that runs at once; else undefined.
+Tensor view_at_once(const Tensor& self, const Indices& indices) {
+  const auto& local = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = (self.key_set() | local.included_) - local.excluded_;
+  keys = keys.remove(c10::DispatchKey::BackendSelect);  // these operators have no such kernel
+  const Operator* last = last_operator(indices);
+  if (last == nullptr || !may_run_at_once() || !is_plain_call(self, keys)) return {};
+  PyObject* by = at_once_by(*last);
+  if (by == nullptr) return {};
+  Given given;
+  given.add(self);
+  Results results;
+  auto invoke = [&](Concrete& concrete, Results& returned) { returned.push_back(indexed(concrete[0], indices)); };
+  Outcome outcome = run_at_once(by, given, invoke, results);
+  if (outcome == Outcome::kError) throw_python_error();
+  if (outcome != Outcome::kDone || !results[0].defined()) return {};
+  performed_small.fetch_add(1, std::memory_order_relaxed);
+  return keys.has(c10::DispatchKey::ADInplaceOrView) ? as_view(self, std::move(results[0])) : std::move(results[0]);
+}
+
+// One view after the other. `alone` is an index without a tuple, for which PyTorch leaves no slice out.
+Tensor views(const Tensor& self, const Indices& indices, bool alone) {
+  std::optional<Intermediates> inside;
+  if (!alone) inside.emplace();
+  Tensor found = self;
+  int64_t dimension = 0;
+  for (const Index& one : indices) {
+    switch (one.kind) {
+      case Index::kNumber: found = at::select(found, dimension, one.start); break;
+      case Index::kSlice:
+        if (alone || one.start != 0 || found.sizes()[dimension] > one.stop || one.step != 1) {
+          found = at::slice(found, dimension, one.start, one.stop, one.step);
+        }
+        dimension++;
+        break;
+      case Index::kNewDimension: found = at::unsqueeze(found, dimension++); break;
+      case Index::kRest: dimension += one.start; break;
+    }
+  }
+  if (found.is_same(self)) found = at::alias(found);
+  return inside ? inside->give(std::move(found)) : found;
+}
+
+PyObject* subscript(PyObject* object, PyObject* given) {
+  if (is_own(object) && is_usual() && !torch::jit::tracer::isTracing()) {
+    const Tensor& self = THPVariable_Unpack(object);
+    std::optional<Indices> indices;
+    if (handle_of(self) != nullptr) indices = read(self, given);
+    if (indices) {
+      return guarded([&] {
+        Tensor found = view_at_once(self, *indices);
+        return THPVariable_Wrap(found.defined() ? found : views(self, *indices, !PyTuple_Check(given)));
+      });
+    }
+  }
+  return handle_type->tp_base->tp_as_mapping->mp_subscript(object, given);
+}
+
+}  // namespace
+
+void prepare_indexing() { handle_type->tp_as_mapping->mp_subscript = subscript; }
+
+}  // namespace marid

@@ -1,0 +1,25 @@
+// What the slots of the device's class (arithmetic.cpp, indexing.cpp) ask of their operands.
+#pragma once
+#include "handle.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace marid {
+
+// Whether an object is of the device's own class, and not of one derived from it.
+inline bool is_own(PyObject* object) { return Py_TYPE(object) == handle_type; }
+
+// Whether what runs an operation sees the operands as they are: modes for functions see Python's function first.
+inline bool is_usual() { return !at::impl::torch_function_mode_enabled(); }
+
+// What a call returns, with errors of C++ as Python's.
+template <typename Call>
+PyObject* guarded(Call call) {
+  HANDLE_TH_ERRORS
+  return call();
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace marid
