@@ -242,3 +242,131 @@ def test_subclasses_have_their_own() -> None:
     made = torch.ones(3, device=DEVICE).as_subclass(Named)
     assert made[1] == ("own", 1)
     assert marid.LazyTensor.__getitem__(made, 1).item() == 1
+
+
+NUMBERS: list[Any] = [1, -1, 300, 2.75, True, float("nan"), float("inf"), 1 << 40, 1 << 70, 1j, "a", None]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+]
+WRITTEN: list[Any] = [
+    0,
+    (1, 2),
+    (..., 1),
+    (slice(1, 3), 0),
+    slice(None),
+    ...,
+    (None, 1),
+    (0, 1, 2, 1),
+    (slice(3, 1),),
+    [0, 2],
+]
+
+
+def _written(to: Tensor, index: Any, value: Any) -> Any:
+    """What a write leaves, and how often it counts; or the class and the text of its error."""
+    before = None if to.is_inference() else to._version
+    try:
+        to[index] = value
+    except Exception as error:  # an error is an outcome to compare
+        return type(error), str(error).replace("remote_accelerator:0", "cpu").replace(
+            "torch.remote_accelerator.", "torch."
+        )
+    return None if before is None else to._version - before, to.detach().cpu().clone()
+
+
+def _same(found: Any, expected: Any) -> None:
+    if expected[0] is not None:  # an inference tensor counts no writes, and the device has none
+        assert found[0] == expected[0]
+    if isinstance(found[1], Tensor):
+        assert torch.equal(found[1].nan_to_num(), expected[1].nan_to_num())
+    else:
+        assert found[1] == expected[1]
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("index", WRITTEN, ids=repr)
+def test_numbers_are_written_as_pytorch_writes_them(index: Any, dtype: torch.dtype) -> None:
+    for value in NUMBERS:
+        expected, own = (one.to(dtype) for one in _both())
+        _same(_written(own, index, value), _written(expected, index, value))
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("index", WRITTEN, ids=repr)
+def test_tensors_are_written_as_pytorch_writes_them(index: Any) -> None:
+    for make in (
+        lambda x: x[index] * 2,
+        lambda x: x[index].double() + 0.1,
+        lambda x: x[index].int(),
+        lambda x: x.new_tensor(5.0),
+        lambda x: x.new_ones(1, 1, 1, 1, 1),
+        lambda x: x.new_ones(7),
+        lambda x: torch.tensor(3.0),
+        lambda x: x[index],
+    ):
+        expected, own = _both()
+        _same(_written(own, index, make(own)), _written(expected, index, make(expected)))
+
+
+@pytest.mark.usefixtures("either_way")
+def test_writes_that_share_memory() -> None:
+    """Elements that are one in memory, and a source that overlaps with what is written."""
+    for write in (
+        lambda x: _written(x[0, 0, 0].expand(4, 2), (slice(0, 2), 1), 1.0),
+        lambda x: _written(x[0, 0, 0].expand(4, 2), (0, 1), 1.0),
+        lambda x: _written(x[0, 0, 0].expand(4, 2), 0, x[1, 1, 1]),
+        lambda x: _written(x, slice(1, 4), x[0:3]),
+        lambda x: _written(x.view(-1), slice(1, 120), x.view(-1)[:119].clone()),
+    ):
+        expected, own = _both()
+        _same(write(own), write(expected))
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+def test_writes_and_gradients(mode: Callable[[], Any]) -> None:
+    outcomes: list[Any] = []
+    for source in _both():
+        leaf = source.clone().requires_grad_()
+        weight = torch.full((3, 5, 2), 2.0, device=source.device, requires_grad=True)
+        found: list[Any] = []
+        with mode():
+            found.append(_written(leaf, 0, 1.0))
+            base = source * 1
+            found.append(_written(base, 1, weight))
+            found.append(_written(base, (2, 0), 7))
+            product = leaf * 1
+            found.append(_written(product, 1, 3.0))
+        if mode is torch.enable_grad:
+            (base * base).sum().backward()
+            product.sum().backward()
+            assert leaf.grad is not None
+            assert weight.grad is not None
+            found += [(0, leaf.grad.cpu()), (0, weight.grad.cpu())]
+        outcomes.append(found)
+    for found, expected in zip(outcomes[1], outcomes[0], strict=True):
+        _same(tuple(part.detach() if isinstance(part, Tensor) else part for part in found), expected)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_modes_see_writes() -> None:
+    for make in (_Functions, _Operators):
+        with make() as mode:
+            own = torch.ones(3, 2, device=DEVICE)
+            own[1] = 2.0
+        assert any("setitem" in name or "copy_" in name for name in mode.seen)
+
+
+def test_nothing_is_deleted_from_a_tensor() -> None:
+    with pytest.raises(TypeError):
+        del torch.ones(3, device=DEVICE)[0]  # pyright: ignore[reportIndexIssue]

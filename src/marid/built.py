@@ -32,9 +32,15 @@ VECTOR_FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
 }
 _OF_KERNELS = (
-    ["-O3", f"-DCPU_CAPABILITY={_CAPABILITY}", f"-DCPU_CAPABILITY_{_CAPABILITY}", *VECTOR_FLAGS[_CAPABILITY]]
+    [
+        "-O3",
+        "-fno-math-errno",
+        f"-DCPU_CAPABILITY={_CAPABILITY}",
+        f"-DCPU_CAPABILITY_{_CAPABILITY}",
+        *VECTOR_FLAGS[_CAPABILITY],
+    ]
     if (_CAPABILITY in VECTOR_FLAGS)
-    else ["-O3", "-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"]
+    else ["-O3", "-fno-math-errno", "-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"]
 )
 """For ``*_kernels.cpp``, which are compiled for the vector unit that PyTorch uses here, as its own kernels are."""
 # Without NDEBUG, objects of PyTorch have members in its headers that they have not in its libraries.

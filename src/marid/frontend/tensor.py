@@ -12,6 +12,7 @@ from torch._C import _disabled_torch_function_impl
 from torch.nn.parameter import UninitializedTensorMixin
 
 from marid.frontend import capture, handles, serialize, storage_objects
+from marid.frontend.engines import engine_of
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
@@ -153,7 +154,9 @@ class LazyTensor(torch.Tensor):
                     f"Can't call numpy() on Tensor that has {name} bit set. Use tensor.resolve_{resolve}().numpy() "
                     "instead."
                 )
-        return download(self, "numpy()").numpy()
+        found = module.readable(self)
+        copied = download(self, "numpy()") if found is None else engine_of(self.device.index).download(found)
+        return copied.numpy()
 
     @folded
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

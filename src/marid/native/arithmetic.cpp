@@ -45,16 +45,6 @@ namespace {
 
 using at::Scalar, at::Tensor;
 
-// Python's own numbers, of a size that PyTorch reads as it is.
-std::optional<Scalar> number(PyObject* object) {
-  if (PyFloat_CheckExact(object)) return Scalar(PyFloat_AS_DOUBLE(object));
-  if (PyBool_Check(object)) return Scalar(object == Py_True);
-  if (!PyLong_CheckExact(object)) return std::nullopt;
-  int overflow = 0;
-  int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  return overflow == 0 ? std::optional<Scalar>(value) : std::nullopt;
-}
-
 // A number as the tensor that PyTorch makes of one. Nobody writes to these, and a program has few: they are kept, each until
 // another takes its place; who has one has it for himself, as other threads run while an operation takes long. With the
 // interpreter's lock.

@@ -2,7 +2,8 @@
 //
 // PyTorch makes a view for each number and slice, and nobody sees those between the first and the last. Where operations run at
 // once and need no gradients, one view is made here; elsewhere the operators are called that PyTorch would call
-// (ATen/TensorIndexing.h). All other indices, and those that are out of range, are left to PyTorch.
+// (ATen/TensorIndexing.h). All other indices, and those that are out of range, are left to PyTorch. So is writing (`x[i] = y`)
+// of what needs gradients, or does not fit the view.
 #include "indexing.h"
 
 #include "above_autograd.h"
@@ -11,6 +12,8 @@
 #include "operands.h"
 #include "small/views.h"
 
+#include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/select.h>
 #include <ATen/ops/slice.h>
@@ -30,20 +33,19 @@ namespace {
 using at::Tensor;
 using Indices = c10::SmallVector<Index, 6>;
 
-std::optional<int64_t> number(PyObject* object) {
+std::optional<int64_t> whole(PyObject* object) {
   if (!PyLong_CheckExact(object)) return std::nullopt;
-  int overflow = 0;
-  int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  return overflow == 0 ? std::optional(value) : std::nullopt;
+  auto found = number(object);
+  return found ? std::optional(found->toLong()) : std::nullopt;
 }
 
 // One bound of a slice.
-std::optional<int64_t> bound(PyObject* object, int64_t usual) { return object == Py_None ? usual : number(object); }
+std::optional<int64_t> bound(PyObject* object, int64_t usual) { return object == Py_None ? usual : whole(object); }
 
 std::optional<Index> index_of(PyObject* object) {
   if (object == Py_None) return Index{Index::kNewDimension};
   if (object == Py_Ellipsis) return Index{Index::kRest};
-  if (auto found = number(object)) return Index{Index::kNumber, *found};
+  if (auto found = whole(object)) return Index{Index::kNumber, *found};
   if (!PySlice_Check(object)) return std::nullopt;
   auto* slice = reinterpret_cast<PySliceObject*>(object);
   auto start = bound(slice->start, 0), stop = bound(slice->stop, std::numeric_limits<int64_t>::max());
@@ -157,23 +159,62 @@ Tensor views(const Tensor& self, const Indices& indices, bool alone) {
   return inside ? inside->give(std::move(found)) : found;
 }
 
+// The indices that are read here.
+std::optional<Indices> indices_of(PyObject* object, PyObject* given) {
+  if (!is_own(object) || !is_usual() || torch::jit::tracer::isTracing()) return std::nullopt;
+  const Tensor& self = THPVariable_Unpack(object);
+  return handle_of(self) != nullptr ? read(self, given) : std::nullopt;
+}
+
 PyObject* subscript(PyObject* object, PyObject* given) {
-  if (is_own(object) && is_usual() && !torch::jit::tracer::isTracing()) {
+  std::optional<Indices> indices = indices_of(object, given);
+  if (!indices) return handle_type->tp_base->tp_as_mapping->mp_subscript(object, given);
+  return guarded([&] {
     const Tensor& self = THPVariable_Unpack(object);
-    std::optional<Indices> indices;
-    if (handle_of(self) != nullptr) indices = read(self, given);
-    if (indices) {
-      return guarded([&] {
-        Tensor found = view_at_once(self, *indices);
-        return THPVariable_Wrap(found.defined() ? found : views(self, *indices, !PyTuple_Check(given)));
-      });
-    }
+    Tensor found = view_at_once(self, *indices);
+    return THPVariable_Wrap(found.defined() ? found : views(self, *indices, !PyTuple_Check(given)));
+  });
+}
+
+// Whether a tensor, or a number, can be written into a view as it is. PyTorch leaves out leading dimensions of one element; it
+// makes a tensor of a number and copies that, which it refuses where elements share memory, and filling does not.
+bool fits(const Tensor& view, const Tensor& value) {
+  return at::is_expandable_to(value.sizes(), view.sizes()) && view.device() == value.device() && !needs_gradient(value);
+}
+bool fits(const Tensor& view, const at::Scalar&) { return at::has_internal_overlap(view) == at::MemOverlap::No; }
+
+void write(Tensor& view, const Tensor& value) { view.copy_(value); }
+void write(Tensor& view, const at::Scalar& value) { view.fill_(value); }
+
+// Write into the view that the indices make; false where that is left to PyTorch.
+template <typename Value>
+bool written(const Tensor& self, const Indices& indices, const Value& value) {
+  Tensor view = view_at_once(self, indices);
+  if (!view.defined() || !fits(view, value)) return false;
+  write(view, value);
+  return true;
+}
+
+int assign(PyObject* object, PyObject* given, PyObject* value) {
+  std::optional<Indices> indices = value == nullptr ? std::nullopt : indices_of(object, given);
+  if (indices) {
+    const Tensor& self = THPVariable_Unpack(object);
+    Ref done(guarded([&]() -> PyObject* {
+      if (is_own(value)) return Py_NewRef(written(self, *indices, THPVariable_Unpack(value)) ? Py_True : Py_False);
+      auto as_number = number(value);
+      return Py_NewRef(as_number && written(self, *indices, *as_number) ? Py_True : Py_False);
+    }));
+    if (!done) return -1;
+    if (done.get() == Py_True) return 0;
   }
-  return handle_type->tp_base->tp_as_mapping->mp_subscript(object, given);
+  return handle_type->tp_base->tp_as_mapping->mp_ass_subscript(object, given, value);
 }
 
 }  // namespace
 
-void prepare_indexing() { handle_type->tp_as_mapping->mp_subscript = subscript; }
+void prepare_indexing() {
+  handle_type->tp_as_mapping->mp_subscript = subscript;
+  handle_type->tp_as_mapping->mp_ass_subscript = assign;
+}
 
 }  // namespace marid
