@@ -5,6 +5,7 @@
 #include "immediate.h"
 #include "indexing.h"
 #include "intermediates.h"
+#include "view_methods.h"
 
 #include <ATen/core/List.h>
 #include <ATen/EmptyTensor.h>
@@ -234,7 +235,7 @@ bool prepare_handles(PyObject* type) {
     if (!descriptor || PyObject_SetAttrString(type, attribute.name, descriptor.get()) < 0) return false;
   }
   prepare_indexing();
-  return prepare_arithmetic();
+  return prepare_arithmetic() && prepare_view_methods();
 }
 
 namespace {

@@ -7,10 +7,10 @@
 #include "indexing.h"
 
 #include "above_autograd.h"
-#include "immediate.h"
 #include "intermediates.h"
 #include "operands.h"
 #include "small/views.h"
+#include "views_at_once.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
@@ -18,9 +18,6 @@
 #include <ATen/ops/select.h>
 #include <ATen/ops/slice.h>
 #include <ATen/ops/unsqueeze.h>
-#include <c10/core/AutogradState.h>
-#include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <limits>
@@ -32,12 +29,6 @@ namespace {
 
 using at::Tensor;
 using Indices = c10::SmallVector<Index, 6>;
-
-std::optional<int64_t> whole(PyObject* object) {
-  if (!PyLong_CheckExact(object)) return std::nullopt;
-  auto found = number(object);
-  return found ? std::optional(found->toLong()) : std::nullopt;
-}
 
 // One bound of a slice.
 std::optional<int64_t> bound(PyObject* object, int64_t usual) { return object == Py_None ? usual : whole(object); }
@@ -96,44 +87,11 @@ const Operator* last_operator(const Indices& indices) {
   return nullptr;
 }
 
-// Whether nothing but autograd, which need not see it, stands between a call and the device's kernel.
-bool is_plain_call(const Tensor& self, c10::DispatchKeySet keys) {
-  switch (keys.highestPriorityTypeId()) {
-    case c10::DispatchKey::AutogradPrivateUse1:
-    case c10::DispatchKey::ADInplaceOrView:
-    case c10::DispatchKey::PrivateUse1: break;
-    default: return false;
-  }
-  return is_next_below(keys) && !needs_gradient(self) && !c10::AutogradState::get_tls_state().get_view_replay_enabled();
-}
-
-// What PyTorch notes of a view (its kernels for the key ADInplaceOrView).
-Tensor as_view(const Tensor& self, Tensor made) {
-  using torch::autograd::CreationMeta;
-  CreationMeta how = c10::InferenceMode::is_enabled() ? CreationMeta::INFERENCE_MODE
-      : c10::GradMode::is_enabled()                   ? CreationMeta::DEFAULT
-                                                      : CreationMeta::NO_GRAD_MODE;
-  return torch::autograd::as_view(self, made, true, true, nullptr, nullptr, how);
-}
-
 // The view that all of the indices make, where that runs at once; else undefined.
-Tensor view_at_once(const Tensor& self, const Indices& indices) {
-  const auto& local = c10::impl::tls_local_dispatch_key_set();
-  c10::DispatchKeySet keys = (self.key_set() | local.included_) - local.excluded_;
-  keys = keys.remove(c10::DispatchKey::BackendSelect);  // these operators have no such kernel
+Tensor view_of(const Tensor& self, const Indices& indices) {
   const Operator* last = last_operator(indices);
-  if (last == nullptr || !may_run_at_once() || !is_plain_call(self, keys)) return {};
-  PyObject* by = at_once_by(*last);
-  if (by == nullptr) return {};
-  Given given;
-  given.add(self);
-  Results results;
-  auto invoke = [&](Concrete& concrete, Results& returned) { returned.push_back(indexed(concrete[0], indices)); };
-  Outcome outcome = run_at_once(by, given, invoke, results);
-  if (outcome == Outcome::kError) throw_python_error();
-  if (outcome != Outcome::kDone || !results[0].defined()) return {};
-  performed_small.fetch_add(1, std::memory_order_relaxed);
-  return keys.has(c10::DispatchKey::ADInplaceOrView) ? as_view(self, std::move(results[0])) : std::move(results[0]);
+  if (last == nullptr) return {};
+  return view_at_once(self, *last, [&](const Tensor& concrete) { return indexed(concrete, indices); });
 }
 
 // One view after the other. `alone` is an index without a tuple, for which PyTorch leaves no slice out.
@@ -171,7 +129,7 @@ PyObject* subscript(PyObject* object, PyObject* given) {
   if (!indices) return handle_type->tp_base->tp_as_mapping->mp_subscript(object, given);
   return guarded([&] {
     const Tensor& self = THPVariable_Unpack(object);
-    Tensor found = view_at_once(self, *indices);
+    Tensor found = view_of(self, *indices);
     return THPVariable_Wrap(found.defined() ? found : views(self, *indices, !PyTuple_Check(given)));
   });
 }
@@ -189,7 +147,7 @@ void write(Tensor& view, const at::Scalar& value) { view.fill_(value); }
 // Write into the view that the indices make; false where that is left to PyTorch.
 template <typename Value>
 bool written(const Tensor& self, const Indices& indices, const Value& value) {
-  Tensor view = view_at_once(self, indices);
+  Tensor view = view_of(self, indices);
   if (!view.defined() || !fits(view, value)) return false;
   write(view, value);
   return true;

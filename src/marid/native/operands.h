@@ -26,6 +26,13 @@ inline std::optional<at::Scalar> number(PyObject* object) {
   return overflow == 0 ? std::optional<at::Scalar>(value) : std::nullopt;
 }
 
+// A number without a fraction.
+inline std::optional<int64_t> whole(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return std::nullopt;
+  auto found = number(object);
+  return found ? std::optional(found->toLong()) : std::nullopt;
+}
+
 // What a call returns, with errors of C++ as Python's.
 template <typename Call>
 PyObject* guarded(Call call) {

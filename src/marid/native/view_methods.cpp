@@ -1,0 +1,102 @@
+// Methods that return views: `x.view(2, -1)`, `x.transpose(0, 1)`.
+//
+// PyTorch reads arguments by the signatures that it knows, lets the interpreter's lock go, and passes two kernels above the
+// device's. Where the arguments are whole numbers, and the view is made at once and needs no gradients, these methods make it;
+// all else they leave to the methods of `torch.Tensor`.
+#include "view_methods.h"
+
+#include "operands.h"
+#include "small/views.h"
+#include "views_at_once.h"
+
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+namespace marid {
+
+namespace {
+
+using at::Tensor;
+using Numbers = c10::SmallVector<int64_t, 6>;
+
+// A method: the operator that it calls, whether it takes a list of numbers, and else how many; and the view, undefined where
+// PyTorch has to make it, or to raise an error.
+struct Method {
+  const char *name, *of, *overload;
+  bool takes_list;
+  size_t count;
+  Tensor (*make)(const Tensor& concrete, const Numbers& numbers);
+};
+
+Tensor viewed_as(const Tensor& concrete, const Numbers& sizes) { return viewed(concrete, c10::fromIntArrayRefSlow(sizes)); }
+
+constexpr Method kView = {"view", "aten::view", "", true, 0, viewed_as};
+constexpr Method kReshape = {"reshape", "aten::view", "", true, 0, viewed_as};
+constexpr Method kPermute = {
+    "permute", "aten::permute", "", true, 0, [](const Tensor& of, const Numbers& by) { return permuted(of, by); }};
+constexpr Method kExpand = {"expand", "aten::expand", "", true, 0, [](const Tensor& of, const Numbers& to) {
+                              return expanded(of, c10::fromIntArrayRefSlow(to), false);
+                            }};
+constexpr Method kTranspose = {"transpose", "aten::transpose", "int", false, 2, [](const Tensor& of, const Numbers& by) {
+                                 return transposed(of, by[0], by[1]);
+                               }};
+constexpr Method kUnsqueeze = {
+    "unsqueeze", "aten::unsqueeze", "", false, 1, [](const Tensor& of, const Numbers& at) { return unsqueezed(of, at[0]); }};
+constexpr Method kSqueeze = {
+    "squeeze", "aten::squeeze", "dim", false, 1, [](const Tensor& of, const Numbers& at) { return squeezed(of, at[0]); }};
+
+// The arguments, or the items of a tuple or list that is the only one, where all are whole numbers.
+template <const Method& of>
+bool read(PyObject* const* given, Py_ssize_t count, Numbers& numbers) {
+  if (of.takes_list && count == 1 && (PyTuple_Check(given[0]) || PyList_CheckExact(given[0]))) {
+    count = PySequence_Fast_GET_SIZE(given[0]);
+    given = PySequence_Fast_ITEMS(given[0]);
+  }
+  for (Py_ssize_t i = 0; i < count; i++) {
+    auto found = whole(given[i]);
+    if (!found) return false;
+    numbers.push_back(*found);
+  }
+  return of.takes_list ? !numbers.empty() : numbers.size() == of.count;
+}
+
+template <const Method& of>
+PyObject* call(PyObject* object, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  Numbers numbers;
+  bool is_plain = names == nullptr && is_own(object) && is_usual() && !torch::jit::tracer::isTracing();
+  if (is_plain && read<of>(given, count, numbers)) {
+    static const auto operation = operator_named(c10::OperatorName(of.of, of.overload));
+    const Tensor& self = THPVariable_Unpack(object);
+    Ref found(guarded([&] {
+      bool is_ours = handle_of(self) != nullptr;
+      auto make = [&](const Tensor& concrete) { return of.make(concrete, numbers); };
+      return THPVariable_Wrap(is_ours ? view_at_once(self, *operation, make) : Tensor());  // None for an undefined one
+    }));
+    if (found.get() != Py_None) return found.release();
+  }
+  static PyObject* name = PyUnicode_InternFromString(of.name);
+  Ref method(PyObject_GetAttr(reinterpret_cast<PyObject*>(handle_type->tp_base), name));
+  c10::SmallVector<PyObject*, 8> arguments{object};
+  arguments.append(given, given + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+  return method ? PyObject_Vectorcall(method.get(), arguments.data(), static_cast<size_t>(count) + 1, names) : nullptr;
+}
+
+template <const Method& of>
+bool prepare() {
+  Ref general(PyObject_GetAttrString(reinterpret_cast<PyObject*>(handle_type->tp_base), of.name));
+  static Ref doc(general ? PyObject_GetAttrString(general.get(), "__doc__") : nullptr);
+  if (!doc) return false;
+  const char* text = PyUnicode_Check(doc.get()) ? PyUnicode_AsUTF8(doc.get()) : nullptr;
+  static PyMethodDef method = {of.name, fast(call<of>), METH_FASTCALL | METH_KEYWORDS, text};
+  Ref made(PyDescr_NewMethod(handle_type, &method));
+  return made && PyObject_SetAttrString(reinterpret_cast<PyObject*>(handle_type), of.name, made.get()) == 0;
+}
+
+}  // namespace
+
+bool prepare_view_methods() {
+  return prepare<kView>() && prepare<kReshape>() && prepare<kPermute>() && prepare<kExpand>() && prepare<kTranspose>() &&
+      prepare<kUnsqueeze>() && prepare<kSqueeze>();
+}
+
+}  // namespace marid
