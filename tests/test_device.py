@@ -264,6 +264,17 @@ def test_streams_and_events() -> None:
     assert torch.accelerator.current_stream().device.type == DEVICE
 
 
+def test_a_stream_of_a_number_becomes_current() -> None:
+    default = torch.accelerator.current_stream()
+    numbered = torch.Stream(stream_id=1234, device_index=default.device_index, device_type=default.device_type)
+    torch.accelerator.set_stream(numbered)
+    try:
+        assert torch.accelerator.current_stream() == numbered
+    finally:
+        torch.accelerator.set_stream(default)
+    assert torch.accelerator.current_stream() == default
+
+
 def test_a_stream_makes_its_device_current() -> None:
     """So that code for several devices can be written in terms of streams, given by name too."""
     elsewhere = device_module.Stream(1)

@@ -38,8 +38,9 @@ std::atomic<int> device_count{0};
 constinit thread_local c10::DeviceIndex current = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
 std::atomic<c10::StreamId> next_stream{1};
-// Whether a program has streams of its own. Autograd asks for the current ones many times in each backward.
-bool has_streams() { return next_stream.load(std::memory_order_relaxed) > 1; }
+// Whether a thread has ever had another stream than the default one. Autograd asks for the current ones many times in each
+// backward.
+std::atomic<bool> had_streams{false};
 
 // A device runs its programs in order, so every stream is ordered after every other
 // and an event has happened once it is recorded.
@@ -67,7 +68,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getStream(c10::Device d) const override {
     c10::Device on = concrete(d);
-    if (!has_streams()) return c10::Stream(c10::Stream::UNSAFE, on, 0);
+    if (!had_streams.load(std::memory_order_relaxed)) return c10::Stream(c10::Stream::UNSAFE, on, 0);
     auto found = current_streams.find(on.index());
     return c10::Stream(c10::Stream::UNSAFE, on, found == current_streams.end() ? 0 : found->second);
   }
@@ -82,6 +83,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream exchangeStream(c10::Stream s) const override {
     c10::Stream old = getStream(s.device());
+    if (s.id() != 0) had_streams = true;
     if (old.id() != s.id()) current_streams[s.device_index()] = s.id();
     return old;
   }
