@@ -104,3 +104,12 @@ def switching() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture(params=["recorded", "at once"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations are recorded, or run at once whatever they make."""
+    if request.param == "at once":
+        monkeypatch.setattr(marid.settings, "immediate_after", 0)
+        monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
+        torch.ones(2, device="remote_accelerator").sum().item()

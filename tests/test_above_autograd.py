@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import marid
 from tests.helpers import DEVICE
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tanh": lambda x, y: torch.tanh(x),
     "add": torch.add,
@@ -47,15 +49,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "clone": lambda x, y: x.clone(),
     "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], y[None, None]),
 }
-
-
-@pytest.fixture(params=["recorded", "at once"], autouse=True)
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations are recorded, or run at once whatever they make."""
-    if request.param == "at once":
-        monkeypatch.setattr(marid.settings, "immediate_after", 0)
-        monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-        torch.ones(2, device=DEVICE).sum().item()
 
 
 def _operands(device: str) -> tuple[Tensor, Tensor]:

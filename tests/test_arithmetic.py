@@ -39,15 +39,6 @@ NUMBERS: list[Any] = [2, -3, 2.5, 0.0, -0.0, True, float("inf"), float("nan"), 1
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
-@pytest.fixture(params=["recorded", "at once"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations are recorded, or run at once whatever they make."""
-    if request.param == "at once":
-        monkeypatch.setattr(marid.settings, "immediate_after", 0)
-        monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-        torch.ones(2, device=DEVICE).sum().item()
-
-
 def _outcome(call: Callable[..., Any], *operands: Any) -> Any:
     """What a call returns, computed; or the class of its error."""
     try:

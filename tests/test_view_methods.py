@@ -61,15 +61,6 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.fixture(params=["recorded", "at once"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations are recorded, or run at once whatever they make."""
-    if request.param == "at once":
-        monkeypatch.setattr(marid.settings, "immediate_after", 0)
-        monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-        torch.ones(2, device=DEVICE).sum().item()
-
-
 def _both() -> tuple[Tensor, Tensor]:
     on_cpu = torch.arange(60.0).reshape(4, 3, 5).clone()
     return on_cpu, on_cpu.to(DEVICE)
