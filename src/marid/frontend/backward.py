@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch.autograd import graph
+
 from marid.native import module
 from marid.semantics.tracebacks import fold
 
@@ -20,4 +22,6 @@ WHY = "backward runs on the thread that called it"
 def on_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, without threads of autograd. What it returns is of the device's class of tensors, as all is that Python
     sees of a backward (``native/backward.cpp``)."""
-    return module.on_this_thread(run, getattr(inspect.unwrap(run), "__code__", None), fold)
+    original = inspect.unwrap(run)
+    is_original = original is run and run.__module__ == graph.__name__
+    return module.on_this_thread(run, getattr(original, "__code__", None), fold, graph.log if is_original else None)

@@ -7,6 +7,8 @@
 // their objects' class when the backward is done (frontend/backward.py).
 #include "backward.h"
 
+#include "backward_graph.h"
+#include "backward_pass.h"
 #include "handle.h"
 #include "record.h"
 
@@ -16,13 +18,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <cstring>
-#include <typeinfo>
 #include <unordered_set>
 
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor, PyTypeObject* type);
@@ -32,19 +31,6 @@ namespace marid {
 namespace {
 
 using torch::autograd::Node;
-
-// Whether a function is written in Python, or may have another one inside that is, as that of a write through a view. PyTorch
-// does not export these types, but for their names.
-bool may_be_python(const Node& function) {
-  const char* type = typeid(function).name();
-  return std::strcmp(type, "N5torch8autograd6PyNodeE") == 0 || std::strcmp(type, "N5torch8autograd10CopySlicesE") == 0;
-}
-
-// Whether a function shows Python what it gets or returns.
-bool shows_python(Node& function) {
-  return !function.pre_hooks().empty() || !function.post_hooks().empty() || !function.tensor_pre_hooks().empty() ||
-      !function.retains_grad_hooks().empty() || may_be_python(function);
-}
 
 // Whether Python sees nothing of what the functions of the graph that this thread goes through return.
 bool is_graph_hidden(int64_t task) {
@@ -85,11 +71,14 @@ void give_object(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool is_called_by_engine() { return entering != nullptr && running_code() == entering; }
+bool is_called_by_engine() {
+  return is_called_in_pass() || (entering != nullptr && running_code() == entering);
+}
 
 bool is_for_autograd_alone() {
   int64_t task = torch::autograd::get_current_graph_task_id();
   if (task < 0) return false;
+  if (is_called_in_pass()) return is_hidden_in_pass();
   auto function = torch::autograd::get_current_node();
   if (!function || !is_called_by_engine()) return false;
   if (task != last.task || &*function != last.function) {
@@ -157,12 +146,26 @@ void fold_error(PyObject* fold) {
   PyErr_Restore(type, error, PyException_GetTraceback(error));
 }
 
+// Whether a backward may go through its graph here: what runs it is PyTorch's, which only logs beside that, and does not.
+bool may_pass(PyObject* log) {
+  if (log == Py_None) return false;
+  static PyObject* const method = PyUnicode_InternFromString("isEnabledFor");
+  static PyObject* const debug = PyLong_FromLong(10);
+  PyObject* given[2] = {log, debug};
+  Ref is_enabled(PyObject_VectorcallMethod(method, given, 2, nullptr));
+  if (!is_enabled) PyErr_Clear();
+  return is_enabled.get() == Py_False;
+}
+
 // What `on_this_thread` returns, with its arguments.
 PyObject* run_on_this_thread(PyObject* of, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   Ref found;
   {
     OnThisThread whole;
-    found = Ref(PyObject_Vectorcall(PyTuple_GET_ITEM(of, 0), given, static_cast<size_t>(count), names));
+    if (may_pass(PyTuple_GET_ITEM(of, 2))) found = Ref(run_pass(given, count, names));
+    if (!found && PyErr_Occurred() == nullptr) {
+      found = Ref(PyObject_Vectorcall(PyTuple_GET_ITEM(of, 0), given, static_cast<size_t>(count), names));
+    }
     if (found && !give_classes(found.get())) found = Ref();
   }
   if (!found) fold_error(PyTuple_GET_ITEM(of, 1));
@@ -171,11 +174,12 @@ PyObject* run_on_this_thread(PyObject* of, PyObject* const* given, Py_ssize_t co
 PyMethodDef on_this_thread_method = {
     "_engine_run_backward", fast(run_on_this_thread), METH_FASTCALL | METH_KEYWORDS, nullptr};
 
-// on_this_thread(run, code, fold): see frontend/backward.py. `code` is that of the function from which the engine is entered.
+// on_this_thread(run, code, fold, log): see frontend/backward.py. `code` is that of the function from which the engine is
+// entered, `log` the logger of autograd, or None if `run` is not PyTorch's own.
 PyObject* on_this_thread(PyObject*, PyObject* const* given, Py_ssize_t) {
   Py_XSETREF(entering, Py_NewRef(given[1]));
-  Ref both(PyTuple_Pack(2, given[0], given[2]));
-  return both ? PyCFunction_New(&on_this_thread_method, both.get()) : nullptr;
+  Ref held(PyTuple_Pack(3, given[0], given[2], given[3]));
+  return held ? PyCFunction_New(&on_this_thread_method, held.get()) : nullptr;
 }
 
 }  // namespace

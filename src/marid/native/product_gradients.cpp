@@ -7,6 +7,7 @@
 #include "product_gradients.h"
 
 #include "above_autograd.h"
+#include "autograd_function.h"
 #include "handle.h"
 #include "immediate.h"
 #include "record.h"
@@ -27,7 +28,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -38,17 +38,6 @@ namespace {
 using at::Tensor, at::Scalar;
 using torch::dynamo::autograd::CompiledNodeArgs, torch::dynamo::autograd::SwapSavedVariables;
 using torch::autograd::Node, torch::autograd::SavedVariable, torch::autograd::variable_list;
-
-using NodePointer = decltype(torch::autograd::get_current_node());  // a `shared_ptr` before PyTorch 2.13
-
-template <typename Function>
-NodePointer make_function() {
-  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<Node>>) {
-    return NodePointer(new Function, [](auto* function) { deleteNode(function); });
-  } else {
-    return c10::make_intrusive<Function>();
-  }
-}
 
 // What gradients are computed by.
 struct Calls {
@@ -221,7 +210,7 @@ struct Argument {
 };
 
 // The function of a product's gradients, where it is ours; null where PyTorch's is to be taken, or none is needed.
-NodePointer function_of(const char* name, const Tensor* added, const Tensor& left, const Tensor& right) {
+FunctionPointer function_of(const char* name, const Tensor* added, const Tensor& left, const Tensor& right) {
   if (!c10::GradMode::is_enabled()) return {};
   Argument of_left(left), of_right(right), of_added(added != nullptr ? *added : left);
   if (!of_left.is_usual || !of_right.is_usual || !of_added.is_usual) return {};
@@ -230,7 +219,7 @@ NodePointer function_of(const char* name, const Tensor* added, const Tensor& lef
     InterpreterLock lock;
     if (!runs_at_once(left.device().index())) return {};
   }
-  NodePointer pointer = make_function<ProductBackward>();
+  FunctionPointer pointer = make_function<ProductBackward>();
   auto& function = static_cast<ProductBackward&>(*pointer);
   function.shown_as = name;
   function.form = {added != nullptr, is_by_columns(left), is_by_columns(right)};
@@ -258,7 +247,7 @@ Tensor call_without_function(c10::DispatchKeySet keys, const auto&... arguments)
 }
 
 template <typename Op>
-Tensor with_function(const NodePointer& function, c10::DispatchKeySet keys, auto&&... arguments) {
+Tensor with_function(const FunctionPointer& function, c10::DispatchKeySet keys, auto&&... arguments) {
   Tensor made;
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -269,19 +258,19 @@ Tensor with_function(const NodePointer& function, c10::DispatchKeySet keys, auto
 }
 
 Tensor mm(c10::DispatchKeySet keys, const Tensor& left, const Tensor& right) {
-  NodePointer function = function_of("MmBackward0", nullptr, left, right);
+  FunctionPointer function = function_of("MmBackward0", nullptr, left, right);
   return function ? with_function<at::_ops::mm>(function, keys, left, right) : call_without_function<at::_ops::mm>(keys, left, right);
 }
 
 Tensor bmm(c10::DispatchKeySet keys, const Tensor& left, const Tensor& right) {
-  NodePointer function = function_of("BmmBackward0", nullptr, left, right);
+  FunctionPointer function = function_of("BmmBackward0", nullptr, left, right);
   return function ? with_function<at::_ops::bmm>(function, keys, left, right) : call_without_function<at::_ops::bmm>(keys, left, right);
 }
 
 Tensor addmm(c10::DispatchKeySet keys, const Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta,
              const Scalar& alpha) {
   bool is_sum = beta.equal(1) && alpha.equal(1);
-  NodePointer function = is_sum ? function_of("AddmmBackward0", &added, left, right) : NodePointer();
+  FunctionPointer function = is_sum ? function_of("AddmmBackward0", &added, left, right) : FunctionPointer();
   return function ? with_function<at::_ops::addmm>(function, keys, added, left, right, beta, alpha)
                   : call_without_function<at::_ops::addmm>(keys, added, left, right, beta, alpha);
 }

@@ -1,0 +1,289 @@
+"""Backwards that show Python nothing run as one function of autograd's engine: the same bits, errors and order."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import marid
+from tests.helpers import DEVICE, assert_same, on_both
+
+pytestmark = [
+    pytest.mark.in_process("operations run at once in this process alone"),
+    pytest.mark.usefixtures("either_way"),
+]
+
+GRAPHS = 80
+
+
+def _written(x: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    y = x * 1.0
+    write(y)
+    return y
+
+
+_UNARY: list[Callable[[Tensor], Tensor]] = [
+    torch.tanh,
+    torch.sigmoid,
+    lambda x: x * 1.5,
+    lambda x: x.t().contiguous().t(),
+    lambda x: x.flip(0),
+    lambda x: x + x.mean(),
+    lambda x: x.sum(0) + torch.zeros_like(x),
+    lambda x: x.double().float(),
+    lambda x: x.clone().mul_(0.5),
+    lambda x: _written(x, lambda y: y[1:3].mul_(0.5)),
+    lambda x: _written(x, lambda y: y[:, 1].copy_(x[0])),
+    lambda x: _written(x, lambda y: y.t()[2].fill_(1.0)),
+    lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    lambda x: torch.stack(x.unbind(0)),
+    lambda x: x.topk(4, dim=1).values,
+    lambda x: x[torch.tensor([0, 1, 1, 2])[: x.shape[0]].to(x.device)],
+    lambda x: nn.functional.layer_norm(x, (4,)),
+    lambda x: x.detach() + x,
+    lambda x: torch.where(x > 0, x, x * 0.1),
+]
+_BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
+    torch.add,
+    torch.mul,
+    torch.sub,
+    torch.maximum,
+    lambda x, y: x @ y,
+    lambda x, y: torch.lerp(x, y, 0.3),
+    lambda x, y: x + y[0],
+    lambda x, y: nn.functional.mse_loss(x, y) + x,
+]
+
+
+def _graph(seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves, and tensors that were made of them; some are used many times, some never."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    leaves = [torch.randn(4, 4).to(device).requires_grad_() for _ in range(choose.randint(1, 4))]
+    made = list(leaves)
+    for _ in range(choose.randint(3, 25)):
+        recent = made[-6:] if choose.random() < 0.7 else made
+        if choose.random() < 0.5:
+            made.append(choose.choice(_UNARY)(choose.choice(recent)))
+        else:
+            made.append(choose.choice(_BINARY)(choose.choice(recent), choose.choice(recent)))
+    return leaves, made
+
+
+def _node() -> str:
+    node = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+    return "" if node is None else node.name()
+
+
+def _functions(run: Callable[[], object]) -> set[str]:
+    """The functions that autograd's engine has called where saved tensors were read."""
+    seen: set[str] = set()
+
+    def read(tensor: Tensor) -> Tensor:
+        seen.add(_node())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, read):
+        run()
+    return seen - {""}
+
+
+@pytest.mark.parametrize("seed", range(GRAPHS))
+def test_random_graphs(seed: int) -> None:
+    """Gradients that meet are added in autograd's order, whatever the graph: of all leaves, of some, of what lies
+    between, and gradients of gradients."""
+
+    def run(device: str) -> list[Any]:
+        choose = random.Random(seed)
+        leaves, made = _graph(seed, device)
+        last = made[-1]
+        found: list[Any] = []
+        ends = [last, choose.choice(made)] if choose.random() < 0.4 else [last]
+        ends = [end for end in ends if end.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends], retain_graph=True)
+        found += [leaf.grad for leaf in leaves]
+        asked = choose.sample(made, min(len(made), 4))
+        asked = [tensor for tensor in asked if tensor.requires_grad] or leaves
+        found += torch.autograd.grad(last.sum(), asked, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(last.square().sum(), leaves, create_graph=True, allow_unused=True)
+        found += gradients
+        total = [gradient.square().sum() for gradient in gradients if gradient is not None and gradient.requires_grad]
+        if total:
+            torch.stack(total).sum().backward()
+        return [*found, *[leaf.grad for leaf in leaves]]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_both(run)
+
+
+def test_gradients_of_one_tensor_from_several_roots() -> None:
+    """Their sum can be differentiated."""
+
+    def run(device: str) -> list[Any]:
+        x = torch.linspace(-1, 1, 4).to(device).requires_grad_()
+        y, z = x.exp(), x.sin()
+        weights = [torch.linspace(i, 1, 4).to(device).requires_grad_() for i in range(3)]
+        (gradient,) = torch.autograd.grad([y, z, y], x, weights, create_graph=True)
+        return [gradient, *torch.autograd.grad(gradient.square().sum(), [*weights, x])]
+
+    on_both(run)
+
+
+def test_the_engine_calls_one_function() -> None:
+    """Where nothing of a graph can be seen; each of its functions where a hook, or a function of Python, sees one."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0] * 2
+
+    def step(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            x = torch.randn(3, device=DEVICE, requires_grad=True)
+            change(x, x.exp()).tanh().sum().backward()
+
+        return run
+
+    def with_hook(of: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor, Tensor], Tensor]:
+        def change(x: Tensor, y: Tensor) -> Tensor:
+            of(x, y)
+            return y
+
+        return change
+
+    assert _functions(step(lambda _, y: y)) == {"MaridBackward"}
+    visible: list[Callable[[Tensor, Tensor], object]] = [
+        lambda _, y: y.register_hook(lambda grad: grad),
+        lambda x, _: x.register_hook(lambda grad: grad),
+        lambda x, _: x.register_post_accumulate_grad_hook(lambda _: None),
+        lambda _, y: y.retain_grad(),
+        lambda _, y: y.grad_fn.register_hook(lambda *_: None),  # type: ignore[union-attr]
+        lambda _, y: y.grad_fn.register_prehook(lambda *_: None),  # type: ignore[union-attr]
+    ]
+    for of in visible:
+        assert "MaridBackward" not in _functions(step(with_hook(of)))
+    for write in (lambda _, y: y[1:].mul_(2), lambda x, y: y[0].copy_(x[0])):
+        assert _functions(step(with_hook(write))) == {"MaridBackward"}
+    assert "MaridBackward" not in _functions(step(with_hook(lambda _, y: y[1:].copy_(Twice.apply(y[1:])))))  # pyright: ignore[reportArgumentType]
+    assert "MaridBackward" not in _functions(step(lambda _, y: Twice.apply(y)))  # pyright: ignore[reportArgumentType]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly():
+            assert "MaridBackward" not in _functions(step(lambda _, y: y))
+
+
+def test_errors_are_those_of_autograd() -> None:
+    """Of a graph that is gone, of a saved tensor that was written to, of inputs that nothing depends on, and of
+    gradients that do not fit; what was added up before stays."""
+
+    def message(run: Callable[[], object]) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            run()
+        return str(caught.value).split("\n")[0].split(" or directly access")[0]
+
+    def run(device: str) -> list[Any]:
+        found: list[Any] = []
+        x = torch.ones(3, device=device, requires_grad=True)
+        y = x.exp().tanh().sum()
+        y.backward()
+        found += [message(y.backward), x.grad]
+        z = x.exp()
+        total = (z * 2).sum() + z.square().sum()
+        with torch.no_grad():
+            z.add_(1)
+        found += [message(total.backward).replace("torch.FloatTensor", "").split(" [")[-1][:20], x.grad]
+        other = torch.ones(3, device=device, requires_grad=True)
+        found.append(message(lambda: torch.autograd.grad(x.exp().sum(), [x, other])))
+        found.append(message(lambda: torch.autograd.grad(x.exp().sum(), [x, other * 1])))
+        found += torch.autograd.grad(x.exp().sum(), [other, x], allow_unused=True)
+        found += torch.autograd.grad(x.exp().sum(), [other], allow_unused=True)
+        found.append(message(lambda: x.exp().backward(torch.ones(2, device=device))))
+        found.append(message(lambda: torch.ones(3, device=device).sum().backward()))
+        return found
+
+    on_both(run)
+
+
+def test_a_backward_inside_of_another() -> None:
+    """Recomputed parts, whose saved tensors call Python while the outer one is under way."""
+
+    def run(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
+        x = torch.randn(3, 4).to(device).requires_grad_()
+        for reentrant in (False, True):
+            y = checkpoint(model, x.exp(), use_reentrant=reentrant)
+            assert isinstance(y, Tensor)
+            (y.square().sum() + x.sum()).backward()
+        return [x.grad, *[p.grad for p in model.parameters()]]
+
+    on_both(run)
+
+
+def test_python_sees_tensors_of_the_device() -> None:
+    """Saved tensors that Python gets during a backward, and what it computes there."""
+    seen: list[float] = []
+
+    def read(tensor: Tensor) -> Tensor:
+        assert type(tensor) is marid.LazyTensor
+        doubled = tensor * 2
+        assert type(doubled) is marid.LazyTensor
+        seen.append(doubled.sum().item())
+        return tensor
+
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, read):
+        (x.exp() * x).sum().backward()
+    assert len(seen) == 3
+
+
+def test_devices_meet() -> None:
+    """A graph with functions of the CPU's tensors in it, gradients of which meet too."""
+
+    def run(device: str) -> list[Any]:
+        x = torch.linspace(0, 1, 6, requires_grad=True)
+        y = x.to(device, copy=True).exp()
+        back = y.to("cpu", copy=True)
+        total = (back.sin() + back.cos() * x).to(device, copy=True).sum() + y.sum()
+        total.backward()
+        return [x.grad]
+
+    on_both(run)
+
+
+def test_gradients_have_the_cpus_strides() -> None:
+    def run(device: str) -> list[Any]:
+        x = torch.ones(3, 1, 4).to(device).transpose(0, 2).requires_grad_()
+        y = x * 2
+        (y.sum() + (y * y).sum() + y.permute(2, 1, 0).exp().sum()).backward()
+        return [x.grad]
+
+    on_both(run)
+
+
+def test_a_backward_that_goes_on_after_an_error() -> None:
+    """In a thread of the user's, too: what ran before does not show."""
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    y = x.exp().sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+    seen: list[Tensor] = []
+    x.exp().register_hook(seen.append)
+    z = x.exp()
+    z.register_hook(seen.append)
+    z.sum().backward()
+    assert [type(tensor) for tensor in seen] == [marid.LazyTensor]
+    assert_same(x.grad, (2 * torch.ones(3).exp()))
