@@ -144,7 +144,7 @@ def test_a_training_step_fits_and_has_the_same_bits(name: str, part: float) -> N
     with share(part) as seen:
         assert _equal(_trained(name, DEVICE), expected)
     whole = max(expected for _, expected in seen.runs)
-    steps = [(room, recorded) for room, recorded in seen.runs if recorded == whole]
+    steps = [recorded for _, recorded in seen.runs if recorded > 0.99 * whole]  # one may run what was pending before
     assert len(steps) >= 3
     held = [held for results, held in seen.held() if results > whole // 4]
     assert held
