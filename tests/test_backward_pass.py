@@ -211,6 +211,11 @@ def test_errors_are_those_of_autograd() -> None:
         found += torch.autograd.grad(x.exp().sum(), [other], allow_unused=True)
         found.append(message(lambda: x.exp().backward(torch.ones(2, device=device))))
         found.append(message(lambda: torch.ones(3, device=device).sum().backward()))
+        written = x * 1
+        first = written.unbind(0)[0]
+        written.add_(1)
+        found.append(message(first.backward))
+        found.append(message(lambda: torch.autograd.grad(x.exp().sum(), [first], allow_unused=True)))
         return found
 
     on_both(run)
@@ -247,6 +252,22 @@ def test_python_sees_tensors_of_the_device() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, read):
         (x.exp() * x).sum().backward()
     assert len(seen) == 3
+
+
+def test_an_error_of_python_in_between() -> None:
+    """Where a saved tensor is read: it comes out as it is, and the next backward is as ever."""
+
+    def read(_tensor: Tensor) -> Tensor:
+        raise KeyError("gone")
+
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, read):
+        y = x.exp().sum()
+    with pytest.raises(KeyError, match="gone"):
+        y.backward()
+    assert x.grad is None
+    x.exp().sum().backward()
+    assert_same(x.grad, torch.ones(3).exp())
 
 
 def test_devices_meet() -> None:

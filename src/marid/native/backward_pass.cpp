@@ -168,18 +168,18 @@ bool is_hidden_in_pass() { return running.is_hidden; }
 
 PyObject* run_pass(PyObject* const* given, Py_ssize_t count, PyObject* names) {
   Arguments arguments;
-  edge_list roots, asked;
-  variable_list gradients;
   if (!arguments.read(given, count, names) || !is_plain_thread()) return nullptr;
-  if (!arguments.roots(roots, gradients) || !arguments.asked(asked)) return nullptr;
-  BackwardGraph graph(std::move(roots), std::move(gradients), std::move(asked), arguments.keeps, arguments.creates);
-  if (!graph.find() || !(arguments.may_be_unreachable || graph.reaches_all())) return nullptr;
-  return guarded([&] {
+  return guarded([&]() -> PyObject* {
+    edge_list roots, asked;
+    variable_list gradients;
+    if (!arguments.roots(roots, gradients) || !arguments.asked(asked)) return nullptr;
+    BackwardGraph graph(std::move(roots), std::move(gradients), std::move(asked), arguments.keeps, arguments.creates);
+    if (!graph.find() || !(arguments.may_be_unreachable || graph.reaches_all())) return nullptr;
     static const Tensor nothing = at::empty({0}, at::device(at::kCPU));
     FunctionPointer pass = make_function<Pass>(std::move(graph), running_code());
     pass->add_input_metadata(nothing);
     {
-      WithoutLock unlocked;
+      WithoutLock unlocked;  // the graph sees to `create_graph`; PyTorch warns of it where gradients are added up
       Engine::get_default_engine().execute(
           {Edge(pass, 0)}, {nothing}, arguments.keeps, arguments.creates && arguments.accumulates, true);
     }
