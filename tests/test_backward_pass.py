@@ -294,15 +294,14 @@ def test_gradients_have_the_cpus_strides() -> None:
     on_both(run)
 
 
-def test_a_backward_that_goes_on_after_an_error() -> None:
-    """In a thread of the user's, too: what ran before does not show."""
+def test_hooks_after_an_error() -> None:
+    """A backward that failed does not change what the next one shows to Python."""
     x = torch.ones(3, device=DEVICE, requires_grad=True)
     y = x.exp().sum()
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
     seen: list[Tensor] = []
-    x.exp().register_hook(seen.append)
     z = x.exp()
     z.register_hook(seen.append)
     z.sum().backward()

@@ -75,6 +75,12 @@ bool is_called_by_engine() {
   return is_called_in_pass() || (entering != nullptr && running_code() == entering);
 }
 
+bool has_transforms() {
+  c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+  return included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
 bool is_for_autograd_alone() {
   int64_t task = torch::autograd::get_current_graph_task_id();
   if (task < 0) return false;
@@ -121,12 +127,6 @@ class OnThisThread {
   }
 
  private:
-  // As `torch._C._are_functorch_transforms_active`.
-  static bool has_transforms() {
-    c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-    return included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-        included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-  }
   void show(int change) {
     if (!shows_) return;
     shown += change;

@@ -9,6 +9,7 @@
 #include "backward_pass.h"
 
 #include "autograd_function.h"
+#include "backward.h"
 #include "backward_graph.h"
 #include "handle.h"
 #include "operands.h"
@@ -18,7 +19,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -72,12 +72,7 @@ bool is_plain_thread() {
   if (torch::autograd::AnomalyMode::is_enabled() || at::hasCallbacks() || at::impl::VmapMode::current_vmap_level() > 0) {
     return false;
   }
-  c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  if (included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-      included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) {
-    return false;
-  }
-  if (c10::impl::TorchDispatchModeTLS::stack_len() != 0) return false;
+  if (has_transforms() || c10::impl::TorchDispatchModeTLS::stack_len() != 0) return false;
   // PyTorch's compiled autograd makes a graph of single functions.
   static PyObject* const name = PyUnicode_InternFromString("torch._dynamo.compiled_autograd");
   static PyObject* const flag = PyUnicode_InternFromString("compiled_autograd_enabled");
@@ -179,7 +174,7 @@ PyObject* run_pass(PyObject* const* given, Py_ssize_t count, PyObject* names) {
     FunctionPointer pass = make_function<Pass>(std::move(graph), running_code());
     pass->add_input_metadata(nothing);
     {
-      WithoutLock unlocked;  // the graph sees to `create_graph`; PyTorch warns of it where gradients are added up
+      WithoutLock unlocked;  // `run` sets `create_graph`'s mode; the engine warns of it where gradients are added up
       Engine::get_default_engine().execute(
           {Edge(pass, 0)}, {nothing}, arguments.keeps, arguments.creates && arguments.accumulates, true);
     }
