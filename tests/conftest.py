@@ -106,10 +106,16 @@ def switching() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations run at once from here on, whatever they make."""
+    monkeypatch.setattr(marid.settings, "immediate_after", 0)
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
+    torch.ones(2, device="remote_accelerator").sum().item()
+
+
 @pytest.fixture(params=["recorded", "at once"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def either_way(request: pytest.FixtureRequest) -> None:
     """Operations are recorded, or run at once whatever they make."""
     if request.param == "at once":
-        monkeypatch.setattr(marid.settings, "immediate_after", 0)
-        monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-        torch.ones(2, device="remote_accelerator").sum().item()
+        request.getfixturevalue("at_once")

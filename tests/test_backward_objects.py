@@ -14,14 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import marid
 from tests.helpers import DEVICE
 
-pytestmark = pytest.mark.in_process("operations run at once in this process alone")
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marid.settings, "immediate_after", 0)
-    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-    torch.ones(2, device=DEVICE).sum().item()
+pytestmark = [
+    pytest.mark.in_process("operations run at once in this process alone"),
+    pytest.mark.usefixtures("at_once"),
+]
 
 
 def _check(tensor: Tensor) -> float:

@@ -14,7 +14,10 @@ import marid
 from marid.ops.facts import named, overload_named
 from tests.helpers import DEVICE, on_both
 
-pytestmark = pytest.mark.in_process("operations run at once in this process alone")
+pytestmark = [
+    pytest.mark.in_process("operations run at once in this process alone"),
+    pytest.mark.usefixtures("at_once"),
+]
 
 F = nn.functional
 
@@ -48,13 +51,6 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "one_hot": lambda x, _: F.one_hot((x > 0).long()),
     "stft": lambda x, _: torch.stft(x.reshape(4, -1), 8, window=torch.ones(8, device=x.device), return_complex=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marid.settings, "immediate_after", 0)
-    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-    torch.ones(2, device=DEVICE).sum().item()
 
 
 def _numbers(*shape: int, seed: int = 0) -> Tensor:

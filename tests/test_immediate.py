@@ -22,14 +22,6 @@ from tests.helpers import DEVICE
 pytestmark = pytest.mark.in_process("operations run at once in this process alone")
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations run at once from here on, whatever they make."""
-    monkeypatch.setattr(marid.settings, "immediate_after", 0)
-    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-    torch.ones(2, device=DEVICE).sum().item()
-
-
 def _immediate(work: Callable[[], object]) -> int:
     """How many operations of some work run at once."""
     before = marid.stats().ops_immediate

@@ -32,14 +32,6 @@ PRODUCTS: dict[str, Product] = {
 }
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations run at once from here on, whatever they make."""
-    monkeypatch.setattr(marid.settings, "immediate_after", 0)
-    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-    torch.ones(2, device=DEVICE).sum().item()
-
-
 def _graph(function: Any) -> Any:
     """The names of a function of autograd and of those behind it."""
     return function and (function.name(), [_graph(one) for one, _ in function.next_functions])

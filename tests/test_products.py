@@ -49,14 +49,6 @@ def is_used(rows: int = 64, depth: int = 64, columns: int = 64) -> bool:
     return ran(lambda a, b: a @ b, torch.randn(rows, depth), torch.randn(depth, columns)) > 0
 
 
-@pytest.fixture
-def at_once(every_class: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations run at once from here on."""
-    monkeypatch.setattr(marid.settings, "immediate_after", 0)
-    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-    torch.ones(2, device=DEVICE).sum().item()
-
-
 def matrix(rows: int, columns: int, by_rows: bool, batch: int = 0) -> torch.Tensor:
     lead = (batch,) if batch else ()
     return torch.randn(*lead, rows, columns) if by_rows else torch.randn(*lead, columns, rows).transpose(-1, -2)

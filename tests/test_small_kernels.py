@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import marid
 from marid.native import module
 from tests.helpers import DEVICE
 
-pytestmark = pytest.mark.in_process("operations run at once in this process alone")
+pytestmark = [
+    pytest.mark.in_process("operations run at once in this process alone"),
+    pytest.mark.usefixtures("at_once"),
+]
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.1, -3.5, 1e-40, 1e38, -1e38, math.inf, -math.inf, math.nan, 2.0**-149, 7.0)
 NUMBERS = (2, -1, 0.5, 1e-8, 0.1, 0, -0.0, math.inf, math.nan, 1e300, 2**60 + 1, 2**53, True, 1e-46)
@@ -96,13 +98,6 @@ IN_PLACE_WITH_NUMBERS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 def _each(name: str) -> Callable[..., Any]:
     return getattr(torch, f"_foreach_{name}")
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marid.settings, "immediate_after", 0)
-    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-    torch.ones(2, device=DEVICE).sum().item()
 
 
 def _outcome(function: Callable[..., Tensor], *args: Any) -> Tensor | str:
