@@ -5,7 +5,7 @@
 #include "immediate.h"
 #include "indexing.h"
 #include "intermediates.h"
-#include "view_methods.h"
+#include "methods.h"
 
 #include <ATen/core/List.h>
 #include <ATen/EmptyTensor.h>
@@ -235,7 +235,7 @@ bool prepare_handles(PyObject* type) {
     if (!descriptor || PyObject_SetAttrString(type, attribute.name, descriptor.get()) < 0) return false;
   }
   prepare_indexing();
-  return prepare_arithmetic() && prepare_view_methods();
+  return prepare_arithmetic() && prepare_view_methods() && prepare_methods();
 }
 
 namespace {
