@@ -6,6 +6,8 @@
 #pragma once
 #include "above_autograd.h"
 #include "immediate.h"
+#include "intermediates.h"
+#include "random.h"
 #include "record.h"
 #include "small/small.h"
 
@@ -51,6 +53,7 @@ struct Cursor {
     return placed;
   }
   std::optional<c10::Device> place(std::optional<c10::Device>) { return std::nullopt; }  // that of the tensors
+  std::optional<at::Generator> place(std::optional<at::Generator>) { return Draws::source(); }
   template <typename Other>
   Other&& place(Other&& other) {
     return std::forward<Other>(other);
@@ -131,6 +134,7 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
   Returned operator()(c10::DispatchKeySet keys, Arguments... arguments) {
     if (!gradients) return on_device(keys, std::forward<Arguments>(arguments)...);
     if (!is_next_below(keys) || (needs_gradient(arguments) || ...)) {
+      Saves copies;
       return gradients->template call<Returned, Arguments...>(op, keys, std::forward<Arguments>(arguments)...);
     }
     at::AutoDispatchBelowADInplaceOrView below;

@@ -32,8 +32,12 @@ using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 template <typename Version>
 c10::intrusive_ptr<c10::TensorImpl> copied(const Handle* handle, Version&& version, bool allow_change) {
-  at::Tensor made = marid::detach(at::Tensor(Pointer::unsafe_reclaim_from_nonowning(const_cast<Handle*>(handle))));
-  auto impl = made.getIntrusivePtr();
+  c10::intrusive_ptr<c10::TensorImpl> impl;
+  if (Saves::now()) impl = handle->copy_for_autograd();
+  if (!impl) {
+    at::Tensor same(Pointer::unsafe_reclaim_from_nonowning(const_cast<Handle*>(handle)));
+    impl = marid::detach(same).getIntrusivePtr();
+  }
   impl->set_version_counter(std::forward<Version>(version));
   impl->set_allow_tensor_metadata_change(allow_change);
   return impl;
@@ -131,6 +135,14 @@ const std::shared_ptr<Computed>& Handle::computed() {
     if (tensor.defined()) computed_ = Computed::of_value(std::move(tensor), value_.get(), storage_.get());
   }
   return computed_;
+}
+
+c10::intrusive_ptr<Handle> Handle::copy_for_autograd() const {
+  if (!computed_ || value_ || storage_ || !computed_->ran_at_once()) return {};
+  auto copy = c10::make_intrusive<Handle>(this, computed_->tensor.unsafeGetTensorImpl());
+  copy->is_zero = is_zero;
+  copy->computed_ = computed_;
+  return copy;
 }
 
 bool Handle::is_shared() const {

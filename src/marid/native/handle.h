@@ -46,6 +46,10 @@ struct Handle final : c10::TensorImpl {
   // Whether another tensor may lie in its memory.
   bool is_shared() const;
 
+  // A copy of one for which nothing but its computed value is known, for autograd alone; null for others. Without the
+  // interpreter's lock.
+  c10::intrusive_ptr<Handle> copy_for_autograd() const;
+
  private:
   void stand_for_the_same(Handle* other);
   c10::VariableVersion own_version() const;

@@ -47,4 +47,10 @@ at::Tensor Intermediates::give(at::Tensor result) const {
 
 bool is_intermediate() { return calling != nullptr && calling == running_frame(); }
 
+constinit thread_local const void* Saves::calling_ = nullptr;
+
+Saves::Saves() : outer_(calling_) { calling_ = running_frame(); }
+
+bool Saves::now() { return calling_ != nullptr && calling_ == running_frame() && !is_seen(); }
+
 }  // namespace marid

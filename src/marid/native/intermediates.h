@@ -30,4 +30,21 @@ class Intermediates {
 // Whether what is computed now is such an intermediate result. With the interpreter's lock.
 bool is_intermediate();
 
+// As long as one lives, in a kernel of PyTorch above autograd, what this thread copies is saved for gradients: a result of the
+// operation, without the way that it was computed in. Such a copy has no object, but where hooks for saved tensors see it.
+class Saves {
+ public:
+  Saves();
+  ~Saves() { calling_ = outer_; }
+  Saves(const Saves&) = delete;
+  Saves& operator=(const Saves&) = delete;
+
+  // Whether a copy that is made now is one of these.
+  static bool now();
+
+ private:
+  static constinit thread_local const void* calling_;
+  const void* outer_;
+};
+
 }  // namespace marid
