@@ -2,6 +2,10 @@
 #pragma once
 #include "record.h"
 
+#include <ATen/core/boxing/KernelFunction.h>
+
+#include <optional>
+
 namespace marid {
 
 // The kernel of one: it runs at once where operations do, and is recorded else; by Python where nothing is known of such a
@@ -16,5 +20,9 @@ struct Factory final : c10::OperatorKernel {
   PyObject* python;  // lives for good
   bool has_default_dtype;  // whether it makes the default dtype where none is given
 };
+
+// A kernel that calls the CPU's without its arguments being boxed, for a usual operator; none for others. `general` is the
+// kernel for what does not run at once. (direct_factories.cpp)
+std::optional<c10::KernelFunction> direct_factory(const c10::OperatorHandle& op, const Factory& general);
 
 }  // namespace marid

@@ -234,9 +234,11 @@ PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char *text = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
   if (text == nullptr || overload == nullptr) return nullptr;
   c10::OperatorName name(text, overload);
-  if (!c10::Dispatcher::singleton().findSchema(name) || !registered.insert(name).second) Py_RETURN_NONE;
-  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
-      std::make_unique<Factory>(operator_named(name), Py_NewRef(given[2]), given[3] == Py_True));
+  auto op = c10::Dispatcher::singleton().findSchema(name);
+  if (!op || !registered.insert(name).second) Py_RETURN_NONE;
+  Factory general(operator_named(name), Py_NewRef(given[2]), given[3] == Py_True);
+  auto direct = direct_factory(*op, general);
+  auto kernel = direct ? std::move(*direct) : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Factory>(general));
   static auto& factories = *new std::vector<c10::RegistrationHandleRAII>();  // which stay when the process ends
   factories.push_back(c10::Dispatcher::singleton().registerImpl(
       name, c10::DispatchKey::PrivateUse1, std::move(kernel), {}, nullptr, __FILE__));

@@ -32,7 +32,7 @@ struct Kernel final : c10::OperatorKernel {
     call_python(op, stack);
   }
 
-  // Whether a result lies where the first tensor does.
+  // Whether a result lies where the first tensor does, and what is drawn comes from the device's generator.
   template <typename First, typename... Others>
   static bool is_usual(const First& first, const Others&... others) {
     return (lies_with(first, others) && ...);
@@ -48,6 +48,7 @@ struct Kernel final : c10::OperatorKernel {
     return !layout || *layout == at::kStrided;
   }
   static bool lies_with(const at::Tensor&, const std::optional<bool>& is_pinned) { return !is_pinned || !*is_pinned; }
+  static bool lies_with(const at::Tensor&, const std::optional<at::Generator>& generator) { return !generator; }
 
   std::shared_ptr<Operator> of;
 };
@@ -116,6 +117,26 @@ struct Reshaped final : c10::OperatorKernel {
   }
 
   Kernel usual, view;
+};
+
+// The kernel of `detach`: a second tensor for the same value.
+struct Detached final : c10::OperatorKernel {
+  explicit Detached(std::shared_ptr<Operator> of)
+      : of(of), usual(c10::BoxedKernel::makeFromFunctor(std::make_unique<Kernel>(of))) {}
+
+  at::Tensor operator()(c10::DispatchKeySet keys, const at::Tensor& self) {
+    if (of->identity != nullptr) {
+      InterpreterLock lock;
+      at::Tensor made = detached(self);
+      if (made.defined()) return made;
+      if (PyErr_Occurred()) throw_python_error();
+    }
+    static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
+    return c10::impl::BoxedKernelWrapper<at::Tensor(const at::Tensor&)>::call(usual, op, keys, self);
+  }
+
+  std::shared_ptr<Operator> of;
+  c10::BoxedKernel usual;
 };
 
 // The kernel of `linear`, where there is no autograd above it.

@@ -1,0 +1,187 @@
+"""Calls that run at once without their arguments being boxed: what is made of nothing, what draws, methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import marid
+from tests.helpers import DEVICE
+
+pytestmark = pytest.mark.usefixtures("either_way")
+
+MADE: dict[str, Callable[..., Tensor]] = {
+    "zeros": lambda **to: torch.zeros(3, 2, **to),
+    "ones of whole numbers": lambda **to: torch.ones(3, dtype=torch.int32, **to),
+    "full": lambda **to: torch.full((2, 3), 2.5, **to),
+    "full of bools": lambda **to: torch.full((2,), True, **to),
+    "scalar_tensor": lambda **to: torch.scalar_tensor(3, **to),
+    "arange": lambda **to: torch.arange(5, **to),
+    "arange of fractions": lambda **to: torch.arange(1, 2, 0.25, **to),
+    "arange backwards": lambda **to: torch.arange(5, 1, -2, **to),
+    "arange that never ends": lambda **to: torch.arange(1, 2, -1, **to),
+    "linspace": lambda **to: torch.linspace(0, 1, 4, **to),
+    "eye": lambda **to: torch.eye(3, **to),
+    "eye of two sizes": lambda **to: torch.eye(2, 4, dtype=torch.float64, **to),
+    "that require gradients": lambda **to: torch.ones(2, requires_grad=True, **to),
+    "of a negative size": lambda **to: torch.zeros(-1, **to),
+    "rand": lambda **to: torch.rand(5, **to),
+    "rand of doubles": lambda **to: torch.rand(5, dtype=torch.float64, **to),
+    "randn": lambda **to: torch.randn(3, 4, **to),
+    "randn of many": lambda **to: torch.randn(300, **to),
+    "randint": lambda **to: torch.randint(7, (5,), **to),
+    "randint from": lambda **to: torch.randint(-3, 7, (5,), **to),
+    "randperm": lambda **to: torch.randperm(9, **to),
+    "bernoulli_": lambda **to: torch.zeros(9, **to).bernoulli_(0.3),
+    "bernoulli": lambda **to: torch.full((9,), 0.3, **to).bernoulli(),
+    "uniform_": lambda **to: torch.zeros(4, **to).uniform_(1, 2),
+    "normal_": lambda **to: torch.zeros(4, **to).normal_(1, 2),
+    "normal_ of many": lambda **to: torch.zeros(40, **to).normal_(1, 2),
+    "exponential_": lambda **to: torch.zeros(4, **to).exponential_(),
+    "multinomial": lambda **to: torch.arange(1.0, 6.0, **to).multinomial(3),
+    "normal_ of a bad deviation": lambda **to: torch.zeros(4, **to).normal_(1, -2),
+    "dropout": lambda **to: torch.dropout(torch.ones(20, **to), 0.5, True),
+    "randn of a generator": lambda **to: torch.randn(
+        3, generator=torch.Generator(to.get("device", "cpu")).manual_seed(1), **to
+    ),
+    "bernoulli_ of a generator": lambda **to: torch.zeros(9, **to).bernoulli_(
+        0.3, generator=torch.Generator(to.get("device", "cpu")).manual_seed(1)
+    ),
+}
+
+
+def _outcome(of: Callable[..., Tensor], **to: str) -> Any:
+    try:
+        return of(**to)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:GetGeneratorForPrivateuse1")
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_of_nothing_and_draws(name: str) -> None:
+    """The same tensors, and the generator stands where the CPU's stands."""
+    torch.manual_seed(5)
+    wanted = [_outcome(MADE[name]) for _ in range(4)]
+    behind = torch.rand(2)
+    torch.manual_seed(5)
+    for want in wanted:
+        found = _outcome(MADE[name], device=DEVICE)
+        if isinstance(want, str):
+            assert found == want
+            continue
+        assert isinstance(found, marid.LazyTensor)
+        assert (found.shape, found.stride(), found.dtype) == (want.shape, want.stride(), want.dtype)
+        assert found.requires_grad == want.requires_grad
+        assert torch.equal(found.detach().cpu(), want.detach())
+    assert torch.equal(torch.rand(2, device=DEVICE).cpu(), behind)
+
+
+def test_the_default_dtype_is_followed() -> None:
+    try:
+        for dtype in (torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            made = [torch.zeros(2, device=DEVICE), torch.rand(2, device=DEVICE), torch.full((2,), 1.0, device=DEVICE)]
+            assert {one.dtype for one in made} == {dtype}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+METHODS: dict[str, Callable[[Tensor], Any]] = {
+    **{
+        name: lambda x, name=name: getattr(x, name)()
+        for name in (
+            *("abs", "all", "any", "clone", "cos", "erf", "exp", "floor", "isnan", "log", "max", "mean", "min", "relu"),
+            *("reciprocal", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "sum", "t", "tanh"),
+        )
+    },
+    "sum of a dimension": lambda x: x.sum(-1),
+    "sum of dimensions": lambda x: x.sum((0, 1)),
+    "sum of a keyword": lambda x: x.sum(dim=0, keepdim=True),
+    "sum of a dtype": lambda x: x.sum(dtype=torch.float64),
+    "sum of a bool": lambda x: x.sum(True),  # pyright: ignore[reportCallIssue, reportArgumentType]
+    "sum out of range": lambda x: x.sum(3),
+    "mean of a dimension": lambda x: x.mean(1),
+    "mean of whole numbers": lambda x: x.long().mean(),
+    "all of a dimension": lambda x: x.all(0),
+    "any of a dimension": lambda x: x.any(-2),
+    "max of a dimension": lambda x: x.max(1),
+    "exp of something": lambda x: x.exp(1),  # pyright: ignore[reportCallIssue]
+    "clone in a format": lambda x: x[None, None].clone(memory_format=torch.channels_last),
+    "t of three dimensions": lambda x: x[None].t(),
+    "by the function": lambda x: torch.Tensor.exp(x),
+}
+
+
+def _called(of: Callable[[Tensor], Any], x: Tensor) -> Any:
+    try:
+        return of(x)
+    except Exception as error:  # an error is an outcome to compare
+        return type(error), str(error).split("\n")[0]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "with_gradients"])
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_return_what_pytorchs_return(name: str, grad: bool) -> None:
+    source = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    found = []
+    for device in ("cpu", DEVICE):
+        x = source.to(device).requires_grad_(grad)
+        made = _called(METHODS[name], x)
+        if isinstance(made, Tensor):
+            assert device == "cpu" or isinstance(made, marid.LazyTensor)
+            seen = [made.shape, made.stride(), made.dtype, made.requires_grad, made.detach().cpu()]
+            if made.requires_grad:
+                (gradient,) = torch.autograd.grad(made.sum(), x)
+                seen.append(gradient.cpu())
+            found.append(seen)
+        elif isinstance(made, tuple) and isinstance(made[0], Tensor):
+            found.append([one.detach().cpu() for one in made])
+        else:
+            found.append([made])
+    for expected, one in zip(*found, strict=True):
+        same = (
+            torch.allclose(one, expected, rtol=0, atol=0, equal_nan=True)
+            if isinstance(one, Tensor)
+            else one == expected
+        )
+        assert same
+
+
+def test_function_modes_see_the_methods() -> None:
+    class Functions(TorchFunctionMode):
+        seen: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    own = torch.ones(2, 3, device=DEVICE)
+    with Functions() as mode:
+        own.exp().sum(0)
+    assert mode.seen == ["exp", "sum"]
+
+
+def test_methods_say_what_pytorchs_say() -> None:
+    assert marid.LazyTensor.exp.__doc__ == torch.Tensor.exp.__doc__
+
+
+@pytest.mark.parametrize("of", [torch.sigmoid, torch.tanh, torch.exp, torch.relu, lambda x: torch.softmax(x, -1)])
+def test_results_that_autograd_saves(of: Callable[[Tensor], Tensor]) -> None:
+    """They are the device's tensors to Python, and know when their result was written to."""
+    for _ in range(3):
+        x = torch.ones(2, 3, device=DEVICE, requires_grad=True)
+        y = of(x)
+        saved = y.grad_fn._saved_result  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        assert isinstance(saved, marid.LazyTensor)
+        assert torch.equal(saved, y)
+        y.sum().backward(retain_graph=True)
+        with torch.no_grad():
+            y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
