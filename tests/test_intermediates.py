@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import marid
 from tests.helpers import DEVICE
 
-pytestmark = pytest.mark.in_process("operations run at once in this process alone")
+pytestmark = [
+    pytest.mark.in_process("operations run at once in this process alone"),
+    pytest.mark.usefixtures("at_once"),
+]
 
 Composite = Callable[[Tensor, Tensor], Any]
 
@@ -35,18 +38,20 @@ COMPOSITES: dict[str, Composite] = {
     "cross_entropy": lambda x, w: F.cross_entropy(x, torch.tensor([0, 1, 2], device=x.device)),
     "einsum": lambda x, w: torch.einsum("ij,kj->ik", x, w),
     "cosine_similarity": lambda x, w: F.cosine_similarity(x, w),
+    "matmul of batches": lambda x, w: x.repeat(2, 1, 1) @ w.repeat(2, 1, 1),
+    "matmul of batches that are broadcast": lambda x, w: x.repeat(2, 1, 1, 1) @ w.repeat(4, 1, 1).view(2, 2, 3, 3),
+    "matmul of a vector": lambda x, w: x[0] @ w,
+    "matmul of a batch and a matrix": lambda x, w: x.repeat(2, 1, 1).transpose(0, 1) @ w,
+    "layer_norm": lambda x, w: F.layer_norm(x, (3,), w[0], w[1]),
+    "group_norm": lambda x, w: F.group_norm(x, 3, w[0], w[1]),
+    "batch_norm": lambda x, w: F.batch_norm(x, None, None, w[0], w[1], training=True),
+    "instance_norm": lambda x, w: F.instance_norm(torch.stack([x, w])),
+    "max_pool2d": lambda x, w: F.max_pool2d((x * w)[None], 2, 1),
+    "outer": lambda x, w: torch.outer(x[0], w[1]),
     "lstm": lambda x, w: torch.lstm(
         x[None], (x[None], x[None]), [w.repeat(4, 1), w.repeat(4, 1)], False, 1, 0.0, True, False, False
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations run at once from here on, whatever they make."""
-    monkeypatch.setattr(marid.settings, "immediate_after", 0)
-    monkeypatch.setattr(marid.settings, "immediate_bytes", 1 << 40)
-    torch.ones(2, device=DEVICE).sum().item()
 
 
 def _operands(device: str) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,23 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/batch_norm_native.h>
+#include <ATen/ops/group_norm_native.h>
+#include <ATen/ops/instance_norm_native.h>
+#include <ATen/ops/layer_norm_native.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/matmul_native.h>
 #include <ATen/ops/max_pool1d.h>
 #include <ATen/ops/max_pool1d_native.h>
+#include <ATen/ops/max_pool2d_native.h>
+#include <ATen/ops/outer_native.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <utility>
 
 namespace {
 
@@ -47,6 +57,22 @@ bool is_simple(const at::Tensor& input, const at::Tensor& weight, const std::opt
   return input.dim() == 2 || has_plain_rows(input);
 }
 
+bool is_simple_matmul(const at::Tensor& self, const at::Tensor& other) {
+  if (self.dim() == 0 || other.dim() == 0 || self.device() != other.device()) return false;
+  bool is_one_product = self.dim() <= 2 && other.dim() <= 2;
+  if (is_one_product || (!self.requires_grad() && !other.requires_grad())) return true;
+  int64_t batches = self.dim() - 2;
+  if (batches >= 1 && other.dim() >= 3) {
+    return other.dim() == self.dim() && self.sizes().slice(0, batches) == other.sizes().slice(0, batches);
+  }
+  return batches >= 1 ? has_plain_rows(self) || !other.requires_grad() : !self.requires_grad();
+}
+
+at::Tensor composed_matmul(const at::Tensor& self, const at::Tensor& other) {
+  Intermediates inside;
+  return inside.give(at::native::matmul(self, other));
+}
+
 }  // namespace marid
 
 namespace {
@@ -75,6 +101,27 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   at::AutoDispatchBelowADInplaceOrView below;
   return at::linear(input, weight, bias);
 }
+
+// Above autograd.
+at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
+  bool is_one_operation = self.dim() <= 2 && other.dim() <= 2 && !(self.dim() == 1 && other.dim() == 2);
+  if (is_one_operation) return at::native::matmul(self, other);
+  bool plain = is_plain(self) && is_plain(other) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+  if (!plain || marid::in_own_function() || !marid::is_simple_matmul(self, other)) return marid::composed_matmul(self, other);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::matmul(self, other);
+}
+
+// A composite of several operations, or of one that computes more than is returned, as PyTorch composes it.
+template <auto function>
+struct Several;
+template <typename... Arguments, at::Tensor (*function)(Arguments...)>
+struct Several<function> {
+  static at::Tensor call(Arguments... arguments) {
+    marid::Intermediates inside;
+    return inside.give(function(std::forward<Arguments>(arguments)...));
+  }
+};
 
 // What `dropout` multiplies with.
 at::Tensor kept(const at::Tensor& input, double p) {
@@ -129,7 +176,16 @@ void marid::register_composites(torch::Library& above) {
   above.impl("linear", TORCH_FN(linear));
   above.impl("max_pool1d", TORCH_FN(max_pool1d));
   above.impl("dropout", TORCH_FN(dropout));
+  above.impl("matmul", TORCH_FN(matmul));
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(choose_attention);
   static auto& own = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   own.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
+  for (torch::Library* library : {&above, &own}) {
+    library->impl("layer_norm", TORCH_FN(Several<&at::native::layer_norm_symint>::call));
+    library->impl("group_norm", TORCH_FN(Several<&at::native::group_norm>::call));
+    library->impl("batch_norm", TORCH_FN(Several<&at::native::batch_norm>::call));
+    library->impl("instance_norm", TORCH_FN(Several<&at::native::instance_norm>::call));
+    library->impl("max_pool2d", TORCH_FN(Several<&at::native::max_pool2d>::call));
+    library->impl("outer", TORCH_FN(Several<&at::native::outer>::call));
+  }
 }

@@ -16,6 +16,13 @@ bool has_plain_rows(const at::Tensor& tensor);
 // (parameters do, also where none are recorded), which is no longer known then.
 bool is_simple(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
+// Whether the CPU composes `matmul`, of more than two matrices or vectors, in the same way where it is not known what requires
+// gradients.
+bool is_simple_matmul(const at::Tensor& self, const at::Tensor& other);
+
+// As PyTorch composes it.
+at::Tensor composed_matmul(const at::Tensor& self, const at::Tensor& other);
+
 // Whether a function of the user's own (`torch.autograd.Function`, so a checkpoint) runs its forward. Autograd looks whether
 // what that returns is a view, as the CPU's steps may have made it.
 bool in_own_function();

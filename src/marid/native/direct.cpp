@@ -252,6 +252,9 @@ std::optional<c10::KernelFunction> direct_kernel(
   if (op.operator_name() == c10::OperatorName("aten::linear", "")) {
     return kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>(op, of, is_above);
   }
+  if (op.operator_name() == c10::OperatorName("aten::matmul", "")) {
+    return kernel_of<Matmul, Tensor(const Tensor&, const Tensor&)>(op, of, is_above);
+  }
   if (op.operator_name() == c10::OperatorName("aten::cat", "")) {
     return kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>(op, of, is_above);
   }

@@ -158,4 +158,23 @@ struct Linear final : c10::OperatorKernel {
   Kernel usual;
 };
 
+// The kernel of `matmul`, where there is no autograd above it: as a whole it only runs at once.
+struct Matmul final : c10::OperatorKernel {
+  explicit Matmul(std::shared_ptr<Operator> of) : of(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    if (of->identity == nullptr) {
+      InterpreterLock lock;
+      if (!make_recorder(op)) throw_python_error();
+    }
+    at::Tensor self = torch::jit::peek(*stack, 0, 2).toTensor(), other = torch::jit::peek(*stack, 1, 2).toTensor();
+    torch::jit::drop(*stack, 2);
+    stack->emplace_back(composed_matmul(self, other));
+  }
+
+  static bool is_usual(const at::Tensor& self, const at::Tensor& other) { return is_simple_matmul(self, other); }
+
+  std::shared_ptr<Operator> of;
+};
+
 }  // namespace marid

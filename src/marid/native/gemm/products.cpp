@@ -4,15 +4,22 @@
 #include "expose.h"
 
 #include "multiply.h"
+#include "small/views.h"
 #include "trials.h"
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
@@ -103,10 +110,21 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   return made;
 }
 
+// Whether the dispatcher would call the CPU's kernel with such tensors, and nobody watches (a profiler), so that it can be
+// called without.
+template <typename... Tensors>
+bool is_for_the_cpu(const Tensors&... tensors) {
+  c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = ((tensors.key_set() | ...) | local.included_) - local.excluded_;
+  keys = keys.remove(c10::DispatchKey::BackendSelect);  // these operators have no such kernel
+  return keys.highestPriorityTypeId() == c10::DispatchKey::CPU && !at::hasCallbacks();
+}
+
 at::Tensor product(const at::Tensor& self, const at::Tensor& other) {
   at::Tensor made = multiplied(self, other, nullptr);
   if (made.defined()) return made;
-  return self.dim() == 3 ? at::bmm(self, other) : at::mm(self, other);
+  if (self.dim() == 3) return is_for_the_cpu(self, other) ? at::cpu::bmm(self, other) : at::bmm(self, other);
+  return is_for_the_cpu(self, other) ? at::cpu::mm(self, other) : at::mm(self, other);
 }
 at::Tensor mm(const at::Tensor& self, const at::Tensor& other) {
   return self.dim() == 2 ? product(self, other) : at::mm(self, other);
@@ -121,20 +139,47 @@ at::Tensor product_add(const at::Tensor& self, const at::Tensor& a, const at::Te
     at::Tensor made = multiplied(a, b, &self);
     if (made.defined()) return made;
   }
-  return at::addmm(self, a, b, beta, alpha);
+  return is_for_the_cpu(self, a, b) ? at::cpu::addmm(self, a, b, beta, alpha) : at::addmm(self, a, b, beta, alpha);
+}
+
+// The sizes of a result, but for the last.
+at::DimVector leading(const at::Tensor& of, int64_t last) {
+  at::DimVector sizes(of.sizes().begin(), of.sizes().end());
+  sizes.back() = last;
+  return sizes;
 }
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   bool has_bias = bias.has_value() && bias->defined();
-  if (input.dim() >= 2 && weight.dim() == 2 && input.is_contiguous() && input.numel() > 0 && is_plain(input)) {
-    at::Tensor made = multiplied(input.view({-1, input.size(-1)}), weight.t(), has_bias ? &*bias : nullptr);
-    if (made.defined()) {
-      std::vector<int64_t> sizes = input.sizes().vec();
-      sizes.back() = weight.size(0);
-      return made.view(sizes);
-    }
+  bool is_bare = is_for_the_cpu(input, weight) && (!has_bias || is_for_the_cpu(*bias));
+  bool fits = input.dim() >= 2 && weight.dim() == 2 && input.is_contiguous() && input.numel() > 0 && weight.numel() > 0 &&
+      input.size(-1) == weight.size(1);
+  bool is_one_product = input.dim() == 2 || !has_bias || bias->dim() == 1;  // PyTorch adds other biases behind it
+  if (is_bare && fits && is_one_product) {
+    at::Tensor rows = input.dim() == 2 ? input : marid::viewed(input, {-1, input.size(-1)});
+    at::Tensor turned = marid::transposed(weight);
+    at::Tensor made = has_bias ? product_add(*bias, rows, turned, 1, 1) : product(rows, turned);
+    return input.dim() == 2 ? made : marid::viewed(made, c10::fromIntArrayRefSlow(leading(input, weight.size(0))));
   }
   return at::linear(input, weight, bias);
+}
+
+// A row by a matrix, or batches of matrices, one by one.
+at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
+  int64_t dims = self.dim();
+  if (dims == 1 && other.dim() == 2 && other.size(1) > 0) {
+    return marid::viewed(product(marid::unsqueezed(self, 0), other), {other.size(1)});
+  }
+  bool alike = dims >= 3 && other.dim() == dims && self.sizes().slice(0, dims - 2) == other.sizes().slice(0, dims - 2);
+  if (alike && dims == 3) return product(self, other);
+  if (alike && self.numel() > 0 && other.numel() > 0) {
+    at::Tensor left = marid::viewed(self, {-1, self.size(dims - 2), self.size(dims - 1)});
+    at::Tensor right = marid::viewed(other, {-1, other.size(dims - 2), other.size(dims - 1)});
+    if (left.defined() && right.defined()) {
+      return marid::viewed(product(left, right), c10::fromIntArrayRefSlow(leading(self, other.size(dims - 1))));
+    }
+  }
+  return at::matmul(self, other);
 }
 
 TORCH_LIBRARY_FRAGMENT(marid, library) {
@@ -143,16 +188,18 @@ TORCH_LIBRARY_FRAGMENT(marid, library) {
   library.def("bmm(Tensor self, Tensor mat2) -> Tensor");
   library.def("product_add(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor");
   library.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
+  library.def("matmul(Tensor self, Tensor other) -> Tensor");
   library.impl("product", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(product));
   library.impl("mm", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(mm));
   library.impl("bmm", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(bmm));
   library.impl("product_add", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(product_add));
   library.impl("linear", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(linear));
+  library.impl("matmul", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(matmul));
 }
 
 // Like ATen's, they see conjugate and negative views as such, and hand them on.
 void hand_on_views(torch::Library& library) {
-  for (const char* name : {"product", "mm", "bmm", "product_add", "linear"}) {
+  for (const char* name : {"product", "mm", "bmm", "product_add", "linear", "matmul"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
   }
 }
