@@ -167,6 +167,21 @@ def test_function_modes_see_the_methods() -> None:
     assert mode.seen == ["exp", "sum"]
 
 
+@pytest.mark.parametrize("name", ["exp", "sum", "unsqueeze"])
+def test_methods_that_somebody_replaces_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = torch.ones(2, 3, device=DEVICE), []
+    usual = getattr(torch.Tensor, name)
+
+    def replaced(self: Tensor, *args: Any) -> Tensor:
+        seen.append(name)
+        return usual(self, *args)
+
+    getattr(own, name)(*([0] if name == "unsqueeze" else []))
+    monkeypatch.setattr(torch.Tensor, name, replaced)
+    assert isinstance(getattr(own, name)(*([0] if name == "unsqueeze" else [])), marid.LazyTensor)
+    assert seen == [name]
+
+
 def test_methods_say_what_pytorchs_say() -> None:
     assert marid.LazyTensor.exp.__doc__ == torch.Tensor.exp.__doc__
 

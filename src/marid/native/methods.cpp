@@ -37,7 +37,11 @@
 
 namespace marid {
 
-bool may_call(PyObject* object) { return is_own(object) && is_usual() && !torch::jit::tracer::isTracing(); }
+bool may_call(PyObject* object, PyObject* name) {
+  if (!is_own(object) || !is_usual() || torch::jit::tracer::isTracing()) return false;
+  PyObject* general = _PyType_Lookup(handle_type->tp_base, name);
+  return general != nullptr && Py_IS_TYPE(general, &PyMethodDescr_Type);
+}
 
 PyObject* call_general(PyObject* name, PyObject* object, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   PyTypeObject* tensors = handle_type->tp_base;
@@ -99,7 +103,8 @@ constexpr Method kMethods[] = {
 template <size_t index>
 PyObject* call(PyObject* object, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   constexpr const Method& of = kMethods[index];
-  if (names == nullptr && may_call(object)) {
+  static PyObject* name = PyUnicode_InternFromString(of.name);
+  if (names == nullptr && may_call(object, name)) {
     const Tensor& self = THPVariable_Unpack(object);
     if (count == 0) return guarded([&] { return THPVariable_Wrap(of.call(self)); });
     if constexpr (of.along != nullptr) {
@@ -107,7 +112,6 @@ PyObject* call(PyObject* object, PyObject* const* given, Py_ssize_t count, PyObj
       if (dimension) return guarded([&] { return THPVariable_Wrap(of.along(self, *dimension)); });
     }
   }
-  static PyObject* name = PyUnicode_InternFromString(of.name);
   return call_general(name, object, given, count, names);
 }
 

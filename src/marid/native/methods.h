@@ -4,8 +4,9 @@
 
 namespace marid {
 
-// Whether a method may call PyTorch's function itself: for a tensor of the device's own class, which nobody has to see first.
-bool may_call(PyObject* object);
+// Whether a method of this interned name may call PyTorch's function itself: for a tensor of the device's own class, which nobody
+// has to see first, where the method of `torch.Tensor` is PyTorch's.
+bool may_call(PyObject* object, PyObject* name);
 
 // What the method of `torch.Tensor` returns, by its interned name.
 PyObject* call_general(PyObject* name, PyObject* object, PyObject* const* given, Py_ssize_t count, PyObject* names);

@@ -78,12 +78,10 @@ bool read(PyObject* const* given, Py_ssize_t count, Numbers& numbers) {
 
 template <const Method& of>
 PyObject* call(PyObject* object, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  static PyObject* name = PyUnicode_InternFromString(of.name);
   Numbers numbers;
-  bool is_plain = names == nullptr && may_call(object);
-  if (!is_plain || !read<of>(given, count, numbers)) {
-    static PyObject* name = PyUnicode_InternFromString(of.name);
-    return call_general(name, object, given, count, names);
-  }
+  bool is_plain = names == nullptr && may_call(object, name);
+  if (!is_plain || !read<of>(given, count, numbers)) return call_general(name, object, given, count, names);
   static const auto operation = operator_named(c10::OperatorName(of.of, of.overload));
   const Tensor& self = THPVariable_Unpack(object);
   return guarded([&] {
