@@ -163,8 +163,8 @@ def test_function_modes_see_the_methods() -> None:
 
     own = torch.ones(2, 3, device=DEVICE)
     with Functions() as mode:
-        own.exp().sum(0)
-    assert mode.seen == ["exp", "sum"]
+        own.view(6).unsqueeze(0).transpose(0, 1).exp().sum(0)
+    assert mode.seen == ["view", "unsqueeze", "transpose", "exp", "sum"]
 
 
 @pytest.mark.parametrize("name", ["exp", "sum", "unsqueeze"])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import marid
 from tests.helpers import DEVICE
@@ -117,20 +116,6 @@ def test_gradients_and_writes(name: str) -> None:
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
     assert found[0][2] == found[1][2]
-
-
-def test_function_modes_see_the_methods() -> None:
-    class Functions(TorchFunctionMode):
-        seen: list[str] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.seen.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    own = torch.ones(2, 3, device=DEVICE)
-    with Functions() as mode:
-        own.view(6).unsqueeze(0).transpose(0, 1)
-    assert mode.seen == ["view", "unsqueeze", "transpose"]
 
 
 @pytest.mark.usefixtures("either_way")
