@@ -37,7 +37,7 @@ def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-_FLAGS = ("unflagged", "always", "in_rows")  # in the order of native/composed.h
+_FLAGS = ("unflagged", "always", "in_rows")  # in the order of native/whole_composites.h
 
 
 def register() -> None:

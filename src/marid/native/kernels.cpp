@@ -2,11 +2,11 @@
 #include "kernels.h"
 
 #include "cells.h"
-#include "composed.h"
 #include "direct.h"
 #include "factories.h"
 #include "known_calls.h"
 #include "product_gradients.h"
+#include "whole_composites.h"
 
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -179,7 +179,7 @@ void register_kernel(const c10::OperatorName& name) {
   } else if (auto whole = wholes.find(name); whole != wholes.end()) {
     kernel = replacements.count(name) ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own))
                                       : as_pytorch_composes();
-    kernel = composed(op->schema(), whole->second, own, std::move(kernel));
+    kernel = whole_composite(op->schema(), whole->second, own, std::move(kernel));
   } else if (auto direct = is_in(name, "aten::") ? direct_kernel(*op, own) : std::nullopt) {
     kernel = std::move(*direct);
     if (has_gradients_apart(*op)) register_above(name, *direct_kernel(*op, own, /*is_above=*/true));
@@ -305,7 +305,7 @@ void register_all_above() {
     auto replacement = replacements.find(name);
     auto apart = replacement == replacements.end() ? as_pytorch_composes() : replacement->second;
     auto op = dispatcher.findSchema(name);
-    if (op) register_above(name, composed(op->schema(), flags, operator_named(name), std::move(apart)));
+    if (op) register_above(name, whole_composite(op->schema(), flags, operator_named(name), std::move(apart)));
   }
 }
 

@@ -1,4 +1,4 @@
-// Composite operators that run at once as a whole (composed.cpp).
+// Composite operators that run at once as a whole (whole_composites.cpp).
 #pragma once
 #include "record.h"
 #include "recorder.h"
@@ -19,9 +19,9 @@ enum class Flags {
 
 // The kernel of a composite operator. Where operations run at once and nobody differentiates, the CPU composes the operator, of
 // concrete tensors: one operation in place of many. Else `apart` composes it of operations on ours.
-class Composed final : public c10::OperatorKernel {
+class WholeComposite final : public c10::OperatorKernel {
  public:
-  Composed(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of, c10::KernelFunction apart);
+  WholeComposite(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of, c10::KernelFunction apart);
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
  private:
@@ -34,8 +34,8 @@ class Composed final : public c10::OperatorKernel {
   std::optional<size_t> dropout_, train_, batch_first_;  // which argument it is
 };
 
-c10::KernelFunction composed(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of,
-                             c10::KernelFunction apart);
+c10::KernelFunction whole_composite(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of,
+                                    c10::KernelFunction apart);
 
 // PyTorch's own kernel of a composite operator.
 c10::KernelFunction as_pytorch_composes();

@@ -1,4 +1,4 @@
-#include "composed.h"
+#include "whole_composites.h"
 
 #include "composites.h"
 #include "immediate.h"
@@ -28,7 +28,8 @@ std::optional<size_t> position_of(const c10::FunctionSchema& schema, std::initia
 
 }  // namespace
 
-Composed::Composed(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of, c10::KernelFunction apart)
+WholeComposite::WholeComposite(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of,
+                               c10::KernelFunction apart)
     : flags_(flags),
       of_(std::move(of)),
       apart_(std::move(apart)),
@@ -36,7 +37,7 @@ Composed::Composed(const c10::FunctionSchema& schema, Flags flags, std::shared_p
       train_(position_of(schema, {"train"})),
       batch_first_(position_of(schema, {"batch_first"})) {}
 
-bool Composed::is_same_on_the_cpu(c10::ArrayRef<c10::IValue> arguments) const {
+bool WholeComposite::is_same_on_the_cpu(c10::ArrayRef<c10::IValue> arguments) const {
   bool draws = dropout_ && arguments[*dropout_].toDouble() != 0 && (!train_ || arguments[*train_].toBool());
   if (draws || in_own_function() || is_autocasting() || c10::impl::TorchDispatchModeTLS::stack_len() > 0) return false;
   bool is_flagged = false, is_differentiated = false;
@@ -53,7 +54,7 @@ bool Composed::is_same_on_the_cpu(c10::ArrayRef<c10::IValue> arguments) const {
   return has_plain_rows(turns ? first.transpose(0, 1) : first);
 }
 
-void Composed::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void WholeComposite::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   {
     InterpreterLock lock;
     if (may_run_at_once() && is_same_on_the_cpu(torch::jit::last(*stack, op.schema().arguments().size()))) {
@@ -67,7 +68,7 @@ void Composed::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet key
   inside.give(torch::jit::last(*stack, op.schema().returns().size()));
 }
 
-Outcome Composed::run_whole(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+Outcome WholeComposite::run_whole(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (of_->identity == nullptr && !make_recorder(op)) return Outcome::kError;
   PyObject* by = recorder_of(*of_);
   if (by == nullptr) return PyErr_Occurred() ? Outcome::kError : Outcome::kUnusual;
@@ -77,9 +78,9 @@ Outcome Composed::run_whole(const c10::OperatorHandle& op, torch::jit::Stack* st
   return outcome;
 }
 
-c10::KernelFunction composed(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of,
-                             c10::KernelFunction apart) {
-  auto kernel = std::make_unique<Composed>(schema, flags, std::move(of), std::move(apart));
+c10::KernelFunction whole_composite(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of,
+                                    c10::KernelFunction apart) {
+  auto kernel = std::make_unique<WholeComposite>(schema, flags, std::move(of), std::move(apart));
   return c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel));
 }
 
