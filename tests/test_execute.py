@@ -310,3 +310,37 @@ def test_errors_and_interrupts_in_random_programs(error: type[BaseException]) ->
             del found, writer
         engine.programs.clear()
     assert stopped == 60
+
+
+MAY_BE_SMALL: dict[str, Callable[[torch.Tensor, torch.Tensor, float], Any]] = {
+    "add": lambda x, y, number: torch.add(x, y, alpha=number),
+    "subtract in place": lambda x, y, number: (x * 1).sub_(y, alpha=number),
+    "number - x": lambda x, y, number: number - x,
+    "power": lambda x, y, number: x.abs() ** number,
+    "lerp": lambda x, y, number: torch.lerp(x, y, number),
+    "addcmul": lambda x, y, number: torch.addcmul(x, x, y, value=number),
+    "compare": lambda x, y, number: (x < number) & (y >= 0),
+    "clone": lambda x, y, number: x[None, None].clone(memory_format=torch.channels_last),
+    "copies": lambda x, y, number: x.t().clone(memory_format=torch.contiguous_format),
+    "views": lambda x, y, number: (
+        x.t().reshape(-1).view(2, -1)[None, :, ::2].permute(2, 0, 1).expand(-1, 3, 2) * number
+    ),
+    "lists": lambda x, y, number: torch._foreach_add([x, y], [y, x], alpha=number),
+    "lists and numbers": lambda x, y, number: torch._foreach_mul([x, y], [number, 2.0]),
+}
+
+
+@pytest.mark.parametrize("size", [4, 300])
+@pytest.mark.parametrize("name", MAY_BE_SMALL)
+def test_small_tensors_have_their_kernels_in_programs_too(name: str, size: int) -> None:
+    """A kernel that leaves an operation to ATen leaves it its arguments; which one it is may depend on numbers."""
+    of, generator = MAY_BE_SMALL[name], torch.Generator().manual_seed(0)
+    for number in (1, 2, 0.5, 1, 1.0, 2, -0.5):
+        x, y = (torch.randn(size, size, generator=generator) for _ in range(2))
+        expected = of(x, y, number)
+        found = of(x.to(DEVICE), y.to(DEVICE), number)
+        for one, other in zip(
+            *[made if isinstance(made, list | tuple) else [made] for made in (found, expected)], strict=True
+        ):
+            assert one.stride() == other.stride()
+            assert torch.equal(one.cpu(), other)

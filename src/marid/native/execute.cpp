@@ -8,6 +8,8 @@
 #include "expose.h"
 
 #include "execute.h"
+#include "free_lists.h"
+#include "small/small.h"
 
 #include <ATen/record_function.h>
 
@@ -149,9 +151,10 @@ void execute(Run& run, const Instruction& instruction, int64_t donor, const at::
   for (size_t i = 0; i < instruction.args.size(); i++) {
     stack.push_back(value_of(run, instruction.args[i], instruction.op, i, generator));
   }
-  bool given = place.defined();
+  bool is_small = instruction.small != nullptr && !at::hasCallbacks() && (*instruction.small)(stack);
+  bool given = place.defined() && !is_small;
   if (given) stack.push_back(std::move(place));
-  op->callBoxed(&stack);
+  if (!is_small) op->callBoxed(&stack);
   for (const Result& result : instruction.results) {
     const c10::IValue& top = stack[instruction.returns == 1 ? 0 : result.path[0]];
     int64_t depth = instruction.returns == 1 ? 0 : 1;
@@ -216,6 +219,7 @@ Status marid::go(Run& run, c10::GeneratorImpl* generator, double seconds) {
   auto deadline = start + std::chrono::duration<double>(seconds);
   int64_t before = nanoseconds(start);
   Stretch stretch(run);
+  UsesFreeLists uses;
   while (run.next < instructions.size()) {
     const Instruction& instruction = instructions[run.next];
     if (instruction.draws && !from.defined()) return kRunDraws;

@@ -32,8 +32,11 @@ struct Result {
   bool is_settled;  // whether it keeps its geometry: false where a later instruction may resize it
 };
 
+struct AnySmallKernel;  // small/small.h
+
 struct Instruction {
   c10::OperatorHandle op;
+  const AnySmallKernel* small;  // null where there is none
   std::optional<c10::OperatorHandle> out;  // the same operator with the place of its result as last argument
   std::vector<Argument> args;
   std::vector<Result> results;

@@ -2,6 +2,7 @@
 #include "expose.h"
 
 #include "execute.h"
+#include "small/small.h"
 
 namespace {
 
@@ -44,8 +45,10 @@ void program_free(Program* program) { delete program; }
 // Append an operation; false when there is no such operator.
 bool program_operation(Program* program, const char* name, const char* overload) {
   auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (op) program->instructions.push_back({*op, std::nullopt, {}, {}, {}, {}, op->schema().returns().size()});
-  return op.has_value();
+  if (!op) return false;
+  program->instructions.push_back(
+      {*op, find_small_kernel(c10::toString(op->operator_name())), std::nullopt, {}, {}, {}, {}, op->schema().returns().size()});
+  return true;
 }
 // Let the newest operation take over the memory of an argument, by the overload that is given the place.
 void program_out(Program* program, const char* name, const char* overload) {

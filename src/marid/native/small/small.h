@@ -5,9 +5,13 @@
 // cases with the same results, bit for bit, and leave all others to ATen, with its errors.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/stack.h>
 
 #include <string>
+#include <type_traits>
 #include <typeindex>
+#include <utility>
 #include <vector>
 
 namespace marid {
@@ -37,10 +41,43 @@ inline bool is_done(bool done) { return done; }
 struct AnySmallKernel {
   template <typename Result, typename... Arguments>
   AnySmallKernel(Result (*function)(Arguments...))  // NOLINT: of which it is made
-      : type(typeid(function)), function(reinterpret_cast<void (*)()>(function)) {}
+      : type(typeid(function)), function(reinterpret_cast<void (*)()>(function)), boxed(call<Result, Arguments...>) {}
+
+  // Compute the result of the arguments on a stack, in whose place it is then; false where that is left to ATen.
+  bool operator()(torch::jit::Stack& stack) const { return boxed(function, stack); }
 
   std::type_index type;
   void (*function)();
+
+ private:
+  // An argument of a stack, which keeps it: ATen is called with it where this kernel is not the one.
+  template <typename Argument>
+  static decltype(auto) unboxed(c10::IValue& given) {
+    if constexpr (std::is_same_v<std::decay_t<Argument>, at::Tensor>) {
+      return (given.toTensor());
+    } else {
+      c10::IValue copy(given);
+      return c10::impl::ivalue_to_arg<std::decay_t<Argument>, /*AllowDeprecatedTypes=*/true>::call(copy);
+    }
+  }
+
+  template <typename Result, typename... Arguments, size_t... index>
+  static Result call_with(void (*function)(), c10::IValue* given, std::index_sequence<index...>) {
+    return reinterpret_cast<Result (*)(Arguments...)>(function)(unboxed<Arguments>(given[index])...);
+  }
+
+  template <typename Result, typename... Arguments>
+  static bool call(void (*function)(), torch::jit::Stack& stack) {
+    constexpr size_t count = sizeof...(Arguments);
+    c10::IValue* given = stack.data() + stack.size() - count;
+    Result made = call_with<Result, Arguments...>(function, given, std::make_index_sequence<count>());
+    if (!is_done(made)) return false;
+    torch::jit::drop(stack, count);
+    if constexpr (!std::is_same_v<Result, bool>) stack.emplace_back(std::move(made));
+    return true;
+  }
+
+  bool (*boxed)(void (*)(), torch::jit::Stack&);
 };
 
 // That of an operator (`aten::add.Tensor`); null where there is none. (operators.cpp)
