@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,25 @@ MADE: dict[str, Callable[..., Tensor]] = {
     "multinomial": lambda **to: torch.arange(1.0, 6.0, **to).multinomial(3),
     "normal_ of a bad deviation": lambda **to: torch.zeros(4, **to).normal_(1, -2),
     "dropout": lambda **to: torch.dropout(torch.ones(20, **to), 0.5, True),
+    "rand_like": lambda **to: torch.rand_like(torch.zeros(2, 5, **to)),
+    "rand_like of doubles": lambda **to: torch.rand_like(torch.zeros(5, **to), dtype=torch.float64),
+    "rand_like of turned memory": lambda **to: torch.rand_like(torch.zeros(2, 5, **to).t()),
+    "randn_like": lambda **to: torch.randn_like(torch.zeros(3, 4, **to)),
+    "randn_like in a format": lambda **to: torch.randn_like(
+        torch.zeros(2, 3, 4, 4, **to), memory_format=torch.channels_last
+    ),
+    "randn_like of whole numbers": lambda **to: torch.randn_like(torch.zeros(3, dtype=torch.int64, **to)),
+    "randint_like": lambda **to: torch.randint_like(torch.zeros(6, **to), 9),
+    "randint_like from": lambda **to: torch.randint_like(torch.zeros(6, **to), -3, 9, dtype=torch.int32),
+    "logspace": lambda **to: torch.logspace(0, 2, 5, **to),
+    "tril_indices": lambda **to: torch.tril_indices(3, 4, 1, **to),
+    "triu_indices": lambda **to: torch.triu_indices(3, 4, **to),
+    "fftfreq": lambda **to: torch.fft.fftfreq(9, 0.5, **to),
+    "fftfreq of doubles": lambda **to: torch.fft.fftfreq(8, dtype=torch.float64, **to),
+    "fftfreq of whole numbers": lambda **to: torch.fft.fftfreq(8, dtype=torch.int64, **to),
+    "rfftfreq": lambda **to: torch.fft.rfftfreq(9, **to),
+    "hann_window": lambda **to: torch.hann_window(8, **to),
+    "hamming_window": lambda **to: torch.hamming_window(8, False, **to),
     "randn of a generator": lambda **to: torch.randn(
         3, generator=torch.Generator(to.get("device", "cpu")).manual_seed(1), **to
     ),
@@ -87,6 +107,7 @@ def test_the_default_dtype_is_followed() -> None:
         for dtype in (torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
             made = [torch.zeros(2, device=DEVICE), torch.rand(2, device=DEVICE), torch.full((2,), 1.0, device=DEVICE)]
+            made += [torch.fft.fftfreq(4, device=DEVICE), torch.fft.rfftfreq(4, device=DEVICE)]
             assert {one.dtype for one in made} == {dtype}
     finally:
         torch.set_default_dtype(torch.float32)
@@ -113,6 +134,22 @@ METHODS: dict[str, Callable[[Tensor], Any]] = {
     "max of a dimension": lambda x: x.max(1),
     "exp of something": lambda x: x.exp(1),  # pyright: ignore[reportCallIssue]
     "clone in a format": lambda x: x[None, None].clone(memory_format=torch.channels_last),
+    "histc": lambda x: x.histc(4, -1, 1),
+    "histc of whole numbers": lambda x: (x * 9).int().float().histc(4),
+    "to another dtype": lambda x: x.to(torch.float64),
+    "to whole numbers": lambda x: x.long(),
+    "to a format": lambda x: x[None, None].to(memory_format=torch.channels_last),
+    "to the same": lambda x: x.to(x.dtype, copy=True),
+    "to another dtype, not blocking": lambda x: x.to(x.device, torch.float16, non_blocking=True),
+    "equal": lambda x: torch.equal(x, x.clone()),
+    "equal to other values": lambda x: torch.equal(x, x + 1),
+    "equal to another shape": lambda x: torch.equal(x, x[0]),
+    "equal to whole numbers": lambda x: torch.equal(x, x.long()),
+    "equal to a conjugate": lambda x: torch.equal(torch.complex(x, x).conj(), torch.complex(x, -x)),
+    "allclose": lambda x: torch.allclose(x, x + 1e-9),
+    "allclose to nan": lambda x: torch.allclose(x / 0 * 0, x / 0 * 0),
+    "allclose to nan as equal": lambda x: torch.allclose(x / 0 * 0, x / 0 * 0, equal_nan=True),
+    "allclose to whole numbers": lambda x: torch.allclose(x, x.long()),
     "t of three dimensions": lambda x: x[None].t(),
     "by the function": lambda x: torch.Tensor.exp(x),
 }
@@ -200,3 +237,68 @@ def test_results_that_autograd_saves(of: Callable[[Tensor], Tensor]) -> None:
             y.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.int64])
+def test_to_the_device_and_back(dtype: torch.dtype | None, blocking: bool) -> None:
+    source = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).t()
+    for host in (source, source.contiguous(), torch.nn.Parameter(source)):
+        own = host.to(DEVICE, dtype, non_blocking=not blocking)
+        back = own.to("cpu", dtype, non_blocking=not blocking)
+        expected = host.to(dtype) if dtype else host
+        assert isinstance(own, marid.LazyTensor)
+        assert type(back) is Tensor
+        assert (own.stride(), own.requires_grad) == (expected.stride(), expected.requires_grad)
+        assert torch.equal(back, expected)
+        back.data.zero_()  # its memory is its own
+        assert torch.equal(own.cpu(), expected)
+
+
+def test_what_another_thread_writes_to_the_host_is_not_seen() -> None:
+    host = torch.ones(3)
+    own = host.to(DEVICE, non_blocking=True)
+    host.zero_()
+    assert own.tolist() == [1, 1, 1]
+
+
+OUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Any]]] = {
+    "of its shape": (lambda x: torch.empty_like(x), lambda x, out: torch.add(x, 1, out=out)),
+    "laid out otherwise": (lambda x: x.new_empty(4, 3).t(), lambda x, out: torch.mul(x, x, out=out)),
+    "of another shape": (lambda x: x.new_empty(2), lambda x, out: torch.mul(x, 2, out=out)),
+    "empty": (lambda x: x.new_empty(0), lambda x, out: torch.exp(x, out=out)),
+    "of another dtype": (lambda x: x.new_empty(3, 4, dtype=torch.float64), lambda x, out: torch.div(x, 3, out=out)),
+    "of a dtype that loses": (lambda x: x.new_zeros(3, 4, dtype=torch.int64), lambda x, out: torch.div(x, 3, out=out)),
+    "itself": (lambda x: x, lambda x, out: torch.neg(x, out=out)),
+    "overlapping": (lambda x: x.flatten()[1:], lambda x, out: torch.exp(x.flatten()[:-1], out=out)),
+    "a view": (lambda x: x.new_zeros(5, 4)[1:4], lambda x, out: torch.sub(x, 1, out=out)),
+    "of a product": (lambda x: x.new_empty(3, 3), lambda x, out: torch.mm(x, x.t(), out=out)),
+    "two": (
+        lambda x: x.new_empty(3),
+        lambda x, out: torch.max(x, 1, out=(out, torch.empty(3, dtype=torch.int64, device=x.device)))[1],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", OUTS)
+def test_results_go_where_they_are_wanted(name: str) -> None:
+    make, of = OUTS[name]
+    seen: list[list[Any]] = []
+    for device in ("cpu", DEVICE):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(device)
+        out, turns = make(x), []
+        for _ in range(3):
+            returned = _called(functools.partial(of, out=out), x)
+            turns.append(returned[1].split(". This")[0] if isinstance(returned, tuple) else returned.cpu().clone())
+            turns += [out.cpu().clone(), x.cpu().clone(), out.shape, out.stride(), out._version]
+        seen.append(turns)
+    for expected, found in zip(*seen, strict=True):
+        assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
+
+
+def test_results_in_place_of_what_requires_gradients() -> None:
+    own = torch.ones(3, device=DEVICE, requires_grad=True)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+            torch.exp(own, out=torch.empty(3, device=DEVICE))

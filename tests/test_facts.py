@@ -6,13 +6,14 @@ from dataclasses import fields
 
 import pytest
 import torch
+import torch.distributed._functional_collectives  # which defines operators that rows name
 
 from marid.ops import autocast_lists, irregular
 from marid.ops.facts import Facts, facts_of, named, overload_named
 
 aten = torch.ops.aten
 DERIVED = {"name", "written", "shared", "mutates", "shares", "resized", "draws", "takes_generator", "dynamic"}
-DERIVED |= {"moves_memory", "is_foreach", "out_overload"}
+DERIVED |= {"moves_memory", "is_foreach", "writes_to_out", "out_overload"}
 # Overloads that PyTorch before 2.13 lacks.
 NEW = {"aten::rand_like.generator", "aten::randn_like.generator", "aten::randint_like.generator"}
 
@@ -55,6 +56,9 @@ def test_a_record_is_made_of_schema_tags_and_row() -> None:
     assert facts_of(aten.mm.out).kernel == ""
     assert facts_of(aten.relu.default).out_overload == "out"
     assert facts_of(aten.resize_.default).resized[0]
+    assert facts_of(aten.mm.out).writes_to_out
+    assert not facts_of(aten.mm.out).keeps_geometry
+    assert facts_of(aten.add_.Tensor).keeps_geometry
 
 
 def test_overloads_that_take_a_generator_draw() -> None:

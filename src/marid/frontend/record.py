@@ -38,7 +38,7 @@ from marid.graph.node import Node, Operation, Spec, Storage, Value, last_write, 
 from marid.graph.program import operation_of
 from marid.graph.tape import Tape
 from marid.native import module
-from marid.ops.facts import Facts, facts_of
+from marid.ops.facts import facts_of
 from marid.report.hooks import Recorded, recorded
 from marid.semantics import scopes
 from marid.semantics.scopes import capture_site, current_scope, current_site
@@ -81,16 +81,17 @@ class Recorder:
     that returns the ``same_value`` not even that. One that ``draws`` takes numbers from a generator, too, and one that
     ``indexes`` is like a plain one where it does so by numbers, not by masks.
     One that may run ``at_once`` does so where its arguments exist (``frontend/ahead.py``), whatever is known; one that
-    is special ``in_formats`` where they are contiguous, too.
+    is special ``in_formats`` where they are contiguous, too, and one that may only ``at_once_by_rule``, as it writes to
+    ``out``, where what is known says that this keeps its geometry.
     ``exact_floats`` makes floating-point numbers part of the key, ``exact_lists`` those in lists. ``deriver`` gives
     what is known of a new call without inferring it, where that can be. One that ``asks_autocast`` may be composed of
     operators that autocast changes.
     """
 
     __slots__ = (
-        "asks_autocast", "at_once", "bumps", "deriver", "draws", "dynamic", "exact_floats", "exact_lists", "facts",
-        "func", "handler", "in_formats", "indexes", "known", "op", "plain", "position", "random", "same_value",
-        "takes_generator", "written"
+        "asks_autocast", "at_once", "at_once_by_rule", "bumps", "deriver", "draws", "dynamic", "exact_floats",
+        "exact_lists", "facts", "func", "handler", "in_formats", "indexes", "known", "op", "plain", "position",
+        "random", "same_value", "takes_generator", "written"
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -124,7 +125,9 @@ class Recorder:
         self.indexes = alone and not self.random and facts.mask != ""
         self.in_formats = func in _handled_in_formats
         usual = (by_key or self.in_formats) and (self.draws or not self.random)
-        self.at_once = usual and _keeps_geometry(facts) and _returns_tensors(schema)
+        usual = usual and _returns_tensors(schema)
+        self.at_once = usual and facts.keeps_geometry
+        self.at_once_by_rule = usual and facts.writes_to_out
 
     def adopt(self) -> None:
         """Have the C++ half record calls of the operator, where it can."""
@@ -248,10 +251,6 @@ class Recorder:
         if tape.budget < 0:
             overflow(tape)
         return returned
-
-
-def _keeps_geometry(facts: Facts) -> bool:
-    return not (any(facts.resized) or facts.moves_memory or facts.resizes or facts.in_place_of)
 
 
 def _returns_tensors(schema: Any) -> bool:

@@ -373,7 +373,7 @@ for _name in named("with_generator"):
 # --- kernels that the CPU lacks for some dtypes ---------------------------------------------------------------------
 
 
-@special(aten.histc.default)
+@special(aten.histc.default, by_key=True)
 def _histc(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Accelerators count integers too, and code written for them relies on it; every int32 is a float64.
     tensor = args[0]

@@ -8,6 +8,7 @@
 
 #include "immediate.h"
 #include "operands.h"
+#include "reads_at_once.h"
 
 #include <ATen/ScalarOps.h>
 #include <ATen/ops/and.h>

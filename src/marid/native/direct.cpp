@@ -27,15 +27,35 @@ using Signatures = Types<
     Tensor(const Tensor&, int64_t, bool),
     Tensor(const Tensor&, int64_t, SymInt),
     Tensor(const Tensor&, int64_t, int64_t),
+    Tensor(const Tensor&, int64_t, int64_t, int64_t),
+    Tensor(const Tensor&, int64_t, IntArrayRef),
     Tensor(const Tensor&, int64_t, const Tensor&),
+    Tensor(const Tensor&, int64_t, const Tensor&, const Scalar&),
+    Tensor(const Tensor&, int64_t, const Tensor&, const Tensor&, const Scalar&),
+    Tensor(const Tensor&, int64_t, const Tensor&, const Tensor&, std::string_view, bool),
     Tensor(const Tensor&, int64_t, const Tensor&, bool),
     Tensor(const Tensor&, int64_t, const Tensor&, const Tensor&),
     Tensor(const Tensor&, int64_t, optional<SymInt>, optional<SymInt>, SymInt),
     Tensor(const Tensor&, optional<int64_t>, bool),
+    Tensor(const Tensor&, optional<int64_t>),
+    Tensor(const Tensor&, SymInt),
+    Tensor(const Tensor&, optional<SymInt>),
+    Tensor(const Tensor&, optional<double>, optional<double>, optional<double>),
     Tensor(const Tensor&, IntArrayRef),
     Tensor(const Tensor&, IntArrayRef, bool),
+    Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef),
+    Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool),
+    Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, bool, bool, optional<int64_t>),
     Tensor(const Tensor&, SymIntArrayRef),
     Tensor(const Tensor&, SymIntArrayRef, bool),
+    Tensor(const Tensor&, SymIntArrayRef, const Scalar&),
+    Tensor(const Tensor&, SymIntArrayRef, optional<double>),
+    Tensor(const Tensor&, SymIntArrayRef, optional<double>, optional<double>),
+    Tensor(const Tensor&, SymIntArrayRef, bool, optional<double>),
+    Tensor(const Tensor&, SymIntArrayRef, bool, optional<double>, optional<double>),
+    Tensor(const Tensor&, SymIntArrayRef, SymIntArrayRef, optional<double>, optional<double>),
+    Tensor(const Tensor&, SymIntArrayRef, SymIntArrayRef, bool, optional<double>, optional<double>),
+    Tensor(const Tensor&, SymIntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef),
     Tensor(const Tensor&, SymIntArrayRef, int64_t, SymInt),
     Tensor(const Tensor&, SymIntArrayRef, int64_t, SymInt, SymInt, SymInt),
     Tensor(const Tensor&, OptionalIntArrayRef, bool, optional<ScalarType>),
@@ -49,13 +69,30 @@ using Signatures = Types<
     Tensor(const Tensor&, OptionalIntArrayRef, const optional<Scalar>&, bool),
     Tensor(const Tensor&, optional<ScalarType>, optional<Layout>, optional<Device>, optional<bool>, optional<at::MemoryFormat>),
     Tensor(const Tensor&, SymIntArrayRef, optional<ScalarType>, optional<Layout>, optional<Device>, optional<bool>),
+    Tensor(const Tensor&, SymIntArrayRef, const Scalar&, optional<ScalarType>, optional<Layout>, optional<Device>,
+           optional<bool>),
+    Tensor(const Tensor&, const Scalar&, optional<ScalarType>, optional<Layout>, optional<Device>, optional<bool>,
+           optional<at::MemoryFormat>),
     Tensor(const Tensor&, std::string_view),
     Tensor(const Tensor&, const Scalar&),
     Tensor(const Tensor&, const Scalar&, const Scalar&),
+    Tensor(const Tensor&, const Scalar&, const Scalar&, const Scalar&),
+    Tensor(const Tensor&, const Scalar&, const Scalar&, const Scalar&, bool, const Tensor&),
+    Tensor(const Tensor&, const Scalar&, int64_t, const Scalar&),
+    Tensor(const Scalar&, const Tensor&),
     Tensor(const Tensor&, const Scalar&, OptionalIntArrayRef, bool, optional<ScalarType>),
     Tensor(const Tensor&, const optional<Scalar>&, const optional<Scalar>&),
     Tensor(const Tensor&, const Tensor&),
     Tensor(const Tensor&, const Tensor&, int64_t),
+    Tensor(const Tensor&, const Tensor&, bool, bool),
+    Tensor(const Tensor&, const Tensor&, bool, bool, optional<std::string_view>, const optional<Tensor>&),
+    Tensor(const Tensor&, const Tensor&, int64_t, int64_t, bool),
+    Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t),
+    Tensor(const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, int64_t),
+    Tensor(const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, const optional<Tensor>&, int64_t),
+    Tensor(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, bool, bool, optional<int64_t>),
+    Tensor(const Tensor&, const optional<Tensor>&, SymInt),
+    Tensor(const Tensor&, const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, const Tensor&, const Tensor&, int64_t, bool),
     Tensor(const Tensor&, const Tensor&, int64_t, ScalarType),
     Tensor(const Tensor&, const Tensor&, std::string_view),
     Tensor(const Tensor&, const Tensor&, const Scalar&),
@@ -74,6 +111,11 @@ using Signatures = Types<
     Tensor(const Tensor&, const Tensor&, const Tensor&, const Scalar&, const Scalar&),
     Tensor&(Tensor&),
     Tensor&(Tensor&, const Scalar&),
+    Tensor&(Tensor&, int64_t, const Tensor&, const Scalar&),
+    Tensor&(Tensor&, const optional<Scalar>&, const optional<Scalar>&),
+    Tensor&(Tensor&, optional<double>, optional<double>, optional<double>),
+    Tensor&(Tensor&, SymInt),
+    Tensor&(Tensor&, int64_t, const Tensor&, const Tensor&, std::string_view, bool),
     Tensor&(Tensor&, const Scalar&, const Scalar&),
     Tensor&(Tensor&, const Tensor&),
     Tensor&(Tensor&, const Tensor&, bool),
@@ -100,11 +142,31 @@ using Signatures = Types<
     std::vector<Tensor>(TensorList, TensorList, const Scalar&),
     Tensor(TensorList, int64_t),
     Tensor(const Tensor&, const c10::List<optional<Tensor>>&),
+    Tensor(const Tensor&, const c10::List<optional<Tensor>>&, const Tensor&, bool),
     Tensor&(Tensor&, const c10::List<optional<Tensor>>&, const Tensor&, bool),
     std::vector<Tensor>(const Tensor&, int64_t),
     std::vector<Tensor>(const Tensor&, SymInt, int64_t),
     std::vector<Tensor>(const Tensor&, SymIntArrayRef, int64_t),
     tuple<Tensor, Tensor>(const Tensor&, int64_t, bool),
+    tuple<Tensor, Tensor>(const Tensor&),
+    tuple<Tensor, Tensor>(const Tensor&, bool),
+    tuple<Tensor, Tensor>(const Tensor&, int64_t),
+    tuple<Tensor, Tensor>(const Tensor&, optional<int64_t>, bool),
+    tuple<Tensor, Tensor>(const Tensor&, IntArrayRef),
+    tuple<Tensor, Tensor>(const Tensor&, OptionalIntArrayRef, const optional<Scalar>&, bool),
+    tuple<Tensor, Tensor>(const Tensor&, SymInt, int64_t, bool),
+    tuple<Tensor, Tensor>(const Tensor&, std::string_view),
+    tuple<Tensor, Tensor>(const Tensor&, std::string_view, bool),
+    tuple<Tensor, Tensor>(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, int64_t, bool),
+    tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, bool, std::array<bool, 2>),
+    tuple<Tensor, Tensor, Tensor>(const Tensor&, bool, bool, bool),
+    tuple<Tensor, Tensor, Tensor>(const Tensor&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&,
+                                  const optional<Tensor>&, bool, double, double),
+    tuple<Tensor, Tensor, Tensor>(
+        const Tensor&, const Tensor&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&,
+        const optional<Tensor>&, const optional<Tensor>&, bool, double, std::array<bool, 3>),
+    tuple<Tensor, Tensor, Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, bool, int64_t, bool, const optional<Tensor>&, bool, int64_t),
     tuple<Tensor, Tensor>(const Tensor&, SymInt, int64_t, bool, bool),
     tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const optional<Tensor>&, int64_t, SymInt),
     tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool),
@@ -129,6 +191,7 @@ template <> constexpr char kCode<ArrayRef<Scalar>> = 'q';
 template <> constexpr char kCode<const c10::List<optional<Tensor>>&> = 'p';
 template <> constexpr char kCode<bool> = 'b';
 template <> constexpr char kCode<double> = 'f';
+template <> constexpr char kCode<optional<double>> = 'D';
 template <> constexpr char kCode<int64_t> = 'i';
 template <> constexpr char kCode<optional<int64_t>> = 'j';
 template <> constexpr char kCode<SymInt> = 's';
@@ -140,6 +203,7 @@ template <> constexpr char kCode<OptionalIntArrayRef> = 'm';
 template <> constexpr char kCode<SymIntArrayRef> = 'k';
 template <> constexpr char kCode<OptionalSymIntArrayRef> = 'h';
 template <> constexpr char kCode<std::array<bool, 3>> = 'w';
+template <> constexpr char kCode<std::array<bool, 2>> = 'w';
 template <> constexpr char kCode<ScalarType> = 'd';
 template <> constexpr char kCode<optional<ScalarType>> = 'e';
 template <> constexpr char kCode<optional<at::MemoryFormat>> = 'y';
@@ -147,6 +211,7 @@ template <> constexpr char kCode<optional<Layout>> = 'a';
 template <> constexpr char kCode<optional<Device>> = 'c';
 template <> constexpr char kCode<optional<bool>> = 'g';
 template <> constexpr char kCode<std::string_view> = 'x';
+template <> constexpr char kCode<optional<std::string_view>> = 'X';
 template <> constexpr char kCode<optional<Generator>> = 'G';
 
 char code_of(const c10::Type& type) {
@@ -184,6 +249,8 @@ char code_of(const c10::Type& type) {
         case 'l': return 'm';
         case 'k': return 'h';
         case 'd': return 'e';
+        case 'f': return 'D';
+        case 'x': return 'X';
         default: return 0;
       }
     }
@@ -235,6 +302,10 @@ c10::KernelFunction kernel_of(const c10::OperatorHandle& op, const std::shared_p
   return c10::KernelFunction::makeFromUnboxedFunctor<false, Own>(std::make_unique<Own>(op, of, is_above));
 }
 
+c10::KernelFunction kernel_of_same_value(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of, bool) {
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, SameValue>(std::make_unique<SameValue>(op, of));
+}
+
 using Make = c10::KernelFunction (*)(const c10::OperatorHandle&, const std::shared_ptr<Operator>&, bool);
 
 template <typename... Each>
@@ -242,33 +313,36 @@ std::unordered_map<std::string, Make> by_code(Types<Each...>) {
   return {{Coded<Each>::code(), kernel_of<Kernel, Each>}...};
 }
 
+// What makes the kernel of an operator; null where no signature is its.
+Make maker_of(const c10::OperatorHandle& op) {
+  static const auto& by_name = *new std::unordered_map<std::string, Make>{
+      {"aten::add.Tensor", kernel_of<Sum, Tensor(const Tensor&, const Tensor&, const Scalar&)>},
+      {"aten::linear", kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>},
+      {"aten::matmul", kernel_of<Matmul, Tensor(const Tensor&, const Tensor&)>},
+      {"aten::cat", kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>},
+      {"aten::histc", kernel_of<Histogram, Tensor(const Tensor&, int64_t, const Scalar&, const Scalar&)>},
+      {"aten::_to_copy", kernel_of<Moved, Tensor(const Tensor&, optional<ScalarType>, optional<Layout>, optional<Device>,
+                                                 optional<bool>, bool, optional<at::MemoryFormat>)>},
+      {"aten::detach", kernel_of_same_value},
+      {"aten::lift_fresh", kernel_of_same_value},
+  };
+  static const auto by_signature = by_code(Signatures());
+  if (auto own = by_name.find(c10::toString(op.operator_name())); own != by_name.end()) return own->second;
+  std::string code = code_of(op.schema());
+  bool draws_otherwise = op.hasTag(at::Tag::nondeterministic_seeded) && code.find(kCode<optional<Generator>>) == code.npos;
+  if (has_constant_tensors(op.operator_name()) || draws_otherwise) return nullptr;
+  auto found = by_signature.find(code);
+  return found == by_signature.end() ? nullptr : found->second;
+}
+
 }  // namespace
 
 std::optional<c10::KernelFunction> direct_kernel(
     const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of, bool is_above) {
-  if (op.operator_name() == c10::OperatorName("aten::add", "Tensor")) {
-    return kernel_of<Sum, Tensor(const Tensor&, const Tensor&, const Scalar&)>(op, of, is_above);
-  }
-  if (op.operator_name() == c10::OperatorName("aten::linear", "")) {
-    return kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>(op, of, is_above);
-  }
-  if (op.operator_name() == c10::OperatorName("aten::matmul", "")) {
-    return kernel_of<Matmul, Tensor(const Tensor&, const Tensor&)>(op, of, is_above);
-  }
-  if (op.operator_name() == c10::OperatorName("aten::cat", "")) {
-    return kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>(op, of, is_above);
-  }
-  if (op.operator_name() == c10::OperatorName("aten::detach", "")) {
-    return c10::KernelFunction::makeFromUnboxedFunctor<false, Detached>(std::make_unique<Detached>(of));
-  }
-  std::string code = code_of(op.schema());
-  bool draws_otherwise = op.hasTag(at::Tag::nondeterministic_seeded) && code.find(kCode<optional<Generator>>) == code.npos;
-  if (has_constant_tensors(op.operator_name()) || draws_otherwise) return std::nullopt;
-  static const auto known = by_code(Signatures());
-  auto found = known.find(code);
-  if (found == known.end()) return std::nullopt;
+  Make make = maker_of(op);
+  if (make == nullptr) return std::nullopt;
   try {
-    return found->second(op, of, is_above);
+    return make(op, of, is_above);
   } catch (const c10::Error&) {  // another version of PyTorch may declare one otherwise
     return std::nullopt;
   }

@@ -146,6 +146,7 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
     PyObject* by = may_run_at_once() ? at_once_by(*of) : nullptr;
     if (by != nullptr && Boxed::is_usual(arguments...)) {
       Given given;
+      given.takes_host = of->copies || kMoves;
       (add_tensors(given, arguments), ...);
       Results results;
       const c10::TypedOperatorHandle<Signature>& called = performer();
@@ -168,7 +169,7 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
           add_results(returned, std::apply(call, placed));
         }
       };
-      Outcome outcome = run_at_once(by, given, invoke, results);
+      Outcome outcome = at_once(by, given, invoke, results, arguments...);
       if (outcome == Outcome::kDone) {
         if (recorder.at(by, kBumps) == Py_True) bump_versions(arguments...);
         return returned(results, arguments...);
@@ -176,6 +177,14 @@ struct Direct<Boxed, Returned(Arguments...)> final : c10::OperatorKernel {
       if (outcome == Outcome::kError) throw_python_error();
     }
     return c10::impl::BoxedKernelWrapper<Signature>::call(boxed, op, keys, std::forward<Arguments>(arguments)...);
+  }
+
+  // Whether the operator takes a tensor from one device to another, or from and to the host: it says where to.
+  static constexpr bool kMoves = requires(Arguments... arguments) { Boxed::target(arguments...); };
+
+  static Outcome at_once(PyObject* by, Given& given, Invoke invoke, Results& results, Arguments... arguments) {
+    if constexpr (kMoves) return move_at_once(by, given, Boxed::target(arguments...), invoke, results);
+    return run_at_once(by, given, invoke, results);
   }
 
   // The operator that is run: it is not known which before there is a recorder.

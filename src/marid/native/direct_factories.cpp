@@ -1,7 +1,9 @@
-// Kernels that have their operator's signature in C++ (direct.h), for the usual operators that make a tensor of none.
+// Kernels that have their operator's signature in C++ (direct.h), for the usual operators that make a tensor of none, and for
+// those that draw one like another.
 #include "device.h"
 #include "factories.h"
 #include "immediate.h"
+#include "kernels.h"
 #include "random.h"
 
 #include <ATen/core/Generator.h>
@@ -24,6 +26,8 @@ using Device = std::optional<at::Device>;
 using Pinned = std::optional<bool>;
 using Generator = std::optional<at::Generator>;
 
+bool is_dense(const Layout& layout, const Pinned& pinned) { return (!layout || *layout == at::kStrided) && (!pinned || !*pinned); }
+
 // One whose arguments are these, and then what tensor it makes. One that draws is run as the overload that takes a generator.
 template <typename... Arguments>
 struct DirectFactory final : c10::OperatorKernel {
@@ -31,11 +35,13 @@ struct DirectFactory final : c10::OperatorKernel {
   using Drawing = Tensor(Arguments..., Generator, Type, Layout, Device, Pinned);
 
   DirectFactory(const c10::OperatorHandle& op, const Factory& general)
-      : op(op), typed(op.typed<Plain>()), of(general.of), boxed(c10::BoxedKernel::makeFromFunctor(std::make_unique<Factory>(general))) {}
+      : op(op),
+        typed(op.typed<Plain>()),
+        of(general.of),
+        boxed(c10::BoxedKernel::makeFromFunctor(std::make_unique<Factory>(general))) {}
 
   Tensor operator()(c10::DispatchKeySet keys, Arguments... given, Type type, Layout layout, Device device, Pinned pinned) {
-    bool is_usual = (!layout || *layout == at::kStrided) && (!pinned || !*pinned);
-    if (is_usual) {
+    if (is_dense(layout, pinned)) {
       InterpreterLock lock;
       Results results;
       Outcome outcome = at_once(device, results, [&](Device on) {
@@ -91,18 +97,89 @@ const std::unordered_map<std::string, Make> factories = {
     {"aten::randperm", made<SymInt>},
     {"aten::randint", made<SymInt, SymIntArrayRef>},
     {"aten::randint.low", made<SymInt, SymInt, SymIntArrayRef>},
+    {"aten::logspace", made<const Scalar&, const Scalar&, int64_t, double>},
+    {"aten::tril_indices", made<int64_t, int64_t, int64_t>},
+    {"aten::triu_indices", made<int64_t, int64_t, int64_t>},
+    {"aten::fft_fftfreq", made<int64_t, double>},
+    {"aten::fft_rfftfreq", made<int64_t, double>},
+    {"aten::hann_window", made<int64_t>},
+    {"aten::hann_window.periodic", made<int64_t, bool>},
+    {"aten::hamming_window", made<int64_t>},
+    {"aten::hamming_window.periodic", made<int64_t, bool>},
 };
+
+// One that draws a tensor like another: run as the overload that takes a generator, too.
+template <typename... Arguments>
+struct DirectLike final : c10::OperatorKernel {
+  using Format = std::optional<at::MemoryFormat>;
+  using Plain = Tensor(const Tensor&, Arguments..., Type, Layout, Device, Pinned, Format);
+  using Drawing = Tensor(const Tensor&, Arguments..., Generator, Type, Layout, Device, Pinned, Format);
+
+  DirectLike(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of)
+      : op(op), of(of), boxed(c10::BoxedKernel::makeFromFunctor(std::make_unique<Kernel>(of))) {}
+
+  Tensor operator()(c10::DispatchKeySet keys, const Tensor& self, Arguments... given, Type type, Layout layout, Device device,
+                    Pinned pinned, Format format) {
+    if (is_dense(layout, pinned) && (!device || *device == self.device()) && may_run_at_once()) {
+      InterpreterLock lock;
+      Results results;
+      bool is_known = of->general_handle && of->general->identity != nullptr;
+      PyObject* by = is_known ? at_once_by(*of->general) : nullptr;
+      if (by != nullptr) {
+        if (!drawing) drawing = of->general_handle->typed<Drawing>();
+        marid::Given like;
+        like.add(self);
+        auto invoke = [&](Concrete& concrete, Results& returned) {
+          returned.push_back(drawing->call(concrete[0], given..., Draws::source(), type, layout, {}, pinned, format));
+        };
+        Outcome outcome = run_at_once(by, like, invoke, results);
+        if (outcome == Outcome::kDone) return std::move(results[0]);
+        if (outcome == Outcome::kError) throw_python_error();
+      }
+    }
+    return c10::impl::BoxedKernelWrapper<Plain>::call(boxed, op, keys, self, given..., type, layout, device, pinned, format);
+  }
+
+  c10::OperatorHandle op;
+  std::optional<c10::TypedOperatorHandle<Drawing>> drawing;
+  std::shared_ptr<Operator> of;
+  c10::BoxedKernel boxed;
+};
+
+template <typename... Arguments>
+c10::KernelFunction like(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of) {
+  using Own = DirectLike<Arguments...>;
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Own>(std::make_unique<Own>(op, of));
+}
+
+using MakeLike = c10::KernelFunction (*)(const c10::OperatorHandle&, const std::shared_ptr<Operator>&);
+const std::unordered_map<std::string, MakeLike> likes = {
+    {"aten::rand_like", like<>},
+    {"aten::randn_like", like<>},
+    {"aten::randint_like", like<SymInt>},
+    {"aten::randint_like.low_dtype", like<SymInt, SymInt>},
+};
+
+// The kernel of an operator that is found by its name, made with what is known of the operator; none for others.
+template <typename Makers, typename Known>
+std::optional<c10::KernelFunction> found_in(const Makers& makers, const c10::OperatorHandle& op, const Known& known) {
+  auto found = makers.find(c10::toString(op.operator_name()));
+  if (found == makers.end()) return std::nullopt;
+  try {
+    return found->second(op, known);
+  } catch (const c10::Error&) {  // another version of PyTorch may declare one otherwise
+    return std::nullopt;
+  }
+}
 
 }  // namespace
 
 std::optional<c10::KernelFunction> direct_factory(const c10::OperatorHandle& op, const Factory& general) {
-  auto found = factories.find(c10::toString(op.operator_name()));
-  if (found == factories.end()) return std::nullopt;
-  try {
-    return found->second(op, general);
-  } catch (const c10::Error&) {  // another version of PyTorch may declare one otherwise
-    return std::nullopt;
-  }
+  return found_in(factories, op, general);
+}
+
+std::optional<c10::KernelFunction> direct_like(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of) {
+  return found_in(likes, op, of);
 }
 
 }  // namespace marid

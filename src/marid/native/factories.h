@@ -25,4 +25,7 @@ struct Factory final : c10::OperatorKernel {
 // kernel for what does not run at once. (direct_factories.cpp)
 std::optional<c10::KernelFunction> direct_factory(const c10::OperatorHandle& op, const Factory& general);
 
+// The same for an operator that draws a tensor like another.
+std::optional<c10::KernelFunction> direct_like(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of);
+
 }  // namespace marid

@@ -24,7 +24,6 @@ namespace {
 
 constexpr int64_t kMostBytes = 64 << 20;
 constexpr int64_t kOperations = 16384;  // without a read
-constexpr size_t kQuick = 256 << 10;  // bytes that an operator reads in less time than others would wait for the lock
 constexpr size_t kMostCopied = 1 << 20;
 int64_t bytes_an_operation = 0;
 
@@ -160,18 +159,6 @@ struct Returned {
 };
 thread_local torch::jit::Stack Returned::spare;
 
-// Whether a call copies a tensor to the host.
-bool is_to_host(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
-  return op.moves && arguments[*op.device].isDevice() && arguments[*op.device].toDevice().is_cpu();
-}
-
-// The device that a call copies a tensor of the host to; -1 where it does not, or that is none of ours.
-c10::DeviceIndex copied_to(const Operator& op, c10::ArrayRef<c10::IValue> arguments) {
-  if (!op.moves || !arguments[*op.device].isDevice()) return -1;
-  c10::Device to = arguments[*op.device].toDevice();
-  return !to.is_privateuseone() ? -1 : to.has_index() ? to.index() : current_device();
-}
-
 // Whether an argument that is not recorded says what it says where it is left out.
 // The device may be left out of it.
 bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any_device) {
@@ -249,15 +236,13 @@ Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const O
   return outcome;
 }
 
-Outcome copy_to_host(const c10::OperatorHandle& handle, c10::ArrayRef<c10::IValue> arguments, Given& given, Results& results) {
+Outcome copy_to_host(Given& given, Invoke invoke, Results& results) {
   Outcome outcome = make_ready(PyList_GetItem(tapes, given.device), given, false);
   if (outcome != Outcome::kDone) return outcome;
-  Returned returned;
   {
     Below below(bytes_of(given.concrete) > kQuick);
-    call(handle, arguments, given.concrete, returned.stack);
+    invoke(given.concrete, results);
   }
-  results.push_back(returned.stack[0].toTensor());
   allowance.renew();
   performed++;
   return Outcome::kDone;
@@ -290,12 +275,21 @@ Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results)
 Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
                     Results& results) {
   if (!may_run_at_once()) return Outcome::kUnusual;
-  Given given(arguments, op.copies || op.moves);
-  bool to_host = is_to_host(op, arguments), from_host = op.moves && given.handles.empty();
-  if (from_host) given.device = copied_to(op, arguments);
-  if (!is_at_once(by, given) || !is_usual(op, arguments, to_host || from_host)) return Outcome::kUnusual;
-  return to_host ? copy_to_host(handle, arguments, given, results)
-                 : perform_at_once(by, handle, op, arguments, given, results);
+  Given given(arguments, op.copies);
+  if (!is_at_once(by, given) || !is_usual(op, arguments, false)) return Outcome::kUnusual;
+  return perform_at_once(by, handle, op, arguments, given, results);
+}
+
+Outcome move_at_once(PyObject* by, Given& given, std::optional<c10::Device> device, Invoke invoke, Results& results) {
+  bool to_host = device && device->is_cpu();
+  if (device && !to_host) {
+    if (!device->is_privateuseone()) return Outcome::kUnusual;
+    c10::DeviceIndex to = device->has_index() ? device->index() : current_device();
+    if (given.device >= 0 && given.device != to) return Outcome::kUnusual;
+    given.device = to;
+  }
+  if (!is_at_once(by, given)) return Outcome::kUnusual;
+  return to_host ? copy_to_host(given, invoke, results) : perform_at_once(by, given, invoke, results);
 }
 
 Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
@@ -306,53 +300,6 @@ Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Oper
   if (!given.is_usual || (given.device >= 0 && given.device != device)) return Outcome::kUnusual;
   given.device = device;
   return perform_at_once(by, handle, op, arguments, given, results);
-}
-
-namespace {
-
-// The number that a tensor of the CPU holds.
-c10::IValue number_in(const at::Tensor& tensor) {
-  if (tensor.numel() == 1 && !tensor.is_neg()) {
-    switch (tensor.scalar_type()) {
-      case at::kFloat: return c10::IValue(static_cast<double>(*tensor.const_data_ptr<float>()));
-      case at::kDouble: return c10::IValue(*tensor.const_data_ptr<double>());
-      case at::kLong: return c10::IValue(*tensor.const_data_ptr<int64_t>());
-      case at::kBool: return c10::IValue(*tensor.const_data_ptr<bool>());
-      default: break;
-    }
-  }
-  static const c10::OperatorHandle item = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_local_scalar_dense", "");
-  torch::jit::Stack returned{tensor};
-  Below below(false);
-  item.callBoxed(&returned);
-  return returned[0];
-}
-
-// What a tensor stands for, where operations run at once and it can be read now; else null, perhaps after an error.
-const at::Tensor* readable(const at::Tensor& tensor) {
-  Handle* handle = handle_of(tensor);
-  if (handle == nullptr || recording > 0 || queue_is_busy()) return nullptr;
-  if (!is_immediate(tensor.device().index())) return nullptr;
-  if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return nullptr;
-  const std::shared_ptr<Computed>& computed = handle->computed();
-  if (!computed) return nullptr;
-  allowance.renew();
-  return &computed->tensor;
-}
-
-}  // namespace
-
-c10::IValue number_now(const at::Tensor& tensor) {
-  const at::Tensor* found = tensor.numel() == 1 ? readable(tensor) : nullptr;
-  return found == nullptr ? c10::IValue() : number_in(*found);
-}
-
-bool read_number(torch::jit::Stack* stack) {
-  c10::IValue number = number_now(torch::jit::peek(*stack, 0, 1).toTensor());
-  if (number.isNone()) return false;
-  torch::jit::drop(*stack, 1);
-  stack->push_back(std::move(number));
-  return true;
 }
 
 namespace {
@@ -373,14 +320,6 @@ PyObject* record_here(PyObject*, PyObject* change) {
   Py_RETURN_NONE;
 }
 
-// readable(tensor): a tensor of the CPU with its value, for a moment, where operations run at once and it has been computed;
-// else None.
-PyObject* readable_now(PyObject*, PyObject* given) {
-  const at::Tensor* found = THPVariable_Check(given) ? readable(THPVariable_Unpack(given)) : nullptr;
-  if (found == nullptr && PyErr_Occurred()) return nullptr;
-  return found == nullptr ? Py_NewRef(Py_None) : THPVariable_Wrap(*found);
-}
-
 // performed(): how many operations have run at once; performed_small(): how many of these by a kernel for small tensors.
 PyObject* count(PyObject*, PyObject*) { return PyLong_FromLongLong(performed); }
 PyObject* count_small(PyObject*, PyObject*) { return PyLong_FromLongLong(performed_small.load()); }
@@ -390,7 +329,6 @@ PyObject* count_small(PyObject*, PyObject*) { return PyLong_FromLongLong(perform
 PyMethodDef immediate_functions[] = {
     {"allow_immediate", allow_immediate, METH_O, nullptr},
     {"record_here", record_here, METH_O, nullptr},
-    {"readable", readable_now, METH_O, nullptr},
     {"performed", count, METH_NOARGS, nullptr},
     {"performed_small", count_small, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -9,6 +9,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
+#include <optional>
 
 namespace marid {
 
@@ -26,6 +27,9 @@ struct Given {
   bool is_contiguous() const;
 };
 
+// Bytes that an operator reads in less time than others would wait for the interpreter's lock.
+constexpr size_t kQuick = 256 << 10;
+
 // Calls an operator on concrete tensors, and says what it has returned.
 using Invoke = c10::function_ref<void(Concrete& concrete, Results& returned)>;
 
@@ -34,6 +38,10 @@ using Invoke = c10::function_ref<void(Concrete& concrete, Results& returned)>;
 Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results);
 Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
                     Results& results);
+
+// The same for a call that copies a tensor to a device, which may be the host, from there or from the host; without one, to the
+// device where it is.
+Outcome move_at_once(PyObject* by, Given& given, std::optional<c10::Device> device, Invoke invoke, Results& results);
 
 // Whether anything runs at once now; what is looked at first, since most calls are recorded.
 bool may_run_at_once();
@@ -47,11 +55,6 @@ PyObject* at_once_by(const Operator& op);
 // The same for a call that makes a tensor of none.
 Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
                      c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results);
-
-// A number that has been computed; false to leave the read to Python.
-bool read_number(torch::jit::Stack* stack);
-// The number in a tensor that has one, where operations run at once and it can be read now; none where not, or after an error.
-c10::IValue number_now(const at::Tensor& tensor);
 
 // The concrete tensor that a value holds; undefined where its operation has not run.
 at::Tensor concrete_tensor(PyObject* value);

@@ -6,6 +6,7 @@
 #include "factories.h"
 #include "known_calls.h"
 #include "product_gradients.h"
+#include "reads_at_once.h"
 #include "whole_composites.h"
 
 #include <c10/util/Exception.h>
@@ -111,7 +112,6 @@ void describe(Operator* made, const c10::FunctionSchema& schema) {
   made->returns = returns.size();
   made->reads_number = schema.name() == "aten::_local_scalar_dense";
   made->copies = schema.name() == "aten::copy_";
-  made->moves = schema.name() == "aten::_to_copy";
   made->returns_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
 }
 
@@ -180,11 +180,14 @@ void register_kernel(const c10::OperatorName& name) {
     kernel = replacements.count(name) ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own))
                                       : as_pytorch_composes();
     kernel = whole_composite(op->schema(), whole->second, own, std::move(kernel));
+  } else if (auto like = direct_like(*op, own)) {
+    kernel = std::move(*like);
   } else if (auto direct = is_in(name, "aten::") ? direct_kernel(*op, own) : std::nullopt) {
     kernel = std::move(*direct);
     if (has_gradients_apart(*op)) register_above(name, *direct_kernel(*op, own, /*is_above=*/true));
   } else {
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
+    if (auto reading = reading_kernel(*op, kernel)) kernel = std::move(*reading);
   }
   kernels->push_back(
       dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1, std::move(kernel), {}, nullptr, __FILE__));

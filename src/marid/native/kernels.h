@@ -119,10 +119,10 @@ struct Reshaped final : c10::OperatorKernel {
   Kernel usual, view;
 };
 
-// The kernel of `detach`: a second tensor for the same value.
-struct Detached final : c10::OperatorKernel {
-  explicit Detached(std::shared_ptr<Operator> of)
-      : of(of), usual(c10::BoxedKernel::makeFromFunctor(std::make_unique<Kernel>(of))) {}
+// The kernel of `detach` and `lift_fresh`: a second tensor for the same value.
+struct SameValue final : c10::OperatorKernel {
+  SameValue(const c10::OperatorHandle& op, std::shared_ptr<Operator> of)
+      : op(op), of(of), usual(c10::BoxedKernel::makeFromFunctor(std::make_unique<Kernel>(of))) {}
 
   at::Tensor operator()(c10::DispatchKeySet keys, const at::Tensor& self) {
     if (of->identity != nullptr) {
@@ -131,10 +131,10 @@ struct Detached final : c10::OperatorKernel {
       if (made.defined()) return made;
       if (PyErr_Occurred()) throw_python_error();
     }
-    static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
     return c10::impl::BoxedKernelWrapper<at::Tensor(const at::Tensor&)>::call(usual, op, keys, self);
   }
 
+  c10::OperatorHandle op;
   std::shared_ptr<Operator> of;
   c10::BoxedKernel usual;
 };
@@ -175,6 +175,47 @@ struct Matmul final : c10::OperatorKernel {
   static bool is_usual(const at::Tensor& self, const at::Tensor& other) { return is_simple_matmul(self, other); }
 
   std::shared_ptr<Operator> of;
+};
+
+// The kernel of `histc`. The CPU has one for floating-point numbers only.
+struct Histogram final : c10::OperatorKernel {
+  explicit Histogram(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (torch::jit::peek(*stack, 0, 4).toTensor().is_floating_point()) return usual(op, keys, stack);
+    call_python(op, stack);
+  }
+
+  static bool is_usual(const at::Tensor& self, int64_t, const at::Scalar&, const at::Scalar&) {
+    return self.is_floating_point();
+  }
+
+  Kernel usual;
+};
+
+// The kernel of `_to_copy`, which is what `to` calls.
+struct Moved final : c10::OperatorKernel {
+  using Type = std::optional<at::ScalarType>;
+  using Layout = std::optional<at::Layout>;
+  using Device = std::optional<at::Device>;
+  using Flag = std::optional<bool>;
+  using Format = std::optional<at::MemoryFormat>;
+
+  explicit Moved(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    usual(op, keys, stack);
+  }
+
+  static bool is_usual(const at::Tensor&, const Type&, const Layout& layout, const Device&, const Flag& is_pinned, bool,
+                       const Format&) {
+    return (!layout || *layout == at::kStrided) && (!is_pinned || !*is_pinned);
+  }
+  static Device target(const at::Tensor&, const Type&, const Layout&, const Device& device, const Flag&, bool, const Format&) {
+    return device;
+  }
+
+  Kernel usual;
 };
 
 }  // namespace marid

@@ -36,7 +36,8 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
   bool found = operation.find(operation_type, {"mutates"}) &&
       storage.find(storage_type, {"last_read", "last_write", "handle"}) &&
       recorder.find(
-          recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps", "deriver", "at_once", "in_formats"}) &&
+          recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps",
+                          "deriver", "at_once", "at_once_by_rule", "in_formats"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
       tape.find(tape_type, {"sequence", "entries", "budget", "immediate"}) && spec.find(spec_type, {"pattern", "device"});
@@ -108,7 +109,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "marid_native", nullptr, -1, functi
 
 namespace marid {
 extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concretely_functions[], run_functions[], derive_functions[],
-    geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], resident_functions[],
+    geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], reading_functions[], resident_functions[],
     host_call_functions[], graph_memory_functions[], device_functions[], memory_functions[], placement_functions[],
     program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], trial_functions[],
     state_functions[], instance_check_functions[], backward_functions[], random_functions[],
@@ -121,7 +122,8 @@ PyMODINIT_FUNC PyInit_marid_native() {
   for (PyMethodDef* more :
        {marid::kernel_functions, marid::cut_functions, marid::bind_functions, marid::concretely_functions, marid::run_functions,
         marid::derive_functions, marid::geometry_functions, marid::autocast_functions, marid::host_call_functions,
-        marid::stack_functions, marid::immediate_functions, marid::resident_functions, marid::graph_memory_functions,
+        marid::stack_functions, marid::immediate_functions, marid::reading_functions, marid::resident_functions,
+        marid::graph_memory_functions,
         marid::device_functions, marid::memory_functions, marid::placement_functions, marid::program_functions,
         marid::execute_functions, marid::compiled_functions, marid::queue_functions, marid::product_functions,
         marid::trial_functions, marid::state_functions, marid::instance_check_functions,

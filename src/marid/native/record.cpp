@@ -11,6 +11,7 @@
 #include "backward.h"
 #include "immediate.h"
 #include "known_calls.h"
+#include "reads_at_once.h"
 #include "recorder.h"
 
 #include <c10/util/SmallVector.h>
@@ -136,6 +137,14 @@ Ref known_of(const Operator& op, PyObject* by, const c10::IValue* arguments, Cal
   return like;
 }
 
+// Whether a call, of an operator that may change the geometry of what it writes to, is known not to; false after an error, too.
+bool keeps_geometry(const Operator& op, PyObject* by, const c10::IValue* given) {
+  if (recorder.at(by, kAtOnceByRule) != Py_True || !may_run_at_once()) return false;
+  Call call{recorder.at(by, kExactFloats) == Py_True, recorder.at(by, kExactLists) == Py_True};
+  Ref like = known_of(op, by, given, call);
+  return like && known.at(like.get(), kRepeats) == Py_True;
+}
+
 // Whether none of the indices of a call is a mask, by which the shape of its result would depend on values.
 bool indexes_by_number(const c10::IValue& indices) {
   if (!indices.isList()) return false;
@@ -191,7 +200,9 @@ bool marid::recorded(const c10::OperatorHandle& handle, const Operator& op, torc
   Results results;
   const c10::IValue* given = stack->data() + stack->size() - op.formals.size();
   c10::ArrayRef<c10::IValue> arguments(given, op.formals.size());
-  Outcome at_once = recorder.at(by, kAtOnce) == Py_True ? run_at_once(by, handle, op, arguments, results) : Outcome::kUnusual;
+  bool may = recorder.at(by, kAtOnce) == Py_True || keeps_geometry(op, by, given);
+  if (PyErr_Occurred()) return false;
+  Outcome at_once = may ? run_at_once(by, handle, op, arguments, results) : Outcome::kUnusual;
   if (at_once == Outcome::kDone) give_back(op, results, stack);
   if (at_once != Outcome::kUnusual) return at_once == Outcome::kDone;
   give_objects(arguments);

@@ -40,7 +40,6 @@ struct Operator {
   std::optional<c10::OperatorHandle> general_handle;
   std::optional<size_t> generator, device;  // which argument it is
   bool copies = false;  // whether it is `copy_`, which takes what it copies from the host, too
-  bool moves = false;  // whether it is what `to` calls, whose result may be for the host
   std::shared_ptr<Operator> view;  // of an operator that makes its argument a view of itself: the one that returns the view
   std::optional<c10::OperatorHandle> view_handle;
 };

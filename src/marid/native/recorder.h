@@ -15,7 +15,21 @@ namespace marid {
 extern Slots operation, storage, recorder, known, tape, spec;
 enum OperationSlot { kMutates };
 enum StorageSlot { kLastRead, kLastWrite, kStorageHandle };
-enum RecorderSlot { kRecorderOp, kPlain, kDraws, kIndexes, kSameValue, kExactFloats, kExactLists, kKnown, kBumps, kDeriver, kAtOnce, kInFormats };
+enum RecorderSlot {
+  kRecorderOp,
+  kPlain,
+  kDraws,
+  kIndexes,
+  kSameValue,
+  kExactFloats,
+  kExactLists,
+  kKnown,
+  kBumps,
+  kDeriver,
+  kAtOnce,
+  kAtOnceByRule,
+  kInFormats
+};
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
 enum TapeSlot { kSequence, kEntries, kBudget, kImmediate };
 enum SpecSlot { kSpecPattern, kSpecDevice };

@@ -44,6 +44,8 @@ class Facts:
     """Whether it may give its arguments other sizes and other memory."""
     is_foreach: bool
     """Whether it takes lists and works on them element by element."""
+    writes_to_out: bool
+    """Whether results go where it is told to put them, which is given their geometry, and nothing else is resized."""
     out_overload: str | None
     """The overload of a pointwise operator that takes the same arguments and the place of its result."""
 
@@ -131,6 +133,11 @@ class Facts:
     """The arguments that are matrices which it multiplies."""
 
     @property
+    def keeps_geometry(self) -> bool:
+        """Whether a call leaves its arguments the geometry and the memory that they have."""
+        return not (any(self.resized) or self.moves_memory or self.resizes or self.in_place_of)
+
+    @property
     def view(self) -> bool:
         """Whether it writes nothing and returns memory of its arguments."""
         return self.shares and not self.mutates
@@ -171,6 +178,7 @@ def facts_of(func: Any) -> Facts:
         dynamic=checks or torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags,
         moves_memory=torch.Tag.inplace_view in func.tags or any(outs),
         is_foreach=schema.name.startswith(_FOREACH),
+        writes_to_out=any(outs) and own and not row.get("in_place_of"),
         out_overload=None if mutates or shares else _out_overload(func),
         **row,
     )

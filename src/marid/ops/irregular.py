@@ -88,12 +88,12 @@ row(
     "hann_window.default hann_window.periodic hamming_window.default hamming_window.periodic "
     "hamming_window.periodic_alpha hamming_window.periodic_alpha_beta blackman_window.default "
     "blackman_window.periodic bartlett_window.default bartlett_window.periodic kaiser_window.default "
-    "kaiser_window.periodic kaiser_window.beta",
+    "kaiser_window.periodic kaiser_window.beta fft_fftfreq.default fft_rfftfreq.default",
     factory=True,
 )
 row(
     "empty.memory_format empty_strided.default zeros.default ones.default rand.default rand.generator "
-    "randn.default randn.generator eye.default eye.m",
+    "randn.default randn.generator eye.default eye.m fft_fftfreq.default fft_rfftfreq.default",
     default_dtype=True,
 )
 row(
