@@ -6,12 +6,12 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice_ops.h>
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/batch_norm_native.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/group_norm_native.h>
 #include <ATen/ops/instance_norm_native.h>
 #include <ATen/ops/layer_norm_native.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/matmul_native.h>

@@ -315,19 +315,19 @@ std::unordered_map<std::string, Make> by_code(Types<Each...>) {
 
 // What makes the kernel of an operator; null where no signature is its.
 Make maker_of(const c10::OperatorHandle& op) {
-  static const auto& by_name = *new std::unordered_map<std::string, Make>{
-      {"aten::add.Tensor", kernel_of<Sum, Tensor(const Tensor&, const Tensor&, const Scalar&)>},
-      {"aten::linear", kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>},
-      {"aten::matmul", kernel_of<Matmul, Tensor(const Tensor&, const Tensor&)>},
-      {"aten::cat", kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>},
-      {"aten::histc", kernel_of<Histogram, Tensor(const Tensor&, int64_t, const Scalar&, const Scalar&)>},
-      {"aten::_to_copy", kernel_of<Moved, Tensor(const Tensor&, optional<ScalarType>, optional<Layout>, optional<Device>,
-                                                 optional<bool>, bool, optional<at::MemoryFormat>)>},
-      {"aten::detach", kernel_of_same_value},
-      {"aten::lift_fresh", kernel_of_same_value},
+  static const auto& by_name = *new std::unordered_map<c10::OperatorName, Make>{
+      {{"aten::add", "Tensor"}, kernel_of<Sum, Tensor(const Tensor&, const Tensor&, const Scalar&)>},
+      {{"aten::linear", ""}, kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>},
+      {{"aten::matmul", ""}, kernel_of<Matmul, Tensor(const Tensor&, const Tensor&)>},
+      {{"aten::cat", ""}, kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>},
+      {{"aten::histc", ""}, kernel_of<Histogram, Tensor(const Tensor&, int64_t, const Scalar&, const Scalar&)>},
+      {{"aten::_to_copy", ""}, kernel_of<Moved, Tensor(const Tensor&, optional<ScalarType>, optional<Layout>, optional<Device>,
+                                                       optional<bool>, bool, optional<at::MemoryFormat>)>},
+      {{"aten::detach", ""}, kernel_of_same_value},
+      {{"aten::lift_fresh", ""}, kernel_of_same_value},
   };
   static const auto by_signature = by_code(Signatures());
-  if (auto own = by_name.find(c10::toString(op.operator_name())); own != by_name.end()) return own->second;
+  if (auto own = by_name.find(op.operator_name()); own != by_name.end()) return own->second;
   std::string code = code_of(op.schema());
   bool draws_otherwise = op.hasTag(at::Tag::nondeterministic_seeded) && code.find(kCode<optional<Generator>>) == code.npos;
   if (has_constant_tensors(op.operator_name()) || draws_otherwise) return nullptr;

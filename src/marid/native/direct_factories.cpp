@@ -26,7 +26,9 @@ using Device = std::optional<at::Device>;
 using Pinned = std::optional<bool>;
 using Generator = std::optional<at::Generator>;
 
-bool is_dense(const Layout& layout, const Pinned& pinned) { return (!layout || *layout == at::kStrided) && (!pinned || !*pinned); }
+bool is_dense(const Layout& layout, const Pinned& pinned) {
+  return (!layout || *layout == at::kStrided) && (!pinned || !*pinned);
+}
 
 // One whose arguments are these, and then what tensor it makes. One that draws is run as the overload that takes a generator.
 template <typename... Arguments>
@@ -179,6 +181,7 @@ std::optional<c10::KernelFunction> direct_factory(const c10::OperatorHandle& op,
 }
 
 std::optional<c10::KernelFunction> direct_like(const c10::OperatorHandle& op, const std::shared_ptr<Operator>& of) {
+  if (!op.hasTag(at::Tag::nondeterministic_seeded)) return std::nullopt;  // asked of each operator that there is
   return found_in(likes, op, of);
 }
 
