@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from marid.frontend import quantized, quantized_operators
 from marid.frontend.quantized import QuantizedTensor
 from marid.frontend.quantized_operators import PACKINGS
 from marid.models.rwkv7_files import load
+from marid.native import gemm
 from marid.remote.worker.operators import operator_named
 from tests.gguf_files import random_blocks, write_model
 from tests.helpers import DEVICE, assert_same
@@ -32,6 +34,14 @@ ROWS, DEPTH = 70, 512
 def elements_of(packed: torch.Tensor, packing: str) -> torch.Tensor:
     """As the ``gguf`` package has them."""
     return torch.from_numpy(gguf.quants.dequantize(packed.numpy(), gguf.GGMLQuantizationType[packing]))
+
+
+@pytest.fixture(params=[True, False], ids=["bytes", "words"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Products in integers by each of the instructions that this machine may have for them."""
+    gemm.configure(bytes_too=request.param)
+    yield
+    gemm.configure()
 
 
 def write(path: Path, metadata: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
@@ -89,6 +99,7 @@ def test_elements_are_those_of_the_gguf_package(packing: str) -> None:
     assert torch.equal(ops.dequantize(packed.to(DEVICE), packing).cpu(), expected)
 
 
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 12, 40])
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -112,6 +123,7 @@ def test_products(packing: str, rows: int, dtype: torch.dtype) -> None:
     assert_same(lazy, found)
 
 
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_products_of_rows_of_all_sizes(packing: str) -> None:
     """Zeros, very small and very large elements, and one that is far larger than those beside it."""
@@ -133,6 +145,7 @@ def test_products_of_rows_of_all_sizes(packing: str) -> None:
     assert ((found - F.linear(x.double(), weight)).abs() <= 2e-5 * F.linear(around.double(), weight.abs())).all()
 
 
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_products_of_numbers_that_are_not_finite(packing: str, number: float) -> None:

@@ -111,8 +111,8 @@ namespace marid {
 extern PyMethodDef kernel_functions[], cut_functions[], bind_functions[], concretely_functions[], run_functions[], derive_functions[],
     geometry_functions[], autocast_functions[], stack_functions[], immediate_functions[], reading_functions[], resident_functions[],
     host_call_functions[], graph_memory_functions[], device_functions[], memory_functions[], placement_functions[],
-    program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], trial_functions[],
-    state_functions[], instance_check_functions[], backward_functions[], random_functions[],
+    program_functions[], execute_functions[], compiled_functions[], queue_functions[], product_functions[], quantized_functions[],
+    trial_functions[], state_functions[], instance_check_functions[], backward_functions[], random_functions[],
     tuple_functions[], handle_functions[];
 }
 
@@ -126,7 +126,7 @@ PyMODINIT_FUNC PyInit_marid_native() {
         marid::graph_memory_functions,
         marid::device_functions, marid::memory_functions, marid::placement_functions, marid::program_functions,
         marid::execute_functions, marid::compiled_functions, marid::queue_functions, marid::product_functions,
-        marid::trial_functions, marid::state_functions, marid::instance_check_functions,
+        marid::quantized_functions, marid::trial_functions, marid::state_functions, marid::instance_check_functions,
         marid::backward_functions, marid::random_functions, marid::tuple_functions,
         marid::handle_functions}) {
     if (made != nullptr && PyModule_AddFunctions(made, more) < 0) Py_CLEAR(made);

@@ -15,15 +15,23 @@ from marid.settings import settings
 
 
 def configure(
-    *, also_slower: bool = False, uses: int = 2, work: float = 4e7, share: float = 0.1, block: int = -1
+    *,
+    also_slower: bool = False,
+    uses: int = 2,
+    work: float = 4e7,
+    share: float = 0.1,
+    block: int = -1,
+    bytes_too: bool = True,
 ) -> None:
     """Begin anew, using the faster kernel wherever its bits are right, and it is faster unless ``also_slower``.
 
     Products of a class are tried once ``uses`` of them, of ``work`` floating-point operations together, were run by
     ATen, in no more than this ``share`` of the time. ``block`` is for tests: the depth of the stretches in which BLAS
-    is taken to add up, -1 to find it out.
+    is taken to add up, -1 to find it out; and ``bytes_too``: whether packed matrices may be multiplied by instructions
+    for bytes, where the processor has them.
     """
     module.products_configure(also_slower, uses, work, share, block)
+    module.quantized_configure(bytes_too)
 
 
 def count() -> int:

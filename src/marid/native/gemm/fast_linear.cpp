@@ -24,7 +24,7 @@
 namespace marid {
 namespace {
 
-constexpr int64_t kWorthSharing = 1 << 16;  // elements of a matrix for which a second thread pays
+constexpr int64_t kWorthSharing = 1 << 15;  // elements of a matrix for which a second thread pays
 constexpr int64_t kLeast = 16;              // rows that the microkernel is for
 constexpr int64_t kGrain = 1 << 15;
 

@@ -1,5 +1,6 @@
 // marid::dequantize and marid::quantized_linear on the CPU. frontend/quantized_operators.py says what they are, and has
 // them in plain PyTorch.
+#include "expose.h"
 #include "fast_linear.h"
 #include "quantized_kernels.h"
 
@@ -8,6 +9,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 namespace marid {
@@ -15,6 +17,8 @@ namespace {
 
 constexpr int64_t kFewRows = 4, kMostRows = 12;  // at once, and in all before it pays to unpack the matrix
 constexpr int64_t kGrain = 1 << 15;
+
+std::atomic<bool> may_use_bytes{true};
 
 Packing packing_named(c10::string_view name, const char* function) {
   for (size_t i = 0; i < kPackings.size(); i++) {
@@ -67,10 +71,12 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   int64_t rows = depth == 0 ? 0 : x.numel() / depth;
   bool few = rows > 0 && rows <= kMostRows && packed.numel() > 0 && sums_in == at::kFloat;
   const float* data = few ? wide.const_data_ptr<float>() : nullptr;
-  bool in_words = few && round_rows != nullptr;
-  std::vector<int16_t> words(in_words ? rows * depth : 0);
-  std::vector<float> scales(in_words ? rows * depth / 32 : 0);
-  if (in_words) few = round_rows(data, rows * depth, words.data(), scales.data());
+  const IntegerProducts* integers = products_in_words();
+  if (const IntegerProducts* bytes = products_in_bytes(); bytes != nullptr && may_use_bytes) integers = bytes;
+  int64_t parts = few ? rows * depth / 32 : 0;
+  std::vector<uint8_t> rounded(integers ? parts * integers->bytes : 0);
+  std::vector<float> scales(parts);
+  if (few && integers) few = integers->round(packing, data, rows * depth, rounded.data(), scales.data());
   if (!few) {
     at::Tensor matrix = unpacked(packed, packing, depth).to(sums_in);
     return fast_linear(wide, matrix, added, activation).to(x.scalar_type());
@@ -78,20 +84,18 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = packed.size(0);
   at::Tensor matrix = packed.contiguous(), y = at::detail::empty_cpu(sizes, at::TensorOptions(at::kFloat));
-  std::vector<float> sums(rows * depth / 32);
-  for (size_t i = 0; i < sums.size(); i++) {
+  std::vector<float> sums(parts);
+  for (int64_t i = 0; i < parts; i++) {
     for (int64_t j = 0; j < 32; j++) sums[i] += data[i * 32 + j];
   }
-  auto multiply = in_words ? multiply_words : multiply_packed;
+  auto multiply = integers ? integers->multiply : multiply_packed;
   for (int64_t row = 0; row < rows; row += kFewRows) {
     PackedRows of{};
     of.rows = std::min(kFewRows, rows - row), of.depth = depth, of.columns = packed.size(0);
     of.x = data + row * depth;
     of.sums = sums.data() + row * depth / 32;
-    if (in_words) {
-      of.words = words.data() + row * depth;
-      of.scales = scales.data() + row * depth / 32;
-    }
+    of.scales = scales.data() + row * depth / 32;
+    if (integers) of.rounded = rounded.data() + row * depth / 32 * integers->bytes;
     of.bias = has_bias ? added->const_data_ptr<float>() : nullptr;
     of.matrix = matrix.const_data_ptr<uint8_t>();
     of.y = y.mutable_data_ptr<float>() + row * of.columns;
@@ -107,5 +111,14 @@ TORCH_LIBRARY_IMPL(marid, CPU, library) {
   library.impl("quantized_linear", TORCH_FN(quantized_linear));
 }
 
+// For tests: whether products in integers may be by instructions for bytes, where the processor has them.
+void quantized_configure(bool bytes) { may_use_bytes = bytes; }
+
 }  // namespace
+
+PyMethodDef quantized_functions[] = {
+    held<quantized_configure>("quantized_configure"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
 }  // namespace marid

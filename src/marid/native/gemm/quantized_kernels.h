@@ -19,11 +19,10 @@ inline constexpr std::array<PackingSizes, 5> kPackings{
     {{"Q4_0", 32, 18}, {"Q8_0", 32, 34}, {"Q4_K", 256, 144}, {"Q5_K", 256, 176}, {"Q6_K", 256, 210}}};
 
 // y[m, n] = activation(sum over k of x[m, k] * matrix[n, k] + bias[n]) for the columns in [begin, end). `sums` has the
-// sums of x over 32 elements each, [rows, depth / 32], and `scales` by what `words`, x in integers, are multiplied.
+// sums of x over 32 elements each, [rows, depth / 32]; `rounded` has x in integers, and `scales` by what these are multiplied.
 struct PackedRows {
   const float *x, *sums, *bias, *scales;
-  const int16_t* words;
-  const uint8_t* matrix;
+  const uint8_t *rounded, *matrix;
   float* y;
   int64_t rows, depth, columns;  // 4 rows at most
   int64_t activation;
@@ -31,10 +30,18 @@ struct PackedRows {
 
 extern void (*const multiply_packed)(Packing, const PackedRows&, int64_t begin, int64_t end);
 
-// The same by `words`, and making these of `count` elements of x: false where some are not finite. Both are null where
-// the machine's vector unit does not have what they take (packed_words_kernels.cpp).
-extern void (*const multiply_words)(Packing, const PackedRows&, int64_t begin, int64_t end);
-extern bool (*const round_rows)(const float* x, int64_t count, int16_t* words, float* scales);
+// The same in integers (packed_rows.h).
+struct IntegerProducts {
+  size_t bytes;  // that 32 elements of x take in integers
+  // Makes them of `count` elements of x for a matrix that is packed so, with a scale for each 32: false where some of x are
+  // not finite.
+  bool (*round)(Packing, const float* x, int64_t count, uint8_t* rounded, float* scales);
+  void (*multiply)(Packing, const PackedRows&, int64_t begin, int64_t end);
+};
+
+// Null where the machine's vector unit does not have the instructions.
+const IntegerProducts* products_in_words();
+const IntegerProducts* products_in_bytes();
 
 // `count` elements, whole blocks, as floats.
 extern void (*const unpack)(Packing, const uint8_t* blocks, float* to, int64_t count);
