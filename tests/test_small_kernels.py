@@ -91,6 +91,9 @@ LISTS: dict[str, Callable[..., Any]] = {
     "cat": lambda x, y, _z, _n: torch.cat([*x, *y], dim=-1),
     "stack": lambda x, y, _z, _n: torch.stack([*x, *y], dim=-1),
 }
+SELECTIONS: dict[str, Callable[[Tensor, Any, bool], Any]] = {
+    name: getattr(torch, name) for name in ("argmax", "argmin", "max", "min")
+}
 IN_PLACE_WITH_NUMBERS: dict[str, Callable[[Tensor, float], Tensor]] = {
     name: getattr(Tensor, f"{name}_") for name in ("add", "sub", "mul", "div")
 }
@@ -226,6 +229,29 @@ def test_in_place(part: int) -> None:
             _check(function, (left[0], number), (left[1], number), (seed, name, number))
             _compare(left[1], left[0], (seed, name, number))
     assert module.performed_small() - before > 1_000
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_selections(part: int) -> None:
+    """Equal numbers, zeros of both signs and NaN, in rows of all lengths and along all dimensions."""
+    before = module.performed_small()
+    for seed in range(part * 300, (part + 1) * 300):
+        both = _Both(seed)
+        draw, sizes = both.random, both.sizes()
+        if sizes and draw.random() < 0.6:
+            sizes[draw.randrange(len(sizes))] = draw.choice((31, 32, 33, 64, 100, 257))
+        dtype = draw.choice((torch.float32, torch.float32, torch.float64, torch.int64, torch.int32, torch.bfloat16))
+        on_cpu, on_device = both.tensors(sizes, dtype)
+        for name, select in SELECTIONS.items():
+            dims = [*range(-len(sizes) - 1, len(sizes) + 1), *([None] if name.startswith("arg") else [])]
+            dim, keep = draw.choice(dims), draw.random() < 0.5
+            found, expected = (_outcome(select, of, dim, keep) for of in (on_device, on_cpu))
+            if isinstance(expected, tuple) and isinstance(found, tuple):
+                for one, other in zip(found, expected, strict=True):
+                    _compare(one, other, (seed, name, dim, keep))
+            else:
+                _compare(found, expected, (seed, name, dim, keep))
+    assert module.performed_small() - before > 400
 
 
 @pytest.mark.parametrize("part", range(2))

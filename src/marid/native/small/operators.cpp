@@ -1,9 +1,12 @@
 // Which operators have a kernel for small tensors.
 #include "lists.h"
 #include "pointwise.h"
+#include "selections.h"
 #include "small.h"
 #include "views.h"
 
+#include <optional>
+#include <tuple>
 #include <unordered_map>
 
 namespace marid {
@@ -70,6 +73,13 @@ Tensor power(const Tensor& base, const Scalar& exponent) {
   return value == -1 ? pointwise(Unary::kReciprocal, base) : Tensor();
 }
 
+template <Selection selection>
+Tensor index(const Tensor& of, std::optional<int64_t> dim, bool keep) { return index_of(selection, of, dim, keep); }
+template <Selection selection>
+std::tuple<Tensor, Tensor> selected_of(const Tensor& of, int64_t dim, bool keep) {
+  return selection_of(selection, of, dim, keep);
+}
+
 }  // namespace
 
 const AnySmallKernel* find_small_kernel(const std::string& name) {
@@ -118,6 +128,10 @@ const AnySmallKernel* find_small_kernel(const std::string& name) {
       {"aten::rsqrt", unary<Unary::kReciprocalRoot>},
       {"aten::reciprocal", unary<Unary::kReciprocal>},
       {"aten::pow.Tensor_Scalar", power},
+      {"aten::argmax", index<Selection::kLargest>},
+      {"aten::argmin", index<Selection::kSmallest>},
+      {"aten::max.dim", selected_of<Selection::kLargest>},
+      {"aten::min.dim", selected_of<Selection::kSmallest>},
       {"aten::copy_", copy_in_place},
       {"aten::clone", copy_of},
       {"aten::detach", alias_of},

@@ -9,6 +9,7 @@
 #include <ATen/core/stack.h>
 
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <typeindex>
 #include <utility>
@@ -28,6 +29,10 @@ template <typename... Arguments>
 struct SmallKernel<std::vector<at::Tensor>(Arguments...)> {
   using Function = std::vector<at::Tensor> (*)(Arguments...);
 };
+template <typename... Each, typename... Arguments>
+struct SmallKernel<std::tuple<Each...>(Arguments...)> {
+  using Function = std::tuple<Each...> (*)(Arguments...);
+};
 template <typename... Arguments>
 struct SmallKernel<void(Arguments...)> {
   using Function = bool (*)(Arguments...);
@@ -35,6 +40,8 @@ struct SmallKernel<void(Arguments...)> {
 
 inline bool is_done(const at::Tensor& result) { return result.defined(); }
 inline bool is_done(const std::vector<at::Tensor>& results) { return !results.empty(); }
+template <typename... Each>
+bool is_done(const std::tuple<Each...>& results) { return std::get<0>(results).defined(); }
 inline bool is_done(bool done) { return done; }
 
 // Any of these functions, with the types of its arguments.
@@ -73,8 +80,16 @@ struct AnySmallKernel {
     Result made = call_with<Result, Arguments...>(function, given, std::make_index_sequence<count>());
     if (!is_done(made)) return false;
     torch::jit::drop(stack, count);
-    if constexpr (!std::is_same_v<Result, bool>) stack.emplace_back(std::move(made));
+    put(stack, std::move(made));
     return true;
+  }
+
+  static void put(torch::jit::Stack&, bool) {}
+  static void put(torch::jit::Stack& stack, at::Tensor made) { stack.emplace_back(std::move(made)); }
+  static void put(torch::jit::Stack& stack, std::vector<at::Tensor> made) { stack.emplace_back(std::move(made)); }
+  template <typename... Each>
+  static void put(torch::jit::Stack& stack, std::tuple<Each...> made) {
+    std::apply([&](auto&... each) { (stack.emplace_back(std::move(each)), ...); }, made);
   }
 
   bool (*boxed)(void (*)(), torch::jit::Stack&);
