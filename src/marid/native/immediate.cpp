@@ -268,6 +268,11 @@ bool may_run_at_once() {
 
 bool runs_at_once(c10::DeviceIndex device) { return recording == 0 && tapes != nullptr && is_immediate(device); }
 
+bool is_idle(c10::DeviceIndex device) {
+  if (recording > 0 || tapes == nullptr || device >= PyList_GET_SIZE(tapes)) return false;
+  return is_immediate(device) || PyList_GET_SIZE(tape.at(PyList_GET_ITEM(tapes, device), kEntries)) == 0;
+}
+
 Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results) {
   return is_at_once(by, given) ? perform_at_once(by, given, invoke, results) : Outcome::kUnusual;
 }

@@ -1,4 +1,4 @@
-// Values that are read where operations run at once: of what has been computed, without asking Python.
+// Values that are read of what has been computed, without asking Python: where operations run at once, or nothing is recorded.
 #include "reads_at_once.h"
 
 #include "immediate.h"
@@ -31,13 +31,14 @@ c10::IValue number_in(const at::Tensor& tensor) {
   return returned[0];
 }
 
-// What a tensor stands for, where operations run at once and it can be read now; else null, perhaps after an error.
+// What a tensor stands for, if that is in the host's memory and nothing has to run or is noted for it to be read; else null,
+// perhaps after an error.
 const at::Tensor* readable(const at::Tensor& tensor) {
   Handle* handle = handle_of(tensor);
-  if (handle == nullptr || !runs_at_once(tensor.device().index()) || queue_is_busy()) return nullptr;
+  if (handle == nullptr || !is_idle(tensor.device().index()) || queue_is_busy()) return nullptr;
   if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return nullptr;
   const std::shared_ptr<Computed>& computed = handle->computed();
-  if (!computed) return nullptr;
+  if (!computed || !computed->tensor.is_cpu()) return nullptr;
   allowance.renew();
   return &computed->tensor;
 }
@@ -104,8 +105,8 @@ std::optional<c10::KernelFunction> reading_kernel(const c10::OperatorHandle& op,
 
 namespace {
 
-// readable(tensor): a tensor of the CPU with its value, for a moment, where operations run at once and it has been computed;
-// else None.
+// readable(tensor): a tensor of the CPU with its value, for a moment, where that has been computed and nothing is recorded; else
+// None.
 PyObject* readable_now(PyObject*, PyObject* given) {
   const at::Tensor* found = THPVariable_Check(given) ? readable(THPVariable_Unpack(given)) : nullptr;
   if (found == nullptr && PyErr_Occurred()) return nullptr;
