@@ -1,9 +1,11 @@
 // Whether what a function under marid.compile works on is as it was when it was recorded (replay/state_check.py,
-// replay/template.py): looked at before each replay, without making an object.
+// replay/template.py), and what it works on now: looked at before each replay.
 #include "handle.h"
 #include "nodes.h"
 
 #include <torch/csrc/autograd/python_variable.h>
+
+#include <unordered_map>
 
 namespace {
 
@@ -118,14 +120,59 @@ PyObject* same_tensors(PyObject*, PyObject* const* given, Py_ssize_t) {
   Py_RETURN_TRUE;
 }
 
+// values_of(tensors): the value that each tensor of the device stands for.
+PyObject* values_of(PyObject*, PyObject* tensors) {
+  Ref made(PyList_New(PyList_GET_SIZE(tensors)));
+  for (Py_ssize_t i = 0; made && i < PyList_GET_SIZE(tensors); i++) {
+    Handle* handle = handle_of(THPVariable_Unpack(PyList_GET_ITEM(tensors, i)));
+    PyObject* value = handle == nullptr ? nullptr : handle->value();
+    if (value == nullptr) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "values_of() takes tensors of the device");
+      return nullptr;
+    }
+    PyList_SET_ITEM(made.get(), i, Py_NewRef(value));
+  }
+  return made.release();
+}
+
+// share_as(values, shared): whether each value lies in the memory of the first one that `shared` names for it, and of none
+// before that.
+PyObject* share_as(PyObject*, PyObject* const* given, Py_ssize_t) {
+  PyObject *values = given[0], *shared = given[1];
+  std::unordered_map<PyObject*, Py_ssize_t> first;
+  first.reserve(PyList_GET_SIZE(values));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); i++) {
+    auto [found, is_new] = first.emplace(root_of(PyList_GET_ITEM(values, i)), i);
+    if (found->second != PyLong_AsSsize_t(PyTuple_GET_ITEM(shared, i))) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+}
+
+// grads_of(tensors, indices): the gradients of those of the tensors that have one, by index.
+PyObject* grads_of(PyObject*, PyObject* const* given, Py_ssize_t) {
+  PyObject *tensors = given[0], *indices = given[1];
+  Ref made(PyDict_New());
+  for (Py_ssize_t i = 0; made && i < PyList_GET_SIZE(indices); i++) {
+    PyObject* index = PyList_GET_ITEM(indices, i);
+    const at::Tensor& grad = THPVariable_Unpack(PyList_GET_ITEM(tensors, PyLong_AsSsize_t(index))).grad();
+    if (!grad.defined()) continue;
+    Ref wrapped(THPVariable_Wrap(grad));
+    if (!wrapped || PyDict_SetItem(made.get(), index, wrapped.get()) != 0) return nullptr;
+  }
+  return made.release();
+}
+
 }  // namespace
 
 namespace marid {
 
 PyMethodDef state_functions[] = {
+    {"grads_of", fast(grads_of), METH_FASTCALL, nullptr},
     {"same_objects", fast(same_objects), METH_FASTCALL, nullptr},
     {"same_tensors", fast(same_tensors), METH_FASTCALL, nullptr},
+    {"share_as", fast(share_as), METH_FASTCALL, nullptr},
     {"tensor_flags", tensor_flags, METH_O, nullptr},
+    {"values_of", values_of, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -83,9 +83,9 @@ class Template:
         asked |= {index for index, spec in enumerate(recording.grads_before) if spec is not None}
         asked |= {arguments + index for index, tensor in enumerate(own) if tensor.requires_grad and tensor.is_leaf}
         self._grads_asked = sorted(index for index in asked if index < tensors)
-        self._grads_expected = [recording.grads_before[index] for index in self._grads_asked]
+        before = ((index, recording.grads_before[index]) for index in self._grads_asked)
+        self._grads_expected = {index: spec for index, spec in before if spec is not None}
         self._draws = [place for place, number in enumerate(recording.numbers) if is_draw(number)]
-        self._all_apart = len(set(recording.shared)) == len(recording.shared)
         self._replaced = [index for index, _ in recording.grads if (GRAD, index) not in recording.used]
         most = max((count for _, count in recording.bumps), default=0)
         self._rounds = [[ref for ref, count in recording.bumps if count > done] for done in range(most)]
@@ -106,16 +106,17 @@ class Template:
         if grads is None:
             return None
         used = [(tensors if kind == TENSOR else grads)[index] for kind, index in recording.used]
-        values: dict[Ref, Value] = {ref: tensor._value for ref, tensor in zip(recording.used, used, strict=True)}
+        found: list[Value] = module.values_of(used)
         if (
-            not self._shares_as_recorded(values)
+            not module.share_as(found, recording.shared)
             or not self._has_room()
             or not recording.counters.may_go_on(self._followed)
         ):
             return None
         if not run_needed(recording.device, used, self._writes):
             return None
-        if [value for value in values.values() if value.concrete is None] or not self._upload(call, values):
+        values: dict[Ref, Value] = dict(zip(recording.used, found, strict=True))
+        if [value for value in found if value.concrete is None] or not self._upload(call, values):
             return None
         return tensors, grads, values
 
@@ -172,15 +173,9 @@ class Template:
         return module.same_tensors(self.recording.reached.lazy, self._state_specs, self._state_flags)
 
     def _grads_of(self, tensors: list[Any]) -> dict[int, Any] | None:
-        grads = {index: tensors[index].grad for index in self._grads_asked}
-        specs = [None if grad is None else grad._value.spec for grad in grads.values()]
+        grads = module.grads_of(tensors, self._grads_asked)
+        specs = {index: grad._value.spec for index, grad in grads.items()}
         return grads if specs == self._grads_expected else None
-
-    def _shares_as_recorded(self, values: dict[Ref, Value]) -> bool:
-        roots = [id(value.root or value) for value in values.values()]
-        if self._all_apart:
-            return len(set(roots)) == len(roots)
-        return tuple([roots.index(root) for root in roots]) == self.recording.shared
 
     def _has_room(self) -> bool:
         # Where there is a limit on memory, the Python records, and what does not fit is refused where it is read.
