@@ -204,7 +204,7 @@ inline int32_t largest_of(const float* x) {
 
 // A number that is not finite has no place in integers.
 template <typename Form>
-bool round_parts(Packing packing, const float* x, int64_t count, uint8_t* rounded, float* scales) {
+bool round_parts(Packing packing, const float* x, int64_t count, uint8_t* rounded, float* scales, float* sums) {
   auto to = reinterpret_cast<typename Form::Part*>(rounded);
   for (int64_t part = 0; part < count / kPart; part++, x += kPart) {
     int32_t bits = largest_of(x);
@@ -212,10 +212,14 @@ bool round_parts(Packing packing, const float* x, int64_t count, uint8_t* rounde
     scales[part] = loaded<float>(&bits) / Form::kLargest;
     float inverse = scales[part] < FLT_MIN ? 0 : 1 / scales[part];
     int32_t whole[kPart];
+    EightFloats sum = {};
     for (int i = 0; i < 4; i++) {
-      __m256i eight = _mm256_cvtps_epi32(_mm256_loadu_ps(x + 8 * i) * _mm256_set1_ps(inverse));
-      std::memcpy(whole + 8 * i, &eight, sizeof(eight));
+      auto eight = loaded<EightFloats>(x + 8 * i);
+      sum += eight;
+      __m256i integers = _mm256_cvtps_epi32(reinterpret_cast<__m256>(eight * inverse));
+      std::memcpy(whole + 8 * i, &integers, sizeof(integers));
     }
+    sums[part] = total(sum);
     to[part] = Form::rounded(whole, excess_of(packing));
   }
   return true;

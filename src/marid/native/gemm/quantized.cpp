@@ -75,8 +75,8 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   if (const IntegerProducts* bytes = products_in_bytes(); bytes != nullptr && may_use_bytes) integers = bytes;
   int64_t parts = few ? rows * depth / 32 : 0;
   std::vector<uint8_t> rounded(integers ? parts * integers->bytes : 0);
-  std::vector<float> scales(parts);
-  if (few && integers) few = integers->round(packing, data, rows * depth, rounded.data(), scales.data());
+  std::vector<float> scales(parts), sums(parts);
+  if (few && integers) few = integers->round(packing, data, rows * depth, rounded.data(), scales.data(), sums.data());
   if (!few) {
     at::Tensor matrix = unpacked(packed, packing, depth).to(sums_in);
     return fast_linear(wide, matrix, added, activation).to(x.scalar_type());
@@ -84,8 +84,7 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = packed.size(0);
   at::Tensor matrix = packed.contiguous(), y = at::detail::empty_cpu(sizes, at::TensorOptions(at::kFloat));
-  std::vector<float> sums(parts);
-  for (int64_t i = 0; i < parts; i++) {
+  for (int64_t i = 0; i < (integers ? 0 : parts); i++) {
     for (int64_t j = 0; j < 32; j++) sums[i] += data[i * 32 + j];
   }
   auto multiply = integers ? integers->multiply : multiply_packed;

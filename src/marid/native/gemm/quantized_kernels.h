@@ -33,9 +33,9 @@ extern void (*const multiply_packed)(Packing, const PackedRows&, int64_t begin, 
 // The same in integers (packed_rows.h).
 struct IntegerProducts {
   size_t bytes;  // that 32 elements of x take in integers
-  // Makes them of `count` elements of x for a matrix that is packed so, with a scale for each 32: false where some of x are
-  // not finite.
-  bool (*round)(Packing, const float* x, int64_t count, uint8_t* rounded, float* scales);
+  // Makes them of `count` elements of x for a matrix that is packed so, with a scale and a sum for each 32: false where some
+  // of x are not finite.
+  bool (*round)(Packing, const float* x, int64_t count, uint8_t* rounded, float* scales, float* sums);
   void (*multiply)(Packing, const PackedRows&, int64_t begin, int64_t end);
 };
 
