@@ -146,12 +146,52 @@ def test_special_numbers_in_a_single_row() -> None:
     assert ran(lambda c, x, w: torch.addmm(c, x, w.t()), bias, row, b) > 0
 
 
-def test_what_is_not_worth_sharing_is_ATens_affair(two_threads: None) -> None:
-    assert ran(torch.mm, torch.randn(1, 256), torch.randn(256, 512)) == 0
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_single_rows_of_all_sizes(seed: int, threads: int) -> None:
+    """Columns and depths that fill groups and lanes and do not, rows that begin anywhere, numbers of all kinds."""
+    torch.manual_seed(seed)
+    pick = random.Random(seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(40):
+            depth = pick.choice([pick.randint(8, 40), pick.randint(41, 400), pick.randint(401, 1200), 192, 768])
+            columns = pick.choice([pick.randint(32, 70), pick.randint(71, 300), pick.randint(301, 1100), 128, 256, 257])
+            b, start = matrix(depth, columns, pick.random() < 0.5), pick.choice([0, 0, 1, 2, 3, 5])
+            row = torch.randn(1, depth + 8)
+            if pick.random() < 0.4:
+                row = row * (torch.rand_like(row) < 0.7)
+                b = b.where(torch.rand_like(b) > 0.01, pick.choice([float("inf"), float("nan"), -0.0, 1e-42]))
+            ran(lambda x, b, start=start, depth=depth: x[:, start : start + depth] @ b, row, b)
+            ran(torch.addmm, pick.choice([torch.randn(columns), torch.full((columns,), -0.0)]), row[:, :depth], b)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_few_rows(seed: int, threads: int) -> None:
+    """Some of them may be given to each thread by BLAS, whose bits are others then."""
+    torch.manual_seed(seed)
+    pick = random.Random(seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(40):
+            rows, columns = pick.randint(2, 17), pick.choice([pick.randint(2, 40), 48, 64, 65, 128, 257])
+            a = matrix(rows, pick.choice([8, 16, 31, 64, 128, 193, 400]), True)
+            b = matrix(a.shape[1], columns, pick.random() < 0.5)
+            ran(torch.mm, a, b, times=4)
+            ran(torch.addmm, torch.randn(columns), a, b, times=4)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_that_are_ATens_affair(two_threads: None) -> None:
     assert ran(torch.bmm, torch.randn(1, 1, 512), torch.randn(1, 512, 1024)) == 0
     assert ran(torch.mm, torch.randn(1, 1 << 15), torch.randn(1 << 15, 64)) == 0
-    torch.set_num_threads(1)
-    assert ran(torch.mm, torch.randn(1, 512), torch.randn(512, 1024)) == 0
+    assert ran(torch.mm, torch.randn(1, 512), torch.randn(512, 31)) == 0
 
 
 def test_alpha_and_beta_are_ATens_affair() -> None:

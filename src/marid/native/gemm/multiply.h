@@ -43,7 +43,10 @@ void multiply(const Product& product, const Tiles& tiles, int64_t block);
 // In how many parts of its columns it is worth to compute the product of a single row at the same time.
 int64_t parts_of_row(const Product& product);
 
-// The product of a single row, by ATen's own kernel in each part.
-void multiply_row(const Product& product, int64_t parts);
+// Whether there is a kernel for the product of a single row in the order in which BLAS may add it up.
+bool can_multiply_row(const Product& product);
+
+// The product of a single row: by that kernel, or by ATen's own in each part.
+void multiply_row(const Product& product, int64_t parts, bool in_blas_order);
 
 }  // namespace marid

@@ -23,6 +23,7 @@
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <optional>
@@ -33,7 +34,9 @@ namespace {
 using marid::Matrices;
 using marid::Product;
 
-constexpr int64_t kLeast = 16;  // rows and columns: below, BLAS has kernels that add up in other orders
+constexpr int64_t kLeastRows = 4, kLeastColumns = 12;  // below, BLAS has kernels that add up in other orders
+constexpr int64_t kLeastOfBatch = 16;                  // rows and columns of each of several products
+constexpr int64_t kLeastOfRow = 32;                    // columns, of a single row
 constexpr int64_t kLeastDepth = 8;
 constexpr int64_t kMostDepth = 1 << 14;
 
@@ -70,7 +73,8 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   p.depth = a.size(dims - 1);
   p.columns = b.size(dims - 1);
   bool one_row = dims == 2 && p.rows == 1;
-  if (one_row ? p.columns < 2 * kLeast : p.rows < kLeast || p.columns < kLeast) return {};
+  if (one_row ? p.columns < kLeastOfRow : p.rows < kLeastRows || p.columns < kLeastColumns) return {};
+  if (dims == 3 && std::min(p.rows, p.columns) < kLeastOfBatch) return {};
   if (p.depth < kLeastDepth || p.depth > kMostDepth || p.batch < 1 || b.size(dims - 2) != p.depth ||
       (dims == 3 && b.size(0) != p.batch) || !is_exact() || !(one_row || can_use_microkernel())) {
     return {};
@@ -92,7 +96,7 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   int64_t parts = 1;
   if (one_row) {
     parts = marid::parts_of_row(p);
-    if (parts < 2 || !marid::choose(p, added, std::nullopt)) return {};
+    if ((parts < 2 && !marid::can_multiply_row(p)) || !marid::choose(p, added, std::nullopt)) return {};
   } else {
     tiles = marid::tiles_of(p);
     if (!marid::choose(p, added, marid::shape_of(p, tiles))) return {};
@@ -102,7 +106,7 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   if (bias != nullptr) made.copy_(*bias);
   p.c = made.mutable_data_ptr<float>();
   if (one_row) {
-    marid::multiply_row(p, parts);
+    marid::multiply_row(p, parts, marid::rows_are_in_blas_order());
   } else {
     marid::multiply(p, tiles, marid::block_of_blas());
   }

@@ -30,6 +30,7 @@
 #include <new>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -38,6 +39,7 @@ using namespace marid;
 
 constexpr int64_t kLargest = 1 << 10;     // rows and columns that are tried; larger ones are of its class
 constexpr int64_t kLargestOfRow = 1 << 8;  // columns, for a single row
+constexpr int64_t kFew = 16;               // rows or columns
 constexpr size_t kMostShapes = 512;       // some 0.1 MB of code each, for each thread
 constexpr size_t kMostEntries = 1 << 16;  // of shapes that came, and of classes
 constexpr int kTries = 3;                 // measurements of a machine on which our kernel does not seem to be faster
@@ -50,6 +52,7 @@ std::atomic<double> share{1};         // of the time that trials take at most
 std::atomic<int64_t> given_block{-1};
 
 std::atomic<int64_t> block{0};
+std::atomic<bool> row_order{false};
 
 int64_t magnitude(int64_t size) { return std::bit_width(static_cast<uint64_t>(std::min(size, kLargest))); }
 
@@ -64,23 +67,33 @@ struct Shape {
   bool admitted = false;
 };
 
+bool is_row(const Product& p) { return p.rows == 1 && !p.batched; }
+
 // Whether there is something between rows, or columns where those are what lies in a row.
 bool has_gaps(const Matrices& given, int64_t rows, int64_t columns) {
   return given.column == 1 ? given.row != columns : given.column != rows;
 }
 
+// Of few rows or columns BLAS may give some to each thread, which adds sums up otherwise then: sizes are told apart there.
 uint64_t key_of(const Product& p, Added added) {
-  uint64_t key = static_cast<uint64_t>(p.depth);
-  auto add = [&](uint64_t value, int bits) { key = key << bits | value; };
-  add(magnitude(p.rows), 4);
-  add(magnitude(p.columns), 4);
-  add(added, 2);
-  add(p.batched, 1);
-  add(p.a.column != 1, 1);
-  add(p.b.column != 1, 1);
-  add(has_gaps(p.a, p.rows, p.depth), 1);
-  add(has_gaps(p.b, p.depth, p.columns), 1);
-  add(static_cast<uint64_t>(at::get_num_threads()) & 0xffff, 16);
+  uint64_t key = 0;
+  auto add = [&](uint64_t value) {
+    key = (key ^ value) * 0x9e3779b97f4a7c15u;
+    key ^= key >> 32;
+  };
+  bool few = !is_row(p) && std::min(p.rows, p.columns) < kFew;
+  add(p.depth);
+  add(few ? p.rows : magnitude(p.rows));
+  add(few ? p.columns : magnitude(p.columns));
+  add(few);
+  add(added);
+  add(p.batched);
+  add(p.a.column != 1);
+  add(p.b.column != 1);
+  add(has_gaps(p.a, p.rows, p.depth));
+  add(has_gaps(p.b, p.depth, p.columns));
+  add(is_row(p) && p.columns % 4 != 0);  // the last columns may be added up otherwise
+  add(at::get_num_threads());
   return key;
 }
 
@@ -105,8 +118,6 @@ at::Tensor view_of(const Matrices& given, int64_t batch, int64_t rows, int64_t c
   if (!batched) return view_of(given.data, {rows, columns}, {given.row, given.column});
   return view_of(given.data, {batch, rows, columns}, {given.batch, given.row, given.column});
 }
-
-bool is_row(const Product& p) { return p.rows == 1 && !p.batched; }
 
 // A product like `p`, but not larger than what is tried, of random numbers; or of the very matrix b, whatever its size.
 struct Trial {
@@ -161,7 +172,7 @@ struct Trial {
       std::copy(bias.begin(), bias.end(), by_us.begin() + static_cast<std::ptrdiff_t>(at));
     }
     if (is_row(product)) {
-      multiply_row(product, at::get_num_threads());
+      multiply_row(product, at::get_num_threads(), row_order);
     } else {
       multiply(product, tiles_of(product), deep);
     }
@@ -184,7 +195,20 @@ Product example(int64_t rows, int64_t depth, int64_t columns) {
 
 struct Machine {
   int tries = 0;
-  bool faster = false;
+  bool faster = false, knows_rows = false;
+
+  // Both layouts, depths that fill lanes and do not, with a bias and without.
+  void find_row_order() {
+    if (std::exchange(knows_rows, true)) return;
+    row_order = true;
+    for (int64_t depth : {64, 77, 102, 247}) {
+      for (bool turned : {false, true}) {
+        Product p = example(1, depth, 96);
+        if (turned) p.b = {nullptr, 0, 1, depth};
+        row_order = row_order && Trial(p, kNothing).is_right(0) && Trial(p, kRow).is_right(0);
+      }
+    }
+  }
 
   static int64_t find_block() {
     for (int64_t deep : {192, 256, 320, 384, 512, 128, 336, 448, 640, 768, 1024}) {
@@ -274,6 +298,8 @@ std::optional<bool> tried(Known& all, const Product& p, Added added) {
   std::lock_guard<std::mutex> held(all.trying);
   try {
     if (is_row(p)) {  // of a large matrix BLAS might make parts of its own
+      all.machine.find_row_order();
+      if (!row_order && parts_of_row(p) < 2) return false;
       return Trial(p, added).is_right(0) && Trial(p, kNothing, true).is_right(0);
     }
     all.machine.measure();
@@ -307,6 +333,7 @@ void products_configure(bool slower, int64_t uses, double work, double part, int
 namespace marid {
 
 int64_t block_of_blas() { return block; }
+bool rows_are_in_blas_order() { return row_order; }
 
 bool choose(const Product& p, Added added, std::optional<uint64_t> shape) {
   if (!enabled) return false;
