@@ -13,9 +13,10 @@ from torch import nn
 import marid
 from marid.errors import MaterializationError
 from marid.frontend import materialize as materializing
+from marid.frontend import special
 from marid.frontend.handles import recording
 from marid.frontend.handles import tape as tape_of
-from marid.frontend.materialize import run_pending
+from marid.frontend.materialize import read, run_pending
 from marid.native import module
 from tests.helpers import DEVICE
 
@@ -46,6 +47,46 @@ def test_a_loop_that_reads_what_it_makes() -> None:
     assert found == expected
     assert 22 * 8 <= ran <= 25 * 8
     assert marid.stats().materializations <= 11
+
+
+def test_steps_that_have_run_when_their_loss_is_read() -> None:
+    """An optimizer's step has a long program run, so that the read finds its value computed; it counts as a read."""
+    cell, inputs = nn.GRUCell(8, 16).to(DEVICE), torch.randn(32, 4, 8).to(DEVICE)
+    optimizer = torch.optim.Adam(cell.parameters())
+
+    def run() -> None:
+        for _ in range(40):
+            hidden = torch.zeros(4, 16, device=DEVICE)
+            for one in inputs:
+                hidden = cell(one, hidden)
+            loss = hidden.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss.item()
+
+    assert _immediate(run) > 20 * 32
+
+
+def test_results_of_replays_are_read_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not while something is recorded, which is to run with what is read."""
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
+    step = marid.compile(lambda x: (x + 1, x.sum() > 3))
+    x = torch.zeros(4, device=DEVICE)
+    for _ in range(4):
+        x, _ = step(x)
+    asked: list[str] = []
+    monkeypatch.setattr(special, "read", lambda tensor, reason: asked.append(reason) or read(tensor, reason))
+    x, large = step(x)
+    assert (float(x[0]), bool(large), x.tolist()) == (5.0, True, [5.0] * 4)
+    asked.clear()
+    x, large = step(x)
+    assert (bool(large), large.item()) == (True, True)
+    assert asked == []
+    y = x * 2
+    assert large.item() is True
+    assert asked == ["item()"]
+    assert y.tolist() == [12.0] * 4
 
 
 def test_a_loop_that_makes_much_is_recorded() -> None:

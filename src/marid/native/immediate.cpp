@@ -5,6 +5,7 @@
 #include "concretely.h"
 #include "device.h"
 #include "immediate_results.h"
+#include "nodes.h"
 #include "queue.h"
 #include "random.h"
 
@@ -268,9 +269,16 @@ bool may_run_at_once() {
 
 bool runs_at_once(c10::DeviceIndex device) { return recording == 0 && tapes != nullptr && is_immediate(device); }
 
-bool is_idle(c10::DeviceIndex device) {
+bool has_nothing_recorded(c10::DeviceIndex device) {
   if (recording > 0 || tapes == nullptr || device >= PyList_GET_SIZE(tapes)) return false;
-  return is_immediate(device) || PyList_GET_SIZE(tape.at(PyList_GET_ITEM(tapes, device), kEntries)) == 0;
+  constexpr Py_ssize_t kFew = 32;  // entries of nodes that have run or are gone stay until the next cut
+  PyObject* entries = tape.at(PyList_GET_ITEM(tapes, device), kEntries);
+  if (PyList_GET_SIZE(entries) > kFew) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
+    PyObject* found = PyWeakref_GetObject(PyList_GET_ITEM(entries, i));
+    if (found != Py_None && node.at(found, kArgs) != Py_None) return false;
+  }
+  return true;
 }
 
 Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results) {

@@ -46,9 +46,9 @@ Outcome move_at_once(PyObject* by, Given& given, std::optional<c10::Device> devi
 // Whether anything runs at once now; what is looked at first, since most calls are recorded.
 bool may_run_at_once();
 
-// Whether operations of a device run at once now; whether they do, or none is recorded that has not run.
+// Whether operations of a device run at once now; whether none is recorded that has not run.
 bool runs_at_once(c10::DeviceIndex device);
-bool is_idle(c10::DeviceIndex device);
+bool has_nothing_recorded(c10::DeviceIndex device);
 
 // The recorder of an operator that may run at once as it is called, without a generator; null for others. Borrowed.
 PyObject* at_once_by(const Operator& op);

@@ -2,6 +2,7 @@
 #include "reads_at_once.h"
 
 #include "immediate.h"
+#include "nodes.h"
 #include "queue.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -31,11 +32,19 @@ c10::IValue number_in(const at::Tensor& tensor) {
   return returned[0];
 }
 
-// What a tensor stands for, if that is in the host's memory and nothing has to run or is noted for it to be read; else null,
-// perhaps after an error.
+// Whether a read of this has nothing to run, and tells nothing of the program that reads: operations run at once, or none is
+// recorded and the value was not (a replay has made it).
+bool is_idle(Handle* handle, c10::DeviceIndex device) {
+  if (runs_at_once(device)) return true;
+  if (!has_nothing_recorded(device)) return false;
+  PyObject* value = handle->value();
+  return value != nullptr && is_node(value) && node.at(value, kOp) == Py_None;
+}
+
+// What a tensor stands for, if that is in the host's memory and can be read now; else null, perhaps after an error.
 const at::Tensor* readable(const at::Tensor& tensor) {
   Handle* handle = handle_of(tensor);
-  if (handle == nullptr || !is_idle(tensor.device().index()) || queue_is_busy()) return nullptr;
+  if (handle == nullptr || !is_idle(handle, tensor.device().index()) || queue_is_busy()) return nullptr;
   if (handle->memory() != nullptr && last_write(handle->memory()) != nullptr) return nullptr;
   const std::shared_ptr<Computed>& computed = handle->computed();
   if (!computed || !computed->tensor.is_cpu()) return nullptr;
