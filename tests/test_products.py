@@ -28,6 +28,14 @@ def every_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gemm.configure()
 
 
+@pytest.fixture(params=[1, 2])
+def one_or_two_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().view(torch.int32)
 
@@ -54,29 +62,24 @@ def matrix(rows: int, columns: int, by_rows: bool, batch: int = 0) -> torch.Tens
     return torch.randn(*lead, rows, columns) if by_rows else torch.randn(*lead, columns, rows).transpose(-1, -2)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("seed", range(8))
-def test_random_products_are_bitwise_equal(seed: int, threads: int) -> None:
+def test_random_products_are_bitwise_equal(seed: int) -> None:
     torch.manual_seed(seed)
     pick = random.Random(seed)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for _ in range(12):
-            rows, columns = (pick.choice([pick.randint(1, 70), pick.randint(16, 300), 64, 128]) for _ in range(2))
-            depth = pick.choice([pick.randint(1, 192), pick.randint(193, 400), pick.randint(401, 1500), 256, 512])
-            first, second = pick.random() < 0.5, pick.random() < 0.5
-            kind = pick.choice(["mm", "bmm", "addmm", "row", "linear"])
-            batch = pick.randint(1, 5) if kind == "bmm" else 0
-            a, b = matrix(rows, depth, first, batch), matrix(depth, columns, second, batch)
-            if kind in ("mm", "bmm"):
-                ran(torch.matmul, a, b)
-            elif kind == "linear":
-                ran(torch.nn.functional.linear, torch.randn(3, rows, depth), b.t().contiguous(), torch.randn(columns))
-            else:
-                ran(torch.addmm, torch.randn(columns) if kind == "row" else torch.randn(rows, columns), a, b)
-    finally:
-        torch.set_num_threads(before)
+    for _ in range(12):
+        rows, columns = (pick.choice([pick.randint(1, 70), pick.randint(16, 300), 64, 128]) for _ in range(2))
+        depth = pick.choice([pick.randint(1, 192), pick.randint(193, 400), pick.randint(401, 1500), 256, 512])
+        first, second = pick.random() < 0.5, pick.random() < 0.5
+        kind = pick.choice(["mm", "bmm", "addmm", "row", "linear"])
+        batch = pick.randint(1, 5) if kind == "bmm" else 0
+        a, b = matrix(rows, depth, first, batch), matrix(depth, columns, second, batch)
+        if kind in ("mm", "bmm"):
+            ran(torch.matmul, a, b)
+        elif kind == "linear":
+            ran(torch.nn.functional.linear, torch.randn(3, rows, depth), b.t().contiguous(), torch.randn(columns))
+        else:
+            ran(torch.addmm, torch.randn(columns) if kind == "row" else torch.randn(rows, columns), a, b)
 
 
 def test_the_kernel_is_used() -> None:
@@ -146,46 +149,36 @@ def test_special_numbers_in_a_single_row() -> None:
     assert ran(lambda c, x, w: torch.addmm(c, x, w.t()), bias, row, b) > 0
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("seed", range(4))
-def test_single_rows_of_all_sizes(seed: int, threads: int) -> None:
+def test_single_rows_of_all_sizes(seed: int) -> None:
     """Columns and depths that fill groups and lanes and do not, rows that begin anywhere, numbers of all kinds."""
     torch.manual_seed(seed)
     pick = random.Random(seed)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for _ in range(40):
-            depth = pick.choice([pick.randint(8, 40), pick.randint(41, 400), pick.randint(401, 1200), 192, 768])
-            columns = pick.choice([pick.randint(32, 70), pick.randint(71, 300), pick.randint(301, 1100), 128, 256, 257])
-            b, start = matrix(depth, columns, pick.random() < 0.5), pick.choice([0, 0, 1, 2, 3, 5])
-            row = torch.randn(1, depth + 8)
-            if pick.random() < 0.4:
-                row = row * (torch.rand_like(row) < 0.7)
-                b = b.where(torch.rand_like(b) > 0.01, pick.choice([float("inf"), float("nan"), -0.0, 1e-42]))
-            ran(lambda x, b, start=start, depth=depth: x[:, start : start + depth] @ b, row, b)
-            ran(torch.addmm, pick.choice([torch.randn(columns), torch.full((columns,), -0.0)]), row[:, :depth], b)
-    finally:
-        torch.set_num_threads(before)
+    for _ in range(40):
+        depth = pick.choice([pick.randint(8, 40), pick.randint(41, 400), pick.randint(401, 1200), 192, 768])
+        columns = pick.choice([pick.randint(32, 70), pick.randint(71, 300), pick.randint(301, 1100), 128, 256, 257])
+        b, start = matrix(depth, columns, pick.random() < 0.5), pick.choice([0, 0, 1, 2, 3, 5])
+        row = torch.randn(1, depth + 8)
+        if pick.random() < 0.4:
+            row = row * (torch.rand_like(row) < 0.7)
+            b = b.where(torch.rand_like(b) > 0.01, pick.choice([float("inf"), float("nan"), -0.0, 1e-42]))
+        ran(lambda x, b, start=start, depth=depth: x[:, start : start + depth] @ b, row, b)
+        ran(torch.addmm, pick.choice([torch.randn(columns), torch.full((columns,), -0.0)]), row[:, :depth], b)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("one_or_two_threads")
 @pytest.mark.parametrize("seed", range(4))
-def test_few_rows(seed: int, threads: int) -> None:
+def test_few_rows(seed: int) -> None:
     """Some of them may be given to each thread by BLAS, whose bits are others then."""
     torch.manual_seed(seed)
     pick = random.Random(seed)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for _ in range(40):
-            rows, columns = pick.randint(2, 17), pick.choice([pick.randint(2, 40), 48, 64, 65, 128, 257])
-            a = matrix(rows, pick.choice([8, 16, 31, 64, 128, 193, 400]), True)
-            b = matrix(a.shape[1], columns, pick.random() < 0.5)
-            ran(torch.mm, a, b, times=4)
-            ran(torch.addmm, torch.randn(columns), a, b, times=4)
-    finally:
-        torch.set_num_threads(before)
+    for _ in range(40):
+        rows, columns = pick.randint(2, 17), pick.choice([pick.randint(2, 40), 48, 64, 65, 128, 257])
+        a = matrix(rows, pick.choice([8, 16, 31, 64, 128, 193, 400]), True)
+        b = matrix(a.shape[1], columns, pick.random() < 0.5)
+        ran(torch.mm, a, b, times=4)
+        ran(torch.addmm, torch.randn(columns), a, b, times=4)
 
 
 def test_rows_that_are_ATens_affair(two_threads: None) -> None:
