@@ -1,4 +1,4 @@
-// Values that are read where operations run at once (reads_at_once.cpp).
+// Values that are read without asking Python (reads_at_once.cpp).
 #pragma once
 #include "record.h"
 

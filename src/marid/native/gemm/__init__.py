@@ -2,9 +2,9 @@
 
 ``docs/matrix_kernels.md`` says why they exist, what they assume, and what is tried before they are believed.
 ``products.cpp`` has the operators that programs run, with ATen's bits, ``trials.cpp`` chooses the kernel, and
-``multiply.cpp`` and ``multiply_row.cpp`` are the two kernels. Operators with sums in an order of their own are in
-``fast_linear.cpp`` (floats) and ``quantized.cpp`` (packed matrices); the ``*_kernels.cpp`` are compiled for this
-machine's vector unit. This module switches them on and off; which operator runs in the place of
+``multiply.cpp`` and ``multiply_row.cpp`` (with ``row_kernels.cpp``) are the two kernels. Operators with sums in an
+order of their own are in ``fast_linear.cpp`` (floats) and ``quantized.cpp`` (packed matrices); the ``*_kernels.cpp``
+are compiled for this machine's vector unit. This module switches them on and off; which operator runs in the place of
 which of ATen's is in ``ops/irregular.py``.
 """
 

@@ -34,7 +34,7 @@ struct Bytes {
   };
   using Sums = EightFloats;
 
-  template <int16_t kExcess, bool kSigned>
+  template <int16_t, bool kSigned>
   static __m256i numbers(__m256i bytes) {
     return kSigned ? _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)) : bytes;
   }

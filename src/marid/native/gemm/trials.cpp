@@ -124,6 +124,7 @@ struct Trial {
   Product product;
   Added added;
   std::vector<float> a, b, bias, by_blas, by_us;
+  bool in_blas_order = row_order;  // of a single row
 
   Trial(const Product& p, Added added, bool same_b = false) : product(p), added(added) {
     int64_t largest = is_row(p) ? kLargestOfRow : kLargest;
@@ -172,7 +173,7 @@ struct Trial {
       std::copy(bias.begin(), bias.end(), by_us.begin() + static_cast<std::ptrdiff_t>(at));
     }
     if (is_row(product)) {
-      multiply_row(product, at::get_num_threads(), row_order);
+      multiply_row(product, at::get_num_threads(), in_blas_order);
     } else {
       multiply(product, tiles_of(product), deep);
     }
@@ -200,14 +201,19 @@ struct Machine {
   // Both layouts, depths that fill lanes and do not, with a bias and without.
   void find_row_order() {
     if (std::exchange(knows_rows, true)) return;
-    row_order = true;
+    row_order = false;
     for (int64_t depth : {64, 77, 102, 247}) {
       for (bool turned : {false, true}) {
         Product p = example(1, depth, 96);
         if (turned) p.b = {nullptr, 0, 1, depth};
-        row_order = row_order && Trial(p, kNothing).is_right(0) && Trial(p, kRow).is_right(0);
+        for (Added added : {kNothing, kRow}) {
+          Trial trial(p, added);
+          trial.in_blas_order = true;
+          if (!trial.is_right(0)) return;
+        }
       }
     }
+    row_order = true;
   }
 
   static int64_t find_block() {
