@@ -181,8 +181,56 @@ def test_few_rows(seed: int) -> None:
         ran(torch.addmm, torch.randn(columns), a, b, times=4)
 
 
+@pytest.mark.usefixtures("one_or_two_threads")
+@pytest.mark.parametrize("seed", range(4))
+def test_columns_vectors_and_several_rows(seed: int) -> None:
+    """Of several products BLAS adds up in another order than of one, where the stride of a single row says so. Where a
+    matrix begins in memory matters too."""
+    torch.manual_seed(seed)
+    pick = random.Random(seed)
+    for _ in range(25):
+        batch, depth = (
+            pick.choice([1, 2, 3, 7]),
+            pick.choice([pick.randint(8, 60), 64, 102, 256, pick.randint(300, 600)]),
+        )
+        length = pick.choice([pick.randint(32, 70), 64, 128, pick.randint(100, 400)])
+        start, by_rows = pick.choice([0, 0, 4, 1, 2, 3]), pick.random() < 0.5
+        sizes = (batch, length, depth) if by_rows else (batch, depth, length)
+        memory, x = torch.randn(batch * length * depth + 4), torch.randn(batch, depth)
+        if pick.random() < 0.3:
+            memory = memory.where(
+                torch.rand_like(memory) > 0.01, pick.choice([float("inf"), float("nan"), -0.0, 1e-42])
+            )
+
+        def matrices(memory: torch.Tensor, start=start, sizes=sizes, by_rows=by_rows) -> torch.Tensor:
+            laid = memory[start : start + sizes[0] * sizes[1] * sizes[2]].view(sizes)
+            return laid if by_rows else laid.mT
+
+        for stride in (1, depth, pick.choice([0, 3])):
+            column, row = ((batch, depth, 1), (depth, 1, stride)), ((batch, 1, depth), (depth, stride, 1))
+            ran(lambda m, x, of=column: torch.bmm(matrices(m), x.as_strided(*of)), memory, x)
+            ran(lambda m, x, of=row: torch.bmm(x.as_strided(*of), matrices(m).mT), memory, x)
+        ran(lambda m, x: torch.mm(matrices(m)[0], x[:1].t()), memory, x)
+        ran(lambda m, x: torch.mv(matrices(m)[0], x[0]), memory, x)
+        ran(lambda m, x: torch.mm(x[:1], matrices(m)[0].t()), memory, x)
+        ran(lambda m, x: torch.addmm(x[0, :1], matrices(m)[0], x[:1].t()), memory, x)
+        ran(lambda m, x, n=length: torch.addmm(m[:n, None], matrices(m)[0], x[:1].t()), memory, x)
+        ran(lambda m, x: torch.bmm(matrices(m)[:1].expand(3, -1, -1), x[:1].expand(3, -1).unsqueeze(2)), memory, x)
+
+
+def test_products_by_columns_are_used() -> None:
+    if not is_used(1, 512, 1024):
+        pytest.skip("BLAS adds the sums of a row up in another order here")
+    several, one = torch.randn(3, 512, 256), torch.randn(512, 256)
+    assert ran(lambda a, x: torch.bmm(a, x.unsqueeze(2)), several, torch.randn(3, 256)) > 0
+    assert ran(lambda a, x: torch.bmm(x.unsqueeze(1), a), several, torch.randn(3, 512)) > 0
+    assert ran(lambda a, x: torch.bmm(x.unsqueeze(1), a.mT), several, torch.randn(3, 256)) > 0
+    assert ran(torch.mv, one, torch.randn(256)) > 0
+    assert ran(torch.mm, one, torch.randn(256, 1)) > 0
+
+
 def test_rows_that_are_ATens_affair(two_threads: None) -> None:
-    assert ran(torch.bmm, torch.randn(1, 1, 512), torch.randn(1, 512, 1024)) == 0
+    assert ran(torch.bmm, torch.randn(2, 1, 8), torch.randn(2, 8, 48)) == 0
     assert ran(torch.mm, torch.randn(1, 1 << 15), torch.randn(1 << 15, 64)) == 0
     assert ran(torch.mm, torch.randn(1, 512), torch.randn(512, 31)) == 0
 

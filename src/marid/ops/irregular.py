@@ -147,7 +147,7 @@ row("mm.default", kernel="marid::mm", factors=(0, 1))
 row("bmm.default", kernel="marid::bmm", factors=(0, 1))
 row("addmm.default", kernel="marid::product_add", factors=(1, 2))
 row("linear.default", kernel="marid::linear")
-row("matmul.default", kernel="marid::matmul")
+row("matmul.default mv.default", kernel="marid::matmul")
 
 # --- collectives -----------------------------------------------------------------------------------------------------
 

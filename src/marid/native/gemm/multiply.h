@@ -18,7 +18,9 @@ struct Product {
   Matrices a, b;
   float* c;
   bool add;
-  bool batched;  // one of bmm's, if only of one pair
+  bool batched;    // one of bmm's, if only of one pair
+  bool turned;     // a single row: the transposed product of a matrix by a column
+  bool of_vector;  // which mv computes
 };
 
 // Whether this build has the microkernel.
@@ -40,13 +42,13 @@ uint64_t shape_of(const Product& product, const Tiles& tiles);
 // `block` is how deep a stretch is at most, 0 for no limit.
 void multiply(const Product& product, const Tiles& tiles, int64_t block);
 
-// In how many parts of its columns it is worth to compute the product of a single row at the same time.
+// In how many parts of its columns it is worth to compute the product of a single row by ATen's kernels at the same time.
 int64_t parts_of_row(const Product& product);
 
-// Whether there is a kernel for the product of a single row in the order in which BLAS may add it up.
+// Whether there is a kernel for products of a single row, each, in the order in which BLAS may add them up.
 bool can_multiply_row(const Product& product);
 
-// The product of a single row: by that kernel, or by ATen's own in each part.
+// Products of a single row: by that kernel, or by ATen's own in each part.
 void multiply_row(const Product& product, int64_t parts, bool in_blas_order);
 
 }  // namespace marid

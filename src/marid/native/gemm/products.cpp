@@ -18,6 +18,7 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/mv.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
@@ -27,6 +28,8 @@
 #include <array>
 #include <atomic>
 #include <optional>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -37,6 +40,7 @@ using marid::Product;
 constexpr int64_t kLeastRows = 4, kLeastColumns = 12;  // below, BLAS has kernels that add up in other orders
 constexpr int64_t kLeastOfBatch = 16;                  // rows and columns of each of several products
 constexpr int64_t kLeastOfRow = 32;                    // columns, of a single row
+constexpr int64_t kLeastWork = 400;                    // multiplications of each of bmm's, below which it asks no BLAS
 constexpr int64_t kLeastDepth = 8;
 constexpr int64_t kMostDepth = 1 << 14;
 
@@ -57,14 +61,18 @@ bool can_use_microkernel() { return marid::can_multiply() && at::globalContext()
 
 std::optional<Matrices> matrices_of(const at::Tensor& tensor) {
   int64_t dims = tensor.dim(), rows = tensor.size(dims - 2), columns = tensor.size(dims - 1);
-  int64_t column = tensor.stride(dims - 1);
-  int64_t row = rows == 1 && column == 1 ? columns : tensor.stride(dims - 2);  // of one row it may be anything
-  if (!(column == 1 && row >= columns) && !(row == 1 && column >= rows)) return std::nullopt;
+  int64_t row = tensor.stride(dims - 2), column = tensor.stride(dims - 1);
+  if (rows == 1 && column == 1) row = row == 1 ? 1 : columns;  // it may be anything
+  if (columns == 1 && row == 1) column = column == 1 ? 1 : rows;
+  bool is_line = rows == 1 ? column == 1 : columns == 1 && row == 1;
+  if (!is_line && !(column == 1 && row >= columns) && !(row == 1 && column >= rows)) return std::nullopt;
   return Matrices{tensor.const_data_ptr<float>(), dims == 3 ? tensor.stride(0) : 0, row, column};
 }
 
-// The result of a product in the faster way, or an undefined tensor.
-at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor* bias) {
+Matrices transposed(const Matrices& of) { return {of.data, of.batch, of.column, of.row}; }
+
+// The result of a product in the faster way, or an undefined tensor. `is_vector`: b is a vector that mv is called with.
+at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor* bias, bool is_vector = false) {
   int64_t dims = a.dim();
   if ((dims != 2 && dims != 3) || b.dim() != dims || !is_plain(a) || !is_plain(b)) return {};
   Product p{};
@@ -72,9 +80,14 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
   p.rows = a.size(dims - 2);
   p.depth = a.size(dims - 1);
   p.columns = b.size(dims - 1);
-  bool one_row = dims == 2 && p.rows == 1;
-  if (one_row ? p.columns < kLeastOfRow : p.rows < kLeastRows || p.columns < kLeastColumns) return {};
-  if (dims == 3 && std::min(p.rows, p.columns) < kLeastOfBatch) return {};
+  p.turned = p.columns == 1 && p.rows > 1;
+  bool one_row = p.rows == 1 || p.turned;
+  if (one_row) {
+    int64_t wide = std::max(p.rows, p.columns);
+    if (wide < kLeastOfRow || (dims == 3 && wide * p.depth < kLeastWork)) return {};
+  } else if (dims == 3 ? std::min(p.rows, p.columns) < kLeastOfBatch : p.rows < kLeastRows || p.columns < kLeastColumns) {
+    return {};
+  }
   if (p.depth < kLeastDepth || p.depth > kMostDepth || p.batch < 1 || b.size(dims - 2) != p.depth ||
       (dims == 3 && b.size(0) != p.batch) || !is_exact() || !(one_row || can_use_microkernel())) {
     return {};
@@ -87,11 +100,17 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
     added = row ? marid::kRow : marid::kMatrix;
   }
   auto left = matrices_of(a), right = matrices_of(b);
-  if (!left || !right || (one_row && left->column != 1)) return {};
+  if (!left || !right) return {};
+  if (p.turned) {
+    std::swap(p.rows, p.columns);
+    std::tie(left, right) = std::pair(transposed(*right), transposed(*left));
+  }
+  if (one_row && left->column != 1) return {};
   p.a = *left;
   p.b = *right;
   p.add = bias != nullptr;
   p.batched = dims == 3;
+  p.of_vector = is_vector;
   marid::Tiles tiles{};
   int64_t parts = 1;
   if (one_row) {
@@ -101,7 +120,7 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, const at::Tensor
     tiles = marid::tiles_of(p);
     if (!marid::choose(p, added, marid::shape_of(p, tiles))) return {};
   }
-  std::array<int64_t, 3> sizes{p.batch, p.rows, p.columns};
+  std::array<int64_t, 3> sizes{p.batch, a.size(dims - 2), b.size(dims - 1)};
   at::Tensor made = at::detail::empty_cpu(at::IntArrayRef(sizes).slice(3 - dims), at::TensorOptions(at::kFloat));
   if (bias != nullptr) made.copy_(*bias);
   p.c = made.mutable_data_ptr<float>();
@@ -168,11 +187,15 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   return at::linear(input, weight, bias);
 }
 
-// A row by a matrix, or batches of matrices, one by one.
+// A row by a matrix, a matrix by a column, or batches of matrices, one by one.
 at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
   int64_t dims = self.dim();
   if (dims == 1 && other.dim() == 2 && other.size(1) > 0) {
     return marid::viewed(product(marid::unsqueezed(self, 0), other), {other.size(1)});
+  }
+  if (dims == 2 && other.dim() == 1) {
+    at::Tensor made = multiplied(self, marid::unsqueezed(other, 1), nullptr, true);
+    return made.defined() ? marid::viewed(made, {self.size(0)}) : at::mv(self, other);
   }
   bool alike = dims >= 3 && other.dim() == dims && self.sizes().slice(0, dims - 2) == other.sizes().slice(0, dims - 2);
   if (alike && dims == 3) return product(self, other);

@@ -17,6 +17,7 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mv.h>
 
 #include <pthread.h>
 
@@ -29,6 +30,7 @@
 #include <mutex>
 #include <new>
 #include <optional>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -67,7 +69,7 @@ struct Shape {
   bool admitted = false;
 };
 
-bool is_row(const Product& p) { return p.rows == 1 && !p.batched; }
+bool is_row(const Product& p) { return p.rows == 1; }
 
 // Whether there is something between rows, or columns where those are what lies in a row.
 bool has_gaps(const Matrices& given, int64_t rows, int64_t columns) {
@@ -88,6 +90,9 @@ uint64_t key_of(const Product& p, Added added) {
   add(few);
   add(added);
   add(p.batched);
+  add(p.turned);
+  add(p.of_vector);
+  add(is_row(p) && p.batch > 1);
   add(p.a.column != 1);
   add(p.b.column != 1);
   add(has_gaps(p.a, p.rows, p.depth));
@@ -134,7 +139,8 @@ struct Trial {
     product.batch = std::min<int64_t>(p.batch, 2);
     fill(product.a, a, product.batch, product.rows, product.depth, has_gaps(p.a, p.rows, p.depth), 1);
     if (!same_b) fill(product.b, b, product.batch, product.depth, product.columns, has_gaps(p.b, p.depth, p.columns), 2);
-    bias = numbers(added == kRow ? product.columns : added == kMatrix ? product.rows * product.columns : 0, 3);
+    bool is_single = added == kRow && p.turned;  // a number for the one column
+    bias = numbers(added == kNothing ? 0 : is_single ? 1 : product.columns * (added == kMatrix ? product.rows : 1), 3);
     by_blas.resize(product.batch * product.rows * product.columns);
     by_us.resize(by_blas.size());
   }
@@ -144,7 +150,8 @@ struct Trial {
     bool by_rows = matrices.column == 1;
     int64_t inner = by_rows ? columns : rows, outer = by_rows ? rows : columns;
     int64_t stride = inner + (gaps ? 64 : 0);
-    (by_rows ? matrices.row : matrices.column) = stride;
+    bool is_like_column = rows == 1 && matrices.row == 1;  // see multiply_row.cpp
+    (by_rows ? matrices.row : matrices.column) = is_like_column ? 1 : stride;
     matrices.batch = outer * stride;
     memory = numbers(batch * outer * stride, seed);
     matrices.data = memory.data();
@@ -152,16 +159,21 @@ struct Trial {
 
   void run_blas() {
     const Product& p = product;
+    int64_t rows = p.turned ? p.columns : p.rows, columns = p.turned ? p.rows : p.columns;
     at::Tensor left = view_of(p.a, p.batch, p.rows, p.depth, p.batched);
     at::Tensor right = view_of(p.b, p.batch, p.depth, p.columns, p.batched);
-    at::Tensor out = view_of({by_blas.data(), p.rows * p.columns, p.columns, 1}, p.batch, p.rows, p.columns, p.batched);
-    if (p.batched) {
+    if (p.turned) std::tie(left, right) = std::pair(right.transpose(-1, -2), left.transpose(-1, -2));
+    at::Tensor out = view_of({by_blas.data(), rows * columns, columns, 1}, p.batch, rows, columns, p.batched);
+    if (p.of_vector) {
+      out = view_of(by_blas.data(), {rows}, {1});
+      at::mv_out(out, left, right.select(1, 0));
+    } else if (p.batched) {
       at::bmm_out(out, left, right);
     } else if (added == kNothing) {
       at::mm_out(out, left, right);
     } else {
-      std::vector<int64_t> sizes{p.columns}, strides{1};
-      if (added == kMatrix) sizes = {p.rows, p.columns}, strides = {p.columns, 1};
+      std::vector<int64_t> sizes{columns}, strides{1};
+      if (added == kMatrix) sizes = {rows, columns}, strides = {columns, 1};
       at::addmm_out(out, view_of(bias.data(), sizes, strides), left, right);
     }
   }
@@ -189,7 +201,7 @@ struct Trial {
 };
 
 Product example(int64_t rows, int64_t depth, int64_t columns) {
-  return {1, rows, columns, depth, {nullptr, 0, depth, 1}, {nullptr, 0, columns, 1}, nullptr, false, false};
+  return {1, rows, columns, depth, {nullptr, 0, depth, 1}, {nullptr, 0, columns, 1}, nullptr, false, false, false, false};
 }
 
 // --- the machine -----------------------------------------------------------------------------------------------------
@@ -198,19 +210,24 @@ struct Machine {
   int tries = 0;
   bool faster = false, knows_rows = false;
 
-  // Both layouts, depths that fill lanes and do not, with a bias and without.
+  // Both layouts, depths that fill lanes and do not, with a bias and without, one product and two.
   void find_row_order() {
     if (std::exchange(knows_rows, true)) return;
+    auto is_right = [](const Product& p, Added added) {
+      Trial trial(p, added);
+      trial.in_blas_order = true;
+      return trial.is_right(0);
+    };
     row_order = false;
     for (int64_t depth : {64, 77, 102, 247}) {
-      for (bool turned : {false, true}) {
+      for (bool by_columns : {false, true}) {
         Product p = example(1, depth, 96);
-        if (turned) p.b = {nullptr, 0, 1, depth};
-        for (Added added : {kNothing, kRow}) {
-          Trial trial(p, added);
-          trial.in_blas_order = true;
-          if (!trial.is_right(0)) return;
-        }
+        if (by_columns) p.b = {nullptr, 0, 1, depth};
+        if (!is_right(p, kNothing) || !is_right(p, kRow)) return;
+        p.batch = 2, p.batched = true;
+        if (!is_right(p, kNothing)) return;
+        p.a.row = 1;
+        if (!is_right(p, kNothing)) return;
       }
     }
     row_order = true;
