@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from marid.errors import MaterializationError
 from marid.native import module
 from tests.helpers import DEVICE
 
@@ -252,6 +253,52 @@ def test_selections(part: int) -> None:
             else:
                 _compare(found, expected, (seed, name, dim, keep))
     assert module.performed_small() - before > 400
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_rows(part: int) -> None:
+    """Indices of one dimension and of several, of any shape and strides, that count from the end too."""
+    before = module.performed_small()
+    for seed in range(part * 300, (part + 1) * 300):
+        both = _Both(seed)
+        draw, sizes, shape = both.random, [*both.sizes(), 3][:4], both.sizes()[:3]
+        dtype = draw.choice((torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.complex64))
+        x = torch.randn(sizes).mul(3).to(dtype)
+        indices = [torch.tensor([draw.randrange(-n, n) for _ in range(math.prod(shape))]).reshape(shape) for n in sizes]
+        indices = indices[: draw.randint(1, len(sizes))]
+        order = draw.sample(range(len(shape)), len(shape))
+        turned = draw.random() < 0.3
+
+        def index(x: Tensor, *indices: Tensor, turned=turned, order=order) -> Tensor:
+            return x[tuple(i.permute(order) for i in indices) if turned else indices]
+
+        def select(x: Tensor, index: Tensor) -> Tensor:
+            return x.index_select(0, (index % x.shape[0]).flatten())
+
+        def embed(x: Tensor, index: Tensor) -> Tensor:
+            return torch.nn.functional.embedding(index % x.shape[0], x.flatten(1))
+
+        on_device = [tensor.to(DEVICE) for tensor in (x, *indices)]
+        _check(index, (x, *indices), tuple(on_device), (seed, "index"))
+        _check(select, (x, indices[0]), tuple(on_device[:2]), (seed, "index_select"))
+        if len(sizes) > 1:
+            _check(embed, (x, indices[0]), tuple(on_device[:2]), (seed, "embedding"))
+    assert module.performed_small() - before > 300
+
+
+def test_rows_by_threads() -> None:
+    """Many rows, and few that are long."""
+    for sizes, count in (((700, 100), 900), ((3, 300_000), 5), ((50_000,), 70_000), ((3, 50_000, 2), 4)):
+        x, index = torch.randn(sizes), torch.randint(0, sizes[0], (count,))
+        _compare(x.to(DEVICE)[index.to(DEVICE)], x[index], sizes)
+
+
+@pytest.mark.parametrize("outside", [3, -4, 2**63 - 1, -(2**63)])
+def test_rows_that_do_not_exist(outside: int) -> None:
+    x, index = torch.randn(3, 2).to(DEVICE), torch.tensor([0, outside]).to(DEVICE)
+    for find in (lambda: x[index], lambda: x.index_select(0, index), lambda: torch.nn.functional.embedding(index, x)):
+        with pytest.raises((IndexError, MaterializationError), match="index"):
+            find().cpu()
 
 
 @pytest.mark.parametrize("part", range(2))

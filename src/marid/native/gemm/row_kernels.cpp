@@ -104,6 +104,7 @@ void one_by_one(const RowProduct& of, int64_t begin, int64_t end) {
   for (int64_t from = begin; from < end; from += kTogether) {
     int64_t to = std::min(from + kTogether, end), row = 0;
     if (!of.add) std::fill(of.y + from, of.y + to, 0.0f);
+    for (; row + 8 <= of.depth; row += 8) add_rows<8>(of, row, from, to);
     for (; row + 4 <= of.depth; row += 4) add_rows<4>(of, row, from, to);
     for (; row < of.depth; row++) add_rows<1>(of, row, from, to);
   }

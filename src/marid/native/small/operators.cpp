@@ -1,6 +1,7 @@
 // Which operators have a kernel for small tensors.
 #include "lists.h"
 #include "pointwise.h"
+#include "rows.h"
 #include "selections.h"
 #include "small.h"
 #include "views.h"
@@ -132,6 +133,9 @@ const AnySmallKernel* find_small_kernel(const std::string& name) {
       {"aten::argmin", index<Selection::kSmallest>},
       {"aten::max.dim", selected_of<Selection::kLargest>},
       {"aten::min.dim", selected_of<Selection::kSmallest>},
+      {"aten::index.Tensor", rows_indexed},
+      {"aten::index_select", rows_selected},
+      {"aten::embedding", rows_embedded},
       {"aten::copy_", copy_in_place},
       {"aten::clone", copy_of},
       {"aten::detach", alias_of},

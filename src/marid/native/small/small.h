@@ -8,6 +8,7 @@
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/stack.h>
 
+#include <algorithm>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -68,6 +69,16 @@ struct AnySmallKernel {
     }
   }
 
+  // Programs may run on an accelerator, whose memory these kernels cannot read.
+  static bool is_on_host(const c10::IValue& given) {
+    if (given.isTensor()) return !given.toTensor().defined() || given.toTensor().is_cpu();
+    if (!given.isTensorList() && !given.isOptionalTensorList()) return true;
+    for (const c10::IValue& item : given.toListRef()) {
+      if (!is_on_host(item)) return false;
+    }
+    return true;
+  }
+
   template <typename Result, typename... Arguments, size_t... index>
   static Result call_with(void (*function)(), c10::IValue* given, std::index_sequence<index...>) {
     return reinterpret_cast<Result (*)(Arguments...)>(function)(unboxed<Arguments>(given[index])...);
@@ -77,6 +88,7 @@ struct AnySmallKernel {
   static bool call(void (*function)(), torch::jit::Stack& stack) {
     constexpr size_t count = sizeof...(Arguments);
     c10::IValue* given = stack.data() + stack.size() - count;
+    if (!std::all_of(given, given + count, is_on_host)) return false;
     Result made = call_with<Result, Arguments...>(function, given, std::make_index_sequence<count>());
     if (!is_done(made)) return false;
     torch::jit::drop(stack, count);
