@@ -7,6 +7,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <array>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -84,18 +85,54 @@ bool is_same_block(const at::mt19937_data_pod& one, const at::mt19937_data_pod& 
   return std::memcmp(one.state_.data(), other.state_.data(), sizeof one.state_) == 0;
 }
 
+using Words = uint32_t __attribute__((vector_size(32)));
+constexpr int64_t kTogether = 8;  // words
+
+#if defined(__x86_64__) && !defined(__clang__)
+#define FOR_EACH_VECTOR_UNIT __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_EACH_VECTOR_UNIT
+#endif
+
+template <typename T>
+__attribute__((always_inline)) inline T twisted(const uint32_t* words, const uint32_t* other) {
+  T word, next, far;
+  std::memcpy(&word, words, sizeof(word));
+  std::memcpy(&next, words + 1, sizeof(next));
+  std::memcpy(&far, other, sizeof(far));
+  T mixed = (word & uint32_t{at::UMASK}) | (next & uint32_t{at::LMASK});
+  return far ^ (mixed >> 1) ^ (-(next & 1u) & uint32_t{at::MATRIX_A});
+}
+
+// The words from `begin` to before `end` of a block become those of the next one, for which others lie so far from them.
+FOR_EACH_VECTOR_UNIT void twist(uint32_t* words, int64_t begin, int64_t end, int64_t distance) {
+  int64_t i = begin;
+  for (; i + kTogether <= end; i += kTogether) {
+    auto made = twisted<Words>(words + i, words + i + distance);
+    std::memcpy(words + i, &made, sizeof(made));
+  }
+  for (; i < end; i++) words[i] = twisted<uint32_t>(words + i, words + i + distance);
+}
+
+// The next block of a generator (Matsumoto and Nishimura, "Mersenne Twister", 1998): what `at::mt19937` makes a word at a time,
+// in an eighth of the time.
+void go_to_next_block(at::mt19937_data_pod& block) {
+  constexpr int64_t kShift = at::MERSENNE_STATE_M, kFront = kTwist - kShift;
+  uint32_t* words = block.state_.data();
+  twist(words, 0, kFront, kShift);
+  twist(words, kFront, kTwist - 1, -kFront);
+  std::array<uint32_t, 2> last{words[kTwist - 1], words[0]};
+  words[kTwist - 1] = twisted<uint32_t>(last.data(), words + kShift - 1);
+}
+
 // How many words lie between two states; nothing if too many.
 std::optional<int64_t> words_between(const at::mt19937_data_pod& from, const at::mt19937_data_pod& to) {
   int64_t words = from.left_ - to.left_;
   if (words >= 0 && is_same_block(from, to)) return words;
   at::mt19937_data_pod block = from;
-  at::mt19937 walker;
   for (; words < 0 || !is_same_block(block, to); words += kTwist) {
     if (words > kFarthest) return std::nullopt;
-    block.left_ = 1;  // so that the next word is the first one of the next block
-    walker.set_data(block);
-    walker();
-    block = walker.data();
+    go_to_next_block(block);
   }
   return words;
 }

@@ -89,8 +89,12 @@ void copy_pieces(const int64_t* rows, const char* from, char* to, int64_t begin,
 void copy(const int64_t* rows, int64_t count, int64_t nbytes, const char* from, char* to) {
   int64_t pieces = (nbytes + kPiece - 1) / kPiece, piece = std::min(nbytes, kPiece);
   at::parallel_for(0, count * pieces, std::max<int64_t>(1, kGrain / piece), [&](int64_t begin, int64_t end) {
-    if (nbytes == sizeof(int32_t)) return copy_pieces<int32_t>(rows, from, to, begin, end);
-    if (nbytes == sizeof(int64_t)) return copy_pieces<int64_t>(rows, from, to, begin, end);
+    switch (nbytes) {
+      case 1: return copy_pieces<int8_t>(rows, from, to, begin, end);
+      case 2: return copy_pieces<int16_t>(rows, from, to, begin, end);
+      case 4: return copy_pieces<int32_t>(rows, from, to, begin, end);
+      case 8: return copy_pieces<int64_t>(rows, from, to, begin, end);
+    }
     for (int64_t i = begin; i < end; i++) {
       int64_t row = i / pieces, start = i % pieces * piece;
       size_t length = static_cast<size_t>(std::min(piece, nbytes - start));
