@@ -530,6 +530,63 @@ def test_masks_take_what_they_take_on_the_cpu(at_once: None) -> None:
     _both(work)
 
 
+NUMBERS_OF_THE_HOST: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda x, number: x * number,
+    lambda x, number: number - x,
+    lambda x, number: torch.where(x > 0, x, number),
+    lambda x, number: torch.clamp(x, min=number),
+    lambda x, number: torch.addcmul(x, x, number),
+    lambda x, number: torch.pow(x.abs(), number),
+    lambda x, number: torch.lerp(x, x + 1, number.float()),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", NUMBERS_OF_THE_HOST)
+def test_numbers_of_the_host(at_once: None, function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    """A tensor of the CPU without a dimension may stand beside the device's, as it does on a GPU."""
+    x, number = torch.linspace(-1, 1, 8), torch.tensor(2, dtype=dtype)
+    moved, made = x.to(DEVICE), []
+    function(moved, number)  # a rule is not known before
+
+    def work() -> None:
+        made.append(function(moved, number))
+
+    assert _immediate(work) >= 1
+    expected = function(x, number)
+    assert made[0].device.type == DEVICE
+    assert made[0].dtype == expected.dtype
+    number.fill_(5)  # nothing that was made sees it
+    torch.testing.assert_close(made[0].cpu(), expected, rtol=0, atol=0)
+
+
+def test_numbers_of_the_host_are_not_written(at_once: None) -> None:
+    x, number = torch.ones(()).to(DEVICE), torch.tensor(2.0)
+    for write in (
+        lambda: number.add_(x),
+        lambda: torch.add(x, x, out=number),
+        lambda: torch._foreach_add_([number], [x]),
+    ):
+        with pytest.raises(RuntimeError, match="same device"):
+            write()
+    assert number.item() == 2
+    x.mul_(number)
+    assert x.item() == 2
+
+
+def test_zeros_of_transforms_run_at_once(at_once: None) -> None:
+    """Those that forward derivatives begin with, which have no memory on the CPU."""
+
+    def work() -> None:
+        torch._efficientzerotensor(3, device=DEVICE)
+
+    work()
+    assert _immediate(work) == 1
+    x = torch.linspace(-1, 1, 6)
+    found, expected = (torch.func.hessian(lambda x: (x.sin() * x).sum())(of) for of in (x.to(DEVICE), x))
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+
+
 def test_devices_do_not_mix(at_once: None) -> None:
     x = torch.ones(3, device=DEVICE)
     with pytest.raises(RuntimeError, match=r"same device|at least two devices"):

@@ -16,6 +16,9 @@ from marid.native import module
 from marid.ops.facts import facts_of, named, overload_named
 from marid.semantics.tracebacks import fold
 
+_RECORDED_AS = {"aten::_efficientzerotensor": "aten::zeros"}
+"""What has no memory on the CPU has some on the device."""
+
 
 def register() -> None:
     """Give every factory its device kernel. Operators are looked up when they are first called: this runs within the
@@ -24,13 +27,16 @@ def register() -> None:
     for name in named("factory"):
         base, overload = name.split(".")
         overload = "" if overload == "default" else overload
-        module.register_factory(base, overload, _kernel(name), name in default_dtype)
+        recorded = _RECORDED_AS.get(base, base)
+        module.register_factory(
+            base, overload, _kernel(f"{recorded}.{overload or 'default'}"), name in default_dtype, recorded
+        )
 
 
 def _kernel(name: str) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         try:
-            func = overload_named(name.replace("_efficientzerotensor", "zeros"))
+            func = overload_named(name)
             layout = kwargs.get("layout")
             if layout is not None and layout is not torch.strided:
                 raise unsupported(func._schema.name, f"layout {layout} was asked for")

@@ -68,7 +68,7 @@ void Factory::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, tor
   bool is_made;
   {
     InterpreterLock lock;
-    is_made = made(op, *of, has_default_dtype, stack);
+    is_made = made(as, *of, has_default_dtype, stack);
     if (!is_made && PyErr_Occurred()) throw_python_error();
   }
   if (!is_made) call_python(op, stack, python);

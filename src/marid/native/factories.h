@@ -11,11 +11,12 @@ namespace marid {
 // The kernel of one: it runs at once where operations do, and is recorded else; by Python where nothing is known of such a
 // call yet (frontend/factories.py).
 struct Factory final : c10::OperatorKernel {
-  Factory(std::shared_ptr<Operator> of, PyObject* python, bool has_default_dtype)
-      : of(std::move(of)), python(python), has_default_dtype(has_default_dtype) {}
+  Factory(c10::OperatorHandle as, PyObject* python, bool has_default_dtype)
+      : as(as), of(operator_named(as.operator_name())), python(python), has_default_dtype(has_default_dtype) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack);
 
+  c10::OperatorHandle as;  // which operator is recorded
   std::shared_ptr<Operator> of;
   PyObject* python;  // lives for good
   bool has_default_dtype;  // whether it makes the default dtype where none is given

@@ -110,7 +110,9 @@ void Given::add(const at::Tensor& tensor) {
   if (!tensor.defined()) return;
   Handle* handle = handle_of(tensor);
   if (handle == nullptr) {
-    is_usual = is_usual && (tensor.unsafeGetTensorImpl()->is_wrapped_number() || (takes_host && is_small(tensor)));
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return;
+    is_usual = is_usual && (takes_host || tensor.dim() == 0) && is_small(tensor);
+    has_host = has_host || !takes_host;
     return;
   }
   c10::DeviceIndex on = tensor.device().index();
@@ -175,8 +177,9 @@ bool is_immediate(c10::DeviceIndex device) {
   return exists && tape.at(PyList_GET_ITEM(tapes, device), kImmediate) == Py_True;
 }
 
-// Whether an operation on these runs at once.
+// Whether an operation on these runs at once. What is written may not be the host's.
 bool is_at_once(PyObject* by, const Given& given) {
+  if (given.has_host && operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True) return false;
   return given.is_usual && given.device >= 0 && is_immediate(given.device) &&
       (recorder.at(by, kInFormats) != Py_True || given.is_contiguous());
 }

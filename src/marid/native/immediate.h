@@ -19,6 +19,7 @@ struct Given {
   Concrete concrete;
   c10::DeviceIndex device = -1;
   bool takes_host = false;  // whether small tensors of the host are as good
+  bool has_host = false;  // of those that are not, any of no dimension, which may stand beside tensors of the device
   bool is_usual = true;  // no others but numbers, and all on one device
 
   Given() = default;

@@ -231,16 +231,19 @@ void listen() {
   listener->listening = true;
 }
 
-// register_factory(name, overload, kernel, has_default_dtype): an operator without an argument that is a tensor. What C++
-// does not know how to do, this kernel in Python does.
+// register_factory(name, overload, kernel, has_default_dtype, recorded): an operator without an argument that is a tensor, which
+// is recorded as the one of another name. What C++ does not know how to do, this kernel in Python does.
 PyObject* register_factory(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char *text = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
   if (text == nullptr || overload == nullptr) return nullptr;
   c10::OperatorName name(text, overload);
   auto op = c10::Dispatcher::singleton().findSchema(name);
   if (!op || !registered.insert(name).second) Py_RETURN_NONE;
-  Factory general(operator_named(name), Py_NewRef(given[2]), given[3] == Py_True);
-  auto direct = direct_factory(*op, general);
+  const char* recorded = PyUnicode_AsUTF8(given[4]);
+  auto as = recorded != nullptr ? c10::Dispatcher::singleton().findSchema({recorded, overload}) : std::nullopt;
+  if (!as) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  Factory general(*as, Py_NewRef(given[2]), given[3] == Py_True);
+  auto direct = as->operator_name() == name ? direct_factory(*op, general) : std::nullopt;
   auto kernel = direct ? std::move(*direct) : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Factory>(general));
   static auto& factories = *new std::vector<c10::RegistrationHandleRAII>();  // which stay when the process ends
   factories.push_back(c10::Dispatcher::singleton().registerImpl(
