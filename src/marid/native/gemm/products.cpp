@@ -194,7 +194,8 @@ at::Tensor matmul(const at::Tensor& self, const at::Tensor& other) {
     return marid::viewed(product(marid::unsqueezed(self, 0), other), {other.size(1)});
   }
   if (dims == 2 && other.dim() == 1) {
-    at::Tensor made = multiplied(self, marid::unsqueezed(other, 1), nullptr, true);
+    bool is_large = self.size(0) >= kLeastOfRow && self.size(1) >= kLeastDepth;
+    at::Tensor made = is_large ? multiplied(self, marid::unsqueezed(other, 1), nullptr, true) : at::Tensor();
     return made.defined() ? marid::viewed(made, {self.size(0)}) : at::mv(self, other);
   }
   bool alike = dims >= 3 && other.dim() == dims && self.sizes().slice(0, dims - 2) == other.sizes().slice(0, dims - 2);
