@@ -560,6 +560,32 @@ def test_numbers_of_the_host(at_once: None, function: Callable[..., torch.Tensor
     torch.testing.assert_close(made[0].cpu(), expected, rtol=0, atol=0)
 
 
+INDEXING: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda x, i, mask: x[i],
+    lambda x, i, mask: x[:, i],
+    lambda x, i, mask: x[i, i],
+    lambda x, i, mask: x[mask],
+    lambda x, i, mask: x.index_put((i,), x[i] + 1),
+    lambda x, i, mask: x.index_put_((i, i), torch.zeros(3, device=x.device), accumulate=True),
+]
+
+
+@pytest.mark.parametrize("function", INDEXING)
+def test_indices_of_the_host(at_once: None, function: Callable[..., torch.Tensor]) -> None:
+    x, i, mask = torch.randn(5, 5), torch.tensor([0, -1, 3]), torch.tensor([True, False, True, False, True])
+    moved = x.to(DEVICE)
+    function(moved.clone(), i, mask)
+    made = []
+
+    def work() -> None:
+        made.append(function(moved, i, mask))
+
+    assert _immediate(work) >= 1
+    expected = function(x, i.clone(), mask)
+    i.zero_()
+    torch.testing.assert_close(made[0].cpu(), expected, rtol=0, atol=0)
+
+
 def test_numbers_of_the_host_are_not_written(at_once: None) -> None:
     x, number = torch.ones(()).to(DEVICE), torch.tensor(2.0)
     for write in (

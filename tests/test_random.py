@@ -397,3 +397,20 @@ def test_what_is_computed_again_draws_what_it_drew(recomputed: Any) -> None:
         return [y, x.grad, torch.rand(2, device=device)]
 
     assert_same(run(DEVICE), run("cpu"))
+
+
+def test_spares_that_are_made_within_a_draw(at_once: None) -> None:
+    """Gamma numbers take normal ones in pairs, and words behind them: where the last pair began is looked for."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        shape, made = torch.linspace(0.05, 4, 9).to(device), []
+        for i in range(40):
+            made.append(torch._standard_gamma(shape + 0.1 * i))
+            made.append(torch.distributions.Beta(shape, shape.flip(0)).sample())
+            made.append(torch.normal(shape.double(), shape.double()))
+            made.append(torch.rand(i, device=device))
+        return made
+
+    for found, expected in zip(run(DEVICE), run("cpu"), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)

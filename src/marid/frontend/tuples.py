@@ -29,11 +29,6 @@ class LazyTuple(tuple):
         self._kind = kind
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and self._kind is not None and name in self._kind.__match_args__:
-            return self[self._kind.__match_args__.index(name)]
-        raise AttributeError(f"'LazyTuple' object has no attribute {name!r}")
-
     def __repr__(self) -> str:
         return super().__repr__() if self._kind is None else repr(self._kind(tuple(self)))
 
@@ -47,6 +42,16 @@ class LazyTuple(tuple):
         return tuple(item.materialize() if isinstance(item, LazyTensor) else item for item in self)
 
 
+def _named(name: str) -> property:
+    def element(self: LazyTuple) -> Any:
+        names = () if self._kind is None else self._kind.__match_args__
+        if name not in names:
+            raise AttributeError(f"'LazyTuple' object has no attribute {name!r}")
+        return self[names.index(name)]
+
+    return property(element)
+
+
 _METHODS = (
     "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind topk sort msort kthvalue mode median "
     "nanmedian max min aminmax cummax cummin frexp unsafe_split unsafe_chunk"
@@ -58,6 +63,11 @@ for _name in _METHODS:
         # torch.split and torch.unravel_index call methods, and return what they return.
         _method = module.returning_tuples(getattr(torch.Tensor, _name), LazyTuple, torch.functional.__dict__)
         setattr(LazyTensor, _name, _method)
+
+
+_KINDS = [kind for kind in vars(torch.return_types).values() if isinstance(kind, type)]
+for _name in {name for kind in _KINDS for name in getattr(kind, "__match_args__", ()) if not hasattr(tuple, name)}:
+    setattr(LazyTuple, _name, _named(_name))
 
 
 def register() -> Callable[[], None]:

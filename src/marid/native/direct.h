@@ -74,12 +74,7 @@ inline void add_tensors(Given& given, at::TensorList list) {
 inline void add_tensors(Given& given, const at::ITensorListRef& list) {
   for (const at::Tensor& tensor : list) add_to_list(given, tensor);
 }
-inline void add_tensors(Given& given, const c10::List<std::optional<at::Tensor>>& list) {
-  c10::IValue whole(list);
-  for (const c10::IValue& item : whole.toListRef()) {
-    if (item.isTensor()) given.add(item.toTensor());
-  }
-}
+inline void add_tensors(Given& given, const c10::List<std::optional<at::Tensor>>& list) { given.add_indices(list); }
 template <typename Other>
 void add_tensors(Given&, const Other&) {}
 

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 namespace marid {
 
@@ -125,8 +126,22 @@ bool Given::is_contiguous() const {
   return std::all_of(handles.begin(), handles.end(), [](Handle* handle) { return handle->is_contiguous(); });
 }
 
+void Given::add_indices(const c10::IValue& list) {
+  bool before = std::exchange(takes_host, true);
+  for (const c10::IValue& item : list.toListRef()) {
+    if (item.isTensor()) add(item.toTensor());
+  }
+  takes_host = before;
+}
+
 Given::Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host) : takes_host(takes_host) {
-  each_tensor(arguments, [this](const at::Tensor& tensor) { add(tensor); });
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isOptionalTensorList()) {
+      add_indices(argument);
+    } else {
+      each_tensor(argument, [this](const at::Tensor& tensor) { add(tensor); });
+    }
+  }
 }
 
 namespace {

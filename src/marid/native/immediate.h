@@ -25,6 +25,7 @@ struct Given {
   Given() = default;
   explicit Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host = false);
   void add(const at::Tensor& tensor);
+  void add_indices(const c10::IValue& list);  // `x[...]` takes them from the host too
   bool is_contiguous() const;
 };
 

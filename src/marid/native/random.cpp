@@ -7,10 +7,12 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace marid {
 
@@ -23,6 +25,7 @@ PyObject *generators, *cpu_state, *measure;
 
 constexpr int64_t kTwist = at::MERSENNE_STATE_N;  // words after which a generator makes its state anew
 constexpr int64_t kPairWords = 4;  // of a pair of normal numbers, of which one is kept: PAIR_WORDS in graph/mersenne_twister.py
+constexpr int64_t kLatest = 2048;  // words among which it is looked for
 constexpr int64_t kFarthest = int64_t{1} << 31;
 constexpr uint64_t kMostSkipped = 1 << 20;
 
@@ -137,16 +140,37 @@ std::optional<int64_t> words_between(const at::mt19937_data_pod& from, const at:
   return words;
 }
 
-// Whether the last words between two states made the pair of normal numbers of which the second one holds a spare.
-bool ends_with_pair(const State& from, const State& to, int64_t words) {
-  if (words < kPairWords || !to.normal) return false;
-  at::Generator generator = at::detail::createCPUGenerator();
-  at::CPUGeneratorImpl* impl = impl_of(generator);
-  State{from.twister, std::nullopt, std::nullopt}.give(impl);
-  for (int64_t i = 0; i < words - kPairWords; i++) impl->random();
-  at::normal_distribution<double> normal(0, 1);
-  normal(impl);
-  return impl->next_double_normal_sample() == to.normal;
+// Words that were drawn, as a generator of which PyTorch's distributions make numbers.
+struct Drawn {
+  const uint32_t* next;
+  std::optional<double> spare;
+
+  uint32_t random() { return *next++; }
+  uint64_t random64() {
+    uint64_t high = random();
+    return high << 32 | random();
+  }
+  std::optional<double> next_double_normal_sample() const { return spare; }
+  void set_next_double_normal_sample(std::optional<double> made) { spare = made; }
+};
+
+// Behind how many of the words between two states the last pair of normal numbers begins, of which the second state holds a
+// spare. Nothing where that is not among the latest.
+std::optional<int64_t> beginning_of_pair(const State& from, const State& to, int64_t words) {
+  if (!to.normal) return std::nullopt;
+  int64_t first = std::max<int64_t>(0, words - kLatest);
+  at::mt19937 engine;
+  engine.set_data(from.twister);
+  for (int64_t i = 0; i < first; i++) engine();
+  std::vector<uint32_t> latest(static_cast<size_t>(words - first));
+  for (uint32_t& word : latest) word = engine();
+  for (int64_t at = words - kPairWords; at >= first; at--) {
+    Drawn drawn{latest.data() + (at - first), std::nullopt};
+    at::normal_distribution<double> normal(0, 1);
+    normal(&drawn);
+    if (drawn.spare == to.normal) return at;
+  }
+  return std::nullopt;
 }
 
 // Where a generator stands, or where a draw begins; false after an error.
@@ -161,7 +185,8 @@ bool read_position(const Slots& slots, PyObject* of, Position* position) {
 bool advance(PyObject* of, const State& from, const State& to, Position* position) {
   std::optional<int64_t> words = words_between(from.twister, to.twister);
   bool is_same_spare = from.single == to.single && from.normal == to.normal;
-  bool is_known = words && (is_same_spare || (!to.single && (!to.normal || ends_with_pair(from, to, *words))));
+  std::optional<int64_t> pair = words && !is_same_spare && !to.single ? beginning_of_pair(from, to, *words) : std::nullopt;
+  bool is_known = words && (is_same_spare || (!to.single && (!to.normal || pair)));
   if (!is_known) {  // Python searches
     Ref states[2];
     for (auto [state, place] : {std::pair{&from, &states[0]}, {&to, &states[1]}}) {
@@ -173,8 +198,8 @@ bool advance(PyObject* of, const State& from, const State& to, Position* positio
     Ref taken(PyObject_CallFunctionObjArgs(measure, of, states[0].get(), states[1].get(), nullptr));
     return taken && read_position(position_of, of, position);
   }
+  if (!is_same_spare) position->spare = pair ? static_cast<int64_t>(position->offset) + *pair : -1;
   position->offset += *words;
-  if (!is_same_spare) position->spare = to.normal ? static_cast<int64_t>(position->offset) - kPairWords : -1;
   Ref offset(PyLong_FromUnsignedLongLong(position->offset)), spare(PyLong_FromLongLong(position->spare));
   if (!offset || !spare) return false;
   position_of.set(of, kOffset, std::move(offset));
