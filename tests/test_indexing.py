@@ -361,3 +361,16 @@ def test_modes_see_writes() -> None:
 def test_nothing_is_deleted_from_a_tensor() -> None:
     with pytest.raises(TypeError):
         del torch.ones(3, device=DEVICE)[0]  # pyright: ignore[reportIndexIssue]
+
+
+def test_numbers_are_written_into_any_view(at_once: None) -> None:
+    """As PyTorch does: also where elements share memory that it does not see, and not where it sees it."""
+    x = torch.randn(6, 8)
+    y = x.to(DEVICE)
+    for of in (x, y):
+        of[:, :2] = -1e9
+        of[::2, 1] = 3
+        of.as_strided((4, 3), (2, 1))[1:, 1] = 5  # a window behind the other
+        with pytest.raises(RuntimeError, match="single memory location"):
+            of[0, :1].expand(4)[1:3] = 7
+    torch.testing.assert_close(y.cpu(), x, rtol=0, atol=0)

@@ -135,11 +135,11 @@ PyObject* subscript(PyObject* object, PyObject* given) {
 }
 
 // Whether a tensor, or a number, can be written into a view as it is. PyTorch leaves out leading dimensions of one element; it
-// makes a tensor of a number and copies that, which it refuses where elements share memory, and filling does not.
+// makes a tensor of a number and copies that, which it refuses where it sees that elements share memory; filling does not.
 bool fits(const Tensor& view, const Tensor& value) {
   return at::is_expandable_to(value.sizes(), view.sizes()) && view.device() == value.device() && !needs_gradient(value);
 }
-bool fits(const Tensor& view, const at::Scalar&) { return at::has_internal_overlap(view) == at::MemOverlap::No; }
+bool fits(const Tensor& view, const at::Scalar&) { return at::has_internal_overlap(view) != at::MemOverlap::Yes; }
 
 void write(Tensor& view, const Tensor& value) { view.copy_(value); }
 void write(Tensor& view, const at::Scalar& value) { view.fill_(value); }
