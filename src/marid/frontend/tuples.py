@@ -65,8 +65,7 @@ for _name in _METHODS:
         setattr(LazyTensor, _name, _method)
 
 
-_KINDS = [kind for kind in vars(torch.return_types).values() if isinstance(kind, type)]
-for _name in {name for kind in _KINDS for name in getattr(kind, "__match_args__", ()) if not hasattr(tuple, name)}:
+for _name in ("values", "indices", "min", "max", "mantissa", "exponent"):  # of the classes that these methods return
     setattr(LazyTuple, _name, _named(_name))
 
 

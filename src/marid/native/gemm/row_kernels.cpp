@@ -147,7 +147,9 @@ void columns_one_by_one(const RowProduct& of, int64_t column) {
     }
     for (auto& square : squares) transpose(square);
     for (int64_t j = 0; j < kSquare; j++) {
-      for (int square = 0; square < kSquares; square++) sums[square] += rounded(reinterpret_cast<Eight>(squares[square][j]) * x[i + j]);
+      for (int square = 0; square < kSquares; square++) {
+        sums[square] += rounded(reinterpret_cast<Eight>(squares[square][j]) * x[i + j]);
+      }
     }
   }
   for (; i < of.depth; i++) {

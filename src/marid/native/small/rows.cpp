@@ -45,8 +45,9 @@ bool is_usual(const Tensor& self, const Indices& indices) {
     if (index.scalar_type() != at::kLong || !is_in_order(index) || index._is_zerotensor()) return false;
     if (i > 0 && index.sizes() != first.sizes()) return false;
   }
-  return self.dim() >= static_cast<int64_t>(indices.count) && self.numel() > 0 && first.numel() > 0 &&
-      self.layout() == at::kStrided && is_in_order(self) && !self.is_neg() && !self.is_conj() && !self._is_zerotensor() && !self.is_quantized();
+  bool is_plain = self.layout() == at::kStrided && is_in_order(self) && !self.is_neg() && !self.is_conj() &&
+      !self._is_zerotensor() && !self.is_quantized();
+  return is_plain && self.dim() >= static_cast<int64_t>(indices.count) && self.numel() > 0 && first.numel() > 0;
 }
 
 // Which rows the indices name: their own numbers where there is one index that counts from the first row on.
