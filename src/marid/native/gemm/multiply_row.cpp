@@ -87,7 +87,7 @@ bool can_multiply_row(const Product& p) {
 }
 
 int64_t parts_of_row(const Product& p) {
-  if (p.batch > 1 || p.turned) return 1;
+  if (p.batched || p.turned) return 1;  // parts are products by mm
   int64_t worth = std::min(p.depth * p.columns / kWorthSharing, p.columns / kColumns);
   return at::in_parallel_region() ? 1 : std::min<int64_t>(worth, at::get_num_threads());
 }
