@@ -7,8 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 namespace marid {
@@ -50,73 +50,87 @@ bool is_usual(const Tensor& self, const Indices& indices) {
   return is_plain && self.dim() >= static_cast<int64_t>(indices.count) && self.numel() > 0 && first.numel() > 0;
 }
 
-// Which rows the indices name: their own numbers where there is one index that counts from the first row on.
-struct Rows {
-  const int64_t* each = nullptr;  // null where there is no such row
-  std::vector<int64_t> found;
-};
-
-Rows rows_of_one(const Tensor& index, int64_t size) {
-  const auto* numbers = index.const_data_ptr<int64_t>();
-  int64_t count = index.numel();
-  bool is_outside = false;
-  for (int64_t i = 0; i < count; i++) is_outside |= static_cast<uint64_t>(numbers[i]) >= static_cast<uint64_t>(size);
-  return is_outside ? Rows() : Rows{numbers, {}};
-}
-
-Rows rows_of_all(const Tensor& self, const Indices& indices) {
+// Which rows all of the indices name together; empty where there is no such row.
+std::vector<int64_t> named_rows(const Tensor& self, const Indices& indices) {
   std::vector<int64_t> found(static_cast<size_t>(indices.each[0]->numel()));
   for (size_t dimension = 0; dimension < indices.count; dimension++) {
     const auto* numbers = indices.each[dimension]->const_data_ptr<int64_t>();
     int64_t size = self.size(static_cast<int64_t>(dimension));
     for (size_t i = 0; i < found.size(); i++) {
-      int64_t number = numbers[i] < 0 ? numbers[i] + size : numbers[i];
+      int64_t number = numbers[i];
+      if (number < 0) number += size;
       if (number < 0 || number >= size) return {};
       found[i] = found[i] * size + number;
     }
   }
-  const int64_t* each = found.data();
-  return {each, std::move(found)};
+  return found;
 }
 
-template <typename Piece>
-void copy_pieces(const int64_t* rows, const char* from, char* to, int64_t begin, int64_t end) {
-  const auto* pieces = reinterpret_cast<const Piece*>(from);
-  auto* made = reinterpret_cast<Piece*>(to);
-  for (int64_t i = begin; i < end; i++) made[i] = pieces[rows[i]];
-}
+// Rows of so many bytes each, of which there are `total`. A number is looked at where it is used: whose memory it is may
+// write to it meanwhile.
+struct Copy {
+  const int64_t* rows;
+  int64_t total, nbytes;
+  const char* from;
+  char* to;
 
-// `count` rows of so many bytes each.
-void copy(const int64_t* rows, int64_t count, int64_t nbytes, const char* from, char* to) {
-  int64_t pieces = (nbytes + kPiece - 1) / kPiece, piece = std::min(nbytes, kPiece);
-  at::parallel_for(0, count * pieces, std::max<int64_t>(1, kGrain / piece), [&](int64_t begin, int64_t end) {
+  bool exists(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(total); }
+
+  template <typename Row>
+  bool rows_as(int64_t begin, int64_t end) const {
+    const auto* given = reinterpret_cast<const Row*>(from);
+    auto* made = reinterpret_cast<Row*>(to);
+    for (int64_t i = begin; i < end; i++) {
+      int64_t row = rows[i];
+      if (!exists(row)) return false;
+      made[i] = given[row];
+    }
+    return true;
+  }
+
+  // Pieces of rows, `pieces` of each.
+  bool some(int64_t begin, int64_t end, int64_t pieces) const {
     switch (nbytes) {
-      case 1: return copy_pieces<int8_t>(rows, from, to, begin, end);
-      case 2: return copy_pieces<int16_t>(rows, from, to, begin, end);
-      case 4: return copy_pieces<int32_t>(rows, from, to, begin, end);
-      case 8: return copy_pieces<int64_t>(rows, from, to, begin, end);
+      case 1: return rows_as<int8_t>(begin, end);
+      case 2: return rows_as<int16_t>(begin, end);
+      case 4: return rows_as<int32_t>(begin, end);
+      case 8: return rows_as<int64_t>(begin, end);
     }
     for (int64_t i = begin; i < end; i++) {
-      int64_t row = i / pieces, start = i % pieces * piece;
-      size_t length = static_cast<size_t>(std::min(piece, nbytes - start));
-      std::memcpy(to + row * nbytes + start, from + rows[row] * nbytes + start, length);
+      int64_t row = rows[i / pieces], start = i % pieces * kPiece;
+      if (!exists(row)) return false;
+      size_t length = static_cast<size_t>(std::min(kPiece, nbytes - start));
+      std::memcpy(to + i / pieces * nbytes + start, from + row * nbytes + start, length);
     }
-  });
-}
+    return true;
+  }
+
+  // False where a row does not exist.
+  bool all(int64_t count) const {
+    int64_t pieces = (nbytes + kPiece - 1) / kPiece, grain = std::max<int64_t>(1, kGrain / std::min(nbytes, kPiece));
+    std::atomic<bool> is_whole{true};
+    at::parallel_for(0, count * pieces, grain, [&](int64_t begin, int64_t end) {
+      if (!some(begin, end, pieces)) is_whole = false;
+    });
+    return is_whole;
+  }
+};
 
 Tensor rows_of(const Tensor& self, const Indices& indices) {
   if (!is_usual(self, indices)) return {};
   const Tensor& first = *indices.each[0];
-  int64_t count = first.numel();
-  Rows rows = indices.count == 1 ? rows_of_one(first, self.size(0)) : Rows();
-  if (rows.each == nullptr && indices.may_be_negative) rows = rows_of_all(self, indices);
-  if (rows.each == nullptr) return {};
+  int64_t count = first.numel(), total = 1;
+  for (size_t i = 0; i < indices.count; i++) total *= self.size(static_cast<int64_t>(i));
   at::DimVector sizes(first.sizes().begin(), first.sizes().end());
   sizes.append(self.sizes().begin() + static_cast<std::ptrdiff_t>(indices.count), self.sizes().end());
   Tensor made = at::detail::empty_cpu(sizes, self.options());
-  int64_t nbytes = static_cast<int64_t>(made.nbytes()) / count;
-  copy(rows.each, count, nbytes, static_cast<const char*>(self.const_data_ptr()), static_cast<char*>(made.mutable_data_ptr()));
-  return made;
+  Copy copy{first.const_data_ptr<int64_t>(), total, static_cast<int64_t>(made.nbytes()) / count,
+            static_cast<const char*>(self.const_data_ptr()), static_cast<char*>(made.mutable_data_ptr())};
+  if (indices.count == 1 && copy.all(count)) return made;  // with its own numbers
+  if (!indices.may_be_negative) return {};
+  std::vector<int64_t> rows = named_rows(self, indices);
+  copy.rows = rows.data();
+  return !rows.empty() && copy.all(count) ? made : Tensor();
 }
 
 }  // namespace
