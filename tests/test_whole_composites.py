@@ -124,6 +124,78 @@ def test_layers(kind: Any, batch_first: bool, bias: bool) -> None:
     on_both(run)
 
 
+@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences(kind: Any, bidirectional: bool, inside: Any) -> None:
+    """Sequences of several lengths and of one; the sizes of their batches are the host's."""
+
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        rnn = kind(5, 6, 2, batch_first=True, bidirectional=bidirectional).to(device)
+        x, results = _numbers(4, 7, 5).to(device), []
+        for lengths in ([7, 4, 4, 1], [3, 3, 3, 3]):
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), batch_first=True)
+            with inside():
+                output, state = rnn(packed)
+                results += [output.data, *(state if isinstance(state, tuple) else (state,))]
+        return results
+
+    on_both(run)
+    x, rnn = _numbers(4, 7, 5).to(DEVICE), kind(5, 6, 2, batch_first=True, bidirectional=bidirectional).to(DEVICE)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([7, 4, 4, 1]), batch_first=True)
+    with inside():
+        assert _ran(lambda: rnn(packed)) < 5
+
+
+FLAGGED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "einsum of rows with gaps": lambda x, y: torch.einsum("bij,kj->bik", x.transpose(0, 1), y),
+    "tensordot of rows with gaps": lambda x, y: torch.tensordot(x.transpose(0, 1), y.t(), 1),
+    "inner": lambda x, y: torch.inner(x.transpose(0, 1), y),
+    "attention": lambda x, y: F.scaled_dot_product_attention(x, y.expand(5, 3, 4), x @ x.mT @ x),
+    "attention with a mask": lambda x, y: F.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT),
+    "multi_dot": lambda x, y: torch.linalg.multi_dot([x[0], y.t(), x[1]]),
+    "pinv": lambda x, _: torch.linalg.pinv(x),
+    "cdist": lambda x, y: torch.cdist(x, y),
+}
+
+
+@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", FLAGGED)
+def test_composed_as_for_tensors_that_require_gradients(name: str, inside: Any) -> None:
+    """What they are composed of, and so their last bits, may depend on that, though nobody differentiates."""
+
+    def run(device: str) -> Any:
+        x, y = (_numbers(*shape).to(device).requires_grad_() for shape in ((5, 3, 4), (3, 4)))
+        with inside():
+            return FLAGGED[name](x, y)
+
+    on_both(run)
+
+
+def test_results_in_the_memory_of_an_argument() -> None:
+    """They are views to autograd, or the very argument."""
+
+    def run(device: str) -> Any:
+        x = _numbers(3, 4).to(device).requires_grad_()
+        with torch.no_grad():
+            turned, same = torch.einsum("ij->ji", x), torch.linalg.matrix_power(x[:3, :3], 1)
+            turned.mul_(2)
+        return x, x._version, turned._is_view(), turned.requires_grad, same, same._version
+
+    on_both(run)
+
+
+def test_parameters_from_inference_mode() -> None:
+    def run(device: str) -> Any:
+        with torch.inference_mode():
+            x = nn.Parameter(_numbers(2, 3, 4).to(device))
+        with torch.no_grad():
+            return F.scaled_dot_product_attention(x, x, x), torch.linalg.pinv(x)
+
+    on_both(run)
+
+
 def test_dropout_is_drawn_from_the_generator_of_the_device() -> None:
     def run(device: str) -> Any:
         x = _numbers(2, 4, 4).to(device)

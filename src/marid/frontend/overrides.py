@@ -37,17 +37,14 @@ def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-_FLAGS = ("unflagged", "always", "in_rows")  # in the order of native/whole_composites.h
-
-
 def register() -> None:
     """Have composite operators replaced above autograd, or run as a whole where they run at once."""
     for func, replacement in _replacements.items():
         if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp and native/composites.cpp
             module.replace(func._schema.name, func._schema.overload_name, folded(replacement))
-    for full_name, whole in named("whole").items():
+    for full_name in named("whole"):
         name, _, overload = full_name.partition(".")
-        module.compose(name, overload.removeprefix("default"), _FLAGS.index(whole))
+        module.compose(name, overload.removeprefix("default"))
 
 
 # Recorded whole: where nobody differentiates them the CPU has a kernel for one, and takes the other apart when it runs

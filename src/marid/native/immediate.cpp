@@ -64,35 +64,19 @@ at::Tensor concrete_tensor(PyObject* value) {
 
 namespace {
 
-// Call an operator with the arguments of a call on ours, in whose place it gets concrete tensors; one that draws gets a
-// generator.
-void call(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
-          torch::jit::Stack& returned, std::optional<size_t> generator = std::nullopt) {
-  size_t next = 0;
-  returned.reserve(arguments.size());
-  auto placed = [&](const at::Tensor& tensor) { return handle_of(tensor) != nullptr ? concrete[next++] : tensor; };
-  for (const c10::IValue& argument : arguments) {
-    if (argument.isTensor()) {
-      returned.emplace_back(placed(argument.toTensor()));
-    } else if (argument.isTensorList()) {
-      c10::List<at::Tensor> items;
-      for (const c10::IValue& item : argument.toListRef()) items.push_back(placed(item.toTensor()));
-      returned.emplace_back(std::move(items));
-    } else if (argument.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> items;
-      for (const c10::IValue& item : argument.toListRef()) {
-        items.push_back(item.isNone() ? std::nullopt : std::optional<at::Tensor>(placed(item.toTensor())));
-      }
-      returned.emplace_back(std::move(items));
-    } else if (argument.isDevice()) {
-      returned.emplace_back(c10::Device(c10::kCPU));
-    } else {
-      returned.push_back(argument);
-    }
+// A stack for a call, whose memory the next call of this thread has again.
+struct Returned {
+  Returned() { stack.swap(spare); }
+  ~Returned() {
+    stack.clear();
+    if (spare.capacity() < stack.capacity()) stack.swap(spare);
   }
-  if (generator) returned[*generator] = Draws::source();
-  op.callBoxed(&returned);
-}
+  torch::jit::Stack stack;
+
+ private:
+  static thread_local torch::jit::Stack spare;
+};
+thread_local torch::jit::Stack Returned::spare;
 
 size_t bytes_of(const Concrete& tensors) {
   size_t nbytes = 0;
@@ -163,30 +147,6 @@ bool is_ready(PyObject* on, Given& given, bool writes) {
   return true;
 }
 
-// A stack for a call, whose memory the next call of this thread has again.
-struct Returned {
-  Returned() { stack.swap(spare); }
-  ~Returned() {
-    stack.clear();
-    if (spare.capacity() < stack.capacity()) stack.swap(spare);
-  }
-  torch::jit::Stack stack;
-
- private:
-  static thread_local torch::jit::Stack spare;
-};
-thread_local torch::jit::Stack Returned::spare;
-
-// Whether an argument that is not recorded says what it says where it is left out.
-// The device may be left out of it.
-bool is_usual(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any_device) {
-  for (size_t i = 0; i < arguments.size(); i++) {
-    if (op.formals[i].kind != Formal::kNotRecorded || arguments[i].isNone() || (any_device && i == op.device)) continue;
-    if (!is_default(arguments[i], op.formals[i]) && !marid::is_usual(arguments.data(), i, op)) return false;
-  }
-  return true;
-}
-
 bool is_immediate(c10::DeviceIndex device) {
   bool exists = device < PyList_GET_SIZE(tapes);  // a copy may name one that does not
   return exists && tape.at(PyList_GET_ITEM(tapes, device), kImmediate) == Py_True;
@@ -240,15 +200,7 @@ Outcome perform_at_once(PyObject* by, Given& given, Invoke invoke, Results& resu
 Outcome perform_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
                         c10::ArrayRef<c10::IValue> arguments, Given& given, Results& results) {
   auto invoke = [&](Concrete& concrete, Results& returned) {
-    Returned stack;
-    call(op.kernel ? *op.kernel : handle, arguments, concrete, stack.stack, op.generator);
-    for (const c10::IValue& one : stack.stack) {
-      if (!one.isTensorList()) {
-        returned.push_back(one.toTensor());
-      } else {
-        for (const c10::IValue& item : one.toListRef()) returned.push_back(item.toTensor());
-      }
-    }
+    call_concretely(op.kernel ? *op.kernel : handle, arguments, concrete, returned, op.generator);
   };
   Outcome outcome = perform_at_once(by, given, invoke, results);
   if (outcome == Outcome::kDone) note_writes(by, op, arguments);
@@ -268,6 +220,51 @@ Outcome copy_to_host(Given& given, Invoke invoke, Results& results) {
 }
 
 }  // namespace
+
+bool is_usual_call(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any_device) {
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (op.formals[i].kind != Formal::kNotRecorded || arguments[i].isNone() || (any_device && i == op.device)) continue;
+    if (!is_default(arguments[i], op.formals[i]) && !is_usual(arguments.data(), i, op)) return false;
+  }
+  return true;
+}
+
+void call_concretely(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
+                     Results& returned, std::optional<size_t> generator) {
+  Returned spare;
+  torch::jit::Stack& stack = spare.stack;
+  size_t next = 0;
+  stack.reserve(arguments.size());
+  auto placed = [&](const at::Tensor& tensor) { return handle_of(tensor) != nullptr ? concrete[next++] : tensor; };
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) {
+      stack.emplace_back(placed(argument.toTensor()));
+    } else if (argument.isTensorList()) {
+      c10::List<at::Tensor> items;
+      for (const c10::IValue& item : argument.toListRef()) items.push_back(placed(item.toTensor()));
+      stack.emplace_back(std::move(items));
+    } else if (argument.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> items;
+      for (const c10::IValue& item : argument.toListRef()) {
+        items.push_back(item.isNone() ? std::nullopt : std::optional<at::Tensor>(placed(item.toTensor())));
+      }
+      stack.emplace_back(std::move(items));
+    } else if (argument.isDevice()) {
+      stack.emplace_back(c10::Device(c10::kCPU));
+    } else {
+      stack.push_back(argument);
+    }
+  }
+  if (generator) stack[*generator] = Draws::source();
+  op.callBoxed(&stack);
+  for (const c10::IValue& one : stack) {
+    if (!one.isTensorList()) {
+      returned.push_back(one.toTensor());
+    } else {
+      for (const c10::IValue& item : one.toListRef()) returned.push_back(item.toTensor());
+    }
+  }
+}
 
 PyObject* at_once_by(const Operator& op) {
   if (op.identity == nullptr || recorders == nullptr || op.view_handle || (op.asks_autocast && is_autocasting())) return nullptr;
@@ -307,7 +304,7 @@ Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Opera
                     Results& results) {
   if (!may_run_at_once()) return Outcome::kUnusual;
   Given given(arguments, op.copies);
-  if (!is_at_once(by, given) || !is_usual(op, arguments, false)) return Outcome::kUnusual;
+  if (!is_at_once(by, given) || !is_usual_call(op, arguments)) return Outcome::kUnusual;
   return perform_at_once(by, handle, op, arguments, given, results);
 }
 
@@ -326,7 +323,7 @@ Outcome move_at_once(PyObject* by, Given& given, std::optional<c10::Device> devi
 Outcome make_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op,
                      c10::ArrayRef<c10::IValue> arguments, c10::DeviceIndex device, Results& results) {
   if (recording > 0 || !is_immediate(device)) return Outcome::kUnusual;
-  if (!is_usual(op, arguments, true)) return Outcome::kUnusual;
+  if (!is_usual_call(op, arguments, true)) return Outcome::kUnusual;
   Given given(arguments);  // `linspace` may be given its limits as tensors
   if (!given.is_usual || (given.device >= 0 && given.device != device)) return Outcome::kUnusual;
   given.device = device;

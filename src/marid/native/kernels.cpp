@@ -32,7 +32,7 @@ PyObject* not_recorded;  // names of arguments with which a call is left to Pyth
 // Composite operators that the device takes apart in another way than PyTorch, above autograd; and those that may run at once
 // as a whole.
 auto& replacements = *new std::unordered_map<c10::OperatorName, c10::KernelFunction>();
-auto& wholes = *new std::unordered_map<c10::OperatorName, Flags>();
+auto& wholes = *new std::unordered_set<c10::OperatorName>();
 
 }  // namespace
 
@@ -176,10 +176,10 @@ void register_kernel(const c10::OperatorName& name) {
   if (name == c10::OperatorName("aten::_reshape_alias", "")) {
     auto view = operator_named(c10::OperatorName("aten::view", ""));
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Reshaped>(own, view));
-  } else if (auto whole = wholes.find(name); whole != wholes.end()) {
+  } else if (wholes.count(name)) {
     kernel = replacements.count(name) ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own))
                                       : as_pytorch_composes();
-    kernel = whole_composite(op->schema(), whole->second, own, std::move(kernel));
+    kernel = whole_composite(op->schema(), own, std::move(kernel));
   } else if (auto like = direct_like(*op, own)) {
     kernel = std::move(*like);
   } else if (auto direct = is_in(name, "aten::") ? direct_kernel(*op, own) : std::nullopt) {
@@ -260,13 +260,11 @@ PyObject* replace(PyObject*, PyObject* const* given, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
-// compose(name, overload, flags): the operator may run at once as a whole; `flags` says what it does where tensors require
-// gradients, as the number of one of `Flags`.
+// compose(name, overload): the operator may run at once as a whole.
 PyObject* compose(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char *name = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
-  long flags = PyLong_AsLong(given[2]);
-  if (name == nullptr || overload == nullptr || PyErr_Occurred()) return nullptr;
-  wholes[c10::OperatorName(name, overload)] = static_cast<Flags>(flags);
+  if (name == nullptr || overload == nullptr) return nullptr;
+  wholes.insert(c10::OperatorName(name, overload));
   Py_RETURN_NONE;
 }
 
@@ -307,11 +305,11 @@ void register_all_above() {
   for (const auto& [name, kernel] : replacements) {
     if (!wholes.count(name)) register_above(name, kernel);
   }
-  for (const auto& [name, flags] : wholes) {
+  for (const c10::OperatorName& name : wholes) {
     auto replacement = replacements.find(name);
     auto apart = replacement == replacements.end() ? as_pytorch_composes() : replacement->second;
     auto op = dispatcher.findSchema(name);
-    if (op) register_above(name, whole_composite(op->schema(), flags, operator_named(name), std::move(apart)));
+    if (op) register_above(name, whole_composite(op->schema(), operator_named(name), std::move(apart)));
   }
 }
 

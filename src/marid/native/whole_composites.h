@@ -1,5 +1,6 @@
 // Composite operators that run at once as a whole (whole_composites.cpp).
 #pragma once
+#include "immediate.h"
 #include "record.h"
 #include "recorder.h"
 
@@ -10,31 +11,24 @@
 
 namespace marid {
 
-// What a composite operator does where some of its tensors require gradients, though nobody differentiates now.
-enum class Flags {
-  kDecide,  // it may be composed of other operators
-  kIgnored,  // the same
-  kDecideRows,  // the same, if the rows of its first argument lie behind each other: `linear` and `matmul` fold others only then
-};
-
 // The kernel of a composite operator. Where operations run at once and nobody differentiates, the CPU composes the operator, of
 // concrete tensors: one operation in place of many. Else `apart` composes it of operations on ours.
 class WholeComposite final : public c10::OperatorKernel {
  public:
-  WholeComposite(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of, c10::KernelFunction apart);
+  WholeComposite(const c10::FunctionSchema& schema, std::shared_ptr<Operator> of, c10::KernelFunction apart);
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
  private:
-  bool is_same_on_the_cpu(c10::ArrayRef<c10::IValue> arguments) const;
+  bool may_run_whole(c10::ArrayRef<c10::IValue> arguments) const;
+  Given given_of(c10::ArrayRef<c10::IValue> arguments) const;
   Outcome run_whole(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-  Flags flags_;
   std::shared_ptr<Operator> of_;
   c10::KernelFunction apart_;
-  std::optional<size_t> dropout_, train_, batch_first_;  // which argument it is
+  std::optional<size_t> dropout_, train_, batch_sizes_;  // which argument it is
 };
 
-c10::KernelFunction whole_composite(const c10::FunctionSchema& schema, Flags flags, std::shared_ptr<Operator> of,
+c10::KernelFunction whole_composite(const c10::FunctionSchema& schema, std::shared_ptr<Operator> of,
                                     c10::KernelFunction apart);
 
 // PyTorch's own kernel of a composite operator.

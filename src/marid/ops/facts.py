@@ -100,11 +100,9 @@ class Facts:
     """Its CPU kernel does nothing but call other operators."""
     replaced_in_cpp: bool = False
     """Replaced above autograd by ``native/composites.cpp`` and ``native/cells.cpp``."""
-    whole: Literal["", "unflagged", "in_rows", "always"] = ""
+    whole: bool = False
     """A composite that draws nothing but for its ``dropout``, and that the CPU may compose where it runs at once and
-    nobody differentiates. Where tensors require gradients all the same, as parameters do, what it is composed of may
-    depend on that (``unflagged``), does so unless the rows of its first argument lie behind each other (``in_rows``),
-    or never."""
+    nobody differentiates."""
     kernel: str = ""
     """The operator of ``native/gemm`` that runs in its place, with the same arguments and the same result."""
 
