@@ -51,6 +51,10 @@ class AsTheUserCalls {
     }
   }
 
+  AsTheUserCalls(const AsTheUserCalls&) = delete;
+  AsTheUserCalls& operator=(const AsTheUserCalls&) = delete;
+  ~AsTheUserCalls() { concrete_ = std::move(plain_); }
+
   // A result as the device keeps it.
   at::Tensor taken(at::Tensor result) {
     for (size_t i = 0; i < concrete_.size(); i++) {
