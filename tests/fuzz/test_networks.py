@@ -52,6 +52,15 @@ def _fuzz(seeds: range, tier: Tier) -> None:
             raise AssertionError(f"seed {seed}, {tier.name}: {text}\n\n{script(smallest, tier)}")
 
 
+def test_networks_are_light() -> None:
+    """A block whose matrices are as wide as its activation is long does not fit: 9704 had two of 18,720 by 18,720."""
+    for seed in (*range(20), 9704):
+        names = {"torch": torch, "nn": torch.nn, "self": torch.nn.Module()}
+        for statement in [line for block in network(seed).blocks for line in block.init]:
+            exec(statement, names)
+        assert sum(parameter.numel() for parameter in names["self"].parameters()) < 1 << 23
+
+
 def _batches(count: float) -> list[range]:
     """Seeds that are not those of the ordinary run, in batches."""
     first, stop = NETWORKS, NETWORKS + int(count)

@@ -15,6 +15,7 @@ from torch import nn
 __all__ = ["Block", "Kind", "Unfit", "Writer"]
 
 LARGEST = 1 << 16  # elements of one sample: enough for calls of every size class, and quick
+HEAVIEST = 1 << 21  # elements of what one block adds to the network: a step of training stays quick
 FARTHEST = 1e3  # larger values overflow soon, and one infinity is like another
 
 
@@ -115,6 +116,8 @@ class Writer:
 
     def _try(self, init: tuple[str, ...], forward: tuple[str, ...]) -> None:
         with torch.no_grad():
+            if _elements(init) > HEAVIEST:
+                raise ValueError("the block is too heavy")
             for statement in init:
                 exec(statement, self.names)
             self.module.to(self.dtype)
@@ -126,6 +129,15 @@ class Writer:
         if x.dim() < 2 or x.dim() > 5 or x.shape[0] != 2 or not 0 < x[0].numel() <= LARGEST:
             return False
         return x.dtype == self.dtype and bool((x.abs() < FARTHEST).all())
+
+
+def _elements(init: tuple[str, ...]) -> int:
+    """How many elements the parameters and buffers of a block have, without making them."""
+    module = nn.Module()
+    with torch.device("meta"):
+        for statement in init:
+            exec(statement, {"torch": torch, "nn": nn, "F": F, "math": math, "self": module})
+    return sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
 
 
 Kind = Callable[[Writer], tuple[tuple[str, ...], tuple[str, ...]]]
