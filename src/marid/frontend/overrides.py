@@ -42,9 +42,9 @@ def register() -> None:
     for func, replacement in _replacements.items():
         if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp and native/composites.cpp
             module.replace(func._schema.name, func._schema.overload_name, folded(replacement))
-    for full_name in named("whole"):
+    for full_name, whole in named("whole").items():
         name, _, overload = full_name.partition(".")
-        module.compose(name, overload.removeprefix("default"))
+        module.compose(name, overload.removeprefix("default"), whole == "in_rows")
 
 
 # Recorded whole: where nobody differentiates them the CPU has a kernel for one, and takes the other apart when it runs

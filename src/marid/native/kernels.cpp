@@ -32,7 +32,7 @@ PyObject* not_recorded;  // names of arguments with which a call is left to Pyth
 // Composite operators that the device takes apart in another way than PyTorch, above autograd; and those that may run at once
 // as a whole.
 auto& replacements = *new std::unordered_map<c10::OperatorName, c10::KernelFunction>();
-auto& wholes = *new std::unordered_set<c10::OperatorName>();
+auto& wholes = *new std::unordered_map<c10::OperatorName, bool>();  // and whether in rows
 
 }  // namespace
 
@@ -176,10 +176,10 @@ void register_kernel(const c10::OperatorName& name) {
   if (name == c10::OperatorName("aten::_reshape_alias", "")) {
     auto view = operator_named(c10::OperatorName("aten::view", ""));
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Reshaped>(own, view));
-  } else if (wholes.count(name)) {
+  } else if (auto whole = wholes.find(name); whole != wholes.end()) {
     kernel = replacements.count(name) ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own))
                                       : as_pytorch_composes();
-    kernel = whole_composite(op->schema(), own, std::move(kernel));
+    kernel = whole_composite(op->schema(), whole->second, own, std::move(kernel));
   } else if (auto like = direct_like(*op, own)) {
     kernel = std::move(*like);
   } else if (auto direct = is_in(name, "aten::") ? direct_kernel(*op, own) : std::nullopt) {
@@ -260,11 +260,11 @@ PyObject* replace(PyObject*, PyObject* const* given, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
-// compose(name, overload): the operator may run at once as a whole.
+// compose(name, overload, in_rows): the operator may run at once as a whole, as `WholeComposite` is told.
 PyObject* compose(PyObject*, PyObject* const* given, Py_ssize_t) {
   const char *name = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
   if (name == nullptr || overload == nullptr) return nullptr;
-  wholes.insert(c10::OperatorName(name, overload));
+  wholes[c10::OperatorName(name, overload)] = given[2] == Py_True;
   Py_RETURN_NONE;
 }
 
@@ -305,11 +305,11 @@ void register_all_above() {
   for (const auto& [name, kernel] : replacements) {
     if (!wholes.count(name)) register_above(name, kernel);
   }
-  for (const c10::OperatorName& name : wholes) {
+  for (const auto& [name, in_rows] : wholes) {
     auto replacement = replacements.find(name);
     auto apart = replacement == replacements.end() ? as_pytorch_composes() : replacement->second;
     auto op = dispatcher.findSchema(name);
-    if (op) register_above(name, whole_composite(op->schema(), operator_named(name), std::move(apart)));
+    if (op) register_above(name, whole_composite(op->schema(), in_rows, operator_named(name), std::move(apart)));
   }
 }
 

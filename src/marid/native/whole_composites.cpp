@@ -38,17 +38,23 @@ at::Tensor bare(const at::Tensor& tensor) {
 }
 
 // What a composite operator is made of may depend on whether its tensors require gradients, though nobody differentiates
-// now. So the CPU is given tensors that require them where ours do, and composes as if it had been called by the user.
+// now. So the CPU is given tensors that require them where ours do, and makes views of these as it makes them for the user,
+// whose state of dispatch has `keys`: they require gradients too. Autograd itself has nothing to do.
 class AsTheUserCalls {
  public:
   bool is_view = false;  // whether a result lies in the memory of an argument
 
-  AsTheUserCalls(const Given& given, Concrete& concrete) : concrete_(concrete), plain_(concrete) {
-    for (size_t i = 0; i < concrete_.size(); i++) {
+  AsTheUserCalls(const Given& given, Concrete& concrete, c10::impl::LocalDispatchKeySet keys, bool flags)
+      : concrete_(concrete), plain_(concrete) {
+    bool any = false;
+    for (size_t i = 0; flags && i < concrete_.size(); i++) {
       if (!given.handles[i]->requires_grad() || !can_be_flagged(concrete_[i])) continue;
       concrete_[i] = bare(concrete_[i]);
       concrete_[i].unsafeGetTensorImpl()->set_requires_grad(true);
+      any = true;
     }
+    keys.excluded_ = keys.excluded_ | c10::autograd_dispatch_keyset;
+    if (any) dispatch_.emplace(keys);
   }
 
   AsTheUserCalls(const AsTheUserCalls&) = delete;
@@ -68,15 +74,19 @@ class AsTheUserCalls {
  private:
   Concrete& concrete_;
   Concrete plain_;
+  std::optional<c10::impl::ForceDispatchKeyGuard> dispatch_;
 };
 
 }  // namespace
 
-WholeComposite::WholeComposite(const c10::FunctionSchema& schema, std::shared_ptr<Operator> of, c10::KernelFunction apart)
-    : of_(std::move(of)),
+WholeComposite::WholeComposite(const c10::FunctionSchema& schema, bool in_rows, std::shared_ptr<Operator> of,
+                               c10::KernelFunction apart)
+    : in_rows_(in_rows),
+      of_(std::move(of)),
       apart_(std::move(apart)),
       dropout_(position_of(schema, {"dropout", "dropout_p"})),
       train_(position_of(schema, {"train"})),
+      batch_first_(position_of(schema, {"batch_first"})),
       batch_sizes_(position_of(schema, {"batch_sizes"})) {}
 
 bool WholeComposite::may_run_whole(c10::ArrayRef<c10::IValue> arguments) const {
@@ -89,6 +99,13 @@ bool WholeComposite::may_run_whole(c10::ArrayRef<c10::IValue> arguments) const {
     is_differentiated = is_differentiated || is_flagged || tensor._fw_grad(0).defined();
   });
   return !is_differentiated;
+}
+
+bool WholeComposite::may_decide_by_flags(c10::ArrayRef<c10::IValue> arguments) const {
+  if (!in_rows_) return true;
+  const at::Tensor& first = arguments[0].toTensor();
+  bool turns = batch_first_ && arguments[*batch_first_].toBool() && first.dim() == 3;
+  return !has_plain_rows(turns ? first.transpose(0, 1) : first);
 }
 
 // The sizes of packed sequences are the host's.
@@ -124,10 +141,9 @@ Outcome WholeComposite::run_whole(const c10::OperatorHandle& op, torch::jit::Sta
   c10::ArrayRef<c10::IValue> arguments = torch::jit::last(*stack, of_->formals.size());
   Given given = given_of(arguments);
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-  bool is_view = false;
+  bool is_view = false, flags = may_decide_by_flags(arguments);
   auto invoke = [&](Concrete& concrete, Results& returned) {
-    AsTheUserCalls call(given, concrete);
-    c10::impl::ForceDispatchKeyGuard outside(keys);
+    AsTheUserCalls call(given, concrete, keys, flags);
     call_concretely(op, arguments, concrete, returned);
     for (at::Tensor& one : returned) one = call.taken(std::move(one));
     is_view = call.is_view;
@@ -139,9 +155,9 @@ Outcome WholeComposite::run_whole(const c10::OperatorHandle& op, torch::jit::Sta
   return outcome;
 }
 
-c10::KernelFunction whole_composite(const c10::FunctionSchema& schema, std::shared_ptr<Operator> of,
+c10::KernelFunction whole_composite(const c10::FunctionSchema& schema, bool in_rows, std::shared_ptr<Operator> of,
                                     c10::KernelFunction apart) {
-  auto kernel = std::make_unique<WholeComposite>(schema, std::move(of), std::move(apart));
+  auto kernel = std::make_unique<WholeComposite>(schema, in_rows, std::move(of), std::move(apart));
   return c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel));
 }
 

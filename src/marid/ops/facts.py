@@ -100,9 +100,10 @@ class Facts:
     """Its CPU kernel does nothing but call other operators."""
     replaced_in_cpp: bool = False
     """Replaced above autograd by ``native/composites.cpp`` and ``native/cells.cpp``."""
-    whole: bool = False
+    whole: Literal["", "always", "in_rows"] = ""
     """A composite that draws nothing but for its ``dropout``, and that the CPU may compose where it runs at once and
-    nobody differentiates."""
+    nobody differentiates. What it is composed of may depend on what requires gradients all the same; ``in_rows``: not
+    where the rows of its first argument lie behind each other."""
     kernel: str = ""
     """The operator of ``native/gemm`` that runs in its place, with the same arguments and the same result."""
 

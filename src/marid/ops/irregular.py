@@ -111,7 +111,10 @@ row(
 )
 row(
     "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default "
-    "gru.input lstm.input rnn_tanh.input rnn_relu.input gru.data lstm.data rnn_tanh.data rnn_relu.data "
+    "gru.input lstm.input rnn_tanh.input rnn_relu.input gru.data lstm.data rnn_tanh.data rnn_relu.data",
+    whole="in_rows",
+)
+row(
     "gather_backward.default index_select_backward.default value_selecting_reduction_backward.default "
     "masked_select_backward.default trace_backward.default cumprod_backward.default cummaxmin_backward.default "
     "scaled_dot_product_attention.default einsum.default tensordot.default bilinear.default chain_matmul.default "
@@ -140,7 +143,7 @@ row(
     "fft_fft.default fft_ifft.default fft_rfft.default fft_irfft.default fft_hfft.default fft_ihfft.default "
     "fft_fft2.default fft_ifft2.default fft_rfft2.default fft_irfft2.default fft_hfft2.default fft_ihfft2.default "
     "fft_fftn.default fft_ifftn.default fft_rfftn.default fft_irfftn.default fft_hfftn.default fft_ihfftn.default",
-    whole=True,
+    whole="always",
 )
 row("mm.default", kernel="marid::mm", factors=(0, 1))
 row("bmm.default", kernel="marid::bmm", factors=(0, 1))
