@@ -35,19 +35,19 @@ constexpr size_t kQuick = 256 << 10;
 // Calls an operator on concrete tensors, and says what it has returned.
 using Invoke = c10::function_ref<void(Concrete& concrete, Results& returned)>;
 
+// Whether an argument that is not recorded says what it says where it is left out; with `any_device`, a device says nothing.
+bool is_usual_call(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any_device = false);
+
+// Call an operator with the arguments of a call on ours, in whose place it gets concrete tensors; one that draws gets a
+// generator as the argument at `generator`.
+void call_concretely(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
+                     Results& returned, std::optional<size_t> generator = std::nullopt);
+
 // Run a call now, if operations run at once; kUnusual where it has to be recorded, and nothing has happened. Throws what the
 // kernel throws.
 Outcome run_at_once(PyObject* by, Given& given, Invoke invoke, Results& results);
 Outcome run_at_once(PyObject* by, const c10::OperatorHandle& handle, const Operator& op, c10::ArrayRef<c10::IValue> arguments,
                     Results& results);
-
-// Whether an argument that is not recorded says what it says where it is left out.
-bool is_usual_call(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any_device = false);
-
-// Call an operator with the arguments of a call on ours, in whose place it gets concrete tensors; one that draws gets a
-// generator in this place.
-void call_concretely(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, const Concrete& concrete,
-                     Results& returned, std::optional<size_t> generator = std::nullopt);
 
 // The same for a call that copies a tensor to a device, which may be the host, from there or from the host; without one, to the
 // device where it is.

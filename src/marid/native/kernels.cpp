@@ -32,7 +32,7 @@ PyObject* not_recorded;  // names of arguments with which a call is left to Pyth
 // Composite operators that the device takes apart in another way than PyTorch, above autograd; and those that may run at once
 // as a whole.
 auto& replacements = *new std::unordered_map<c10::OperatorName, c10::KernelFunction>();
-auto& wholes = *new std::unordered_map<c10::OperatorName, bool>();  // and whether in rows
+auto& wholes = *new std::unordered_map<c10::OperatorName, bool>();  // and whether `in_rows`, see whole_composites.h
 
 }  // namespace
 
