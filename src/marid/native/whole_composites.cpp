@@ -105,7 +105,9 @@ bool WholeComposite::may_decide_by_flags(c10::ArrayRef<c10::IValue> arguments) c
   if (!in_rows_) return true;
   const at::Tensor& first = arguments[0].toTensor();
   bool turns = batch_first_ && arguments[*batch_first_].toBool() && first.dim() == 3;
-  return !has_plain_rows(turns ? first.transpose(0, 1) : first);
+  if (!turns) return !has_plain_rows(first);
+  int64_t row = first.size(2);  // with the first two dimensions exchanged, and no view made to look
+  return first.stride(2) != 1 || first.stride(0) != row || first.stride(1) != row * first.size(0);
 }
 
 // The sizes of packed sequences are the host's.
