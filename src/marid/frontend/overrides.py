@@ -15,11 +15,10 @@ import torch
 
 from marid import policy
 from marid.frontend import autocast, handles
-from marid.frontend.cells import dropout
 from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, special
 from marid.native import module
-from marid.ops.facts import facts_of, named
+from marid.ops.facts import named
 from marid.semantics.tracebacks import folded
 
 aten = torch.ops.aten
@@ -40,8 +39,7 @@ def _replaces(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def register() -> None:
     """Have composite operators replaced above autograd, or run as a whole where they run at once."""
     for func, replacement in _replacements.items():
-        if not facts_of(func).replaced_in_cpp:  # by native/cells.cpp and native/composites.cpp
-            module.replace(func._schema.name, func._schema.overload_name, folded(replacement))
+        module.replace(func._schema.name, func._schema.overload_name, folded(replacement))
     for full_name, whole in named("whole").items():
         name, _, overload = full_name.partition(".")
         module.compose(name, overload.removeprefix("default"), whole == "in_rows")
@@ -104,18 +102,8 @@ for _written, _plain in (
     _replaces(_written)(_out_by_copy(_written, _plain))
 
 
-# Dropout: foreign devices get the fused operator, whose arithmetic differs in the last bit.
-
-
-@_replaces(aten.dropout.default)
-def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    return dropout(input, p) if train and p > 0 else input
-
-
-# The same operator alone takes no generator. ``torch.func`` calls it for ``dropout`` on foreign devices; on the CPU it
-# draws the noise by an operator that is out of place, in the order of the elements and not of their memory.
+# Fused dropout takes no generator. ``torch.func`` calls it for ``dropout`` on foreign devices; on the CPU it draws the
+# noise by an operator that is out of place, in the order of the elements and not of their memory.
 
 
 @_replaces(aten.native_dropout.default)

@@ -5,7 +5,6 @@
 
 #include <ATen/ops/linear.h>
 #include <c10/util/Exception.h>
-#include <torch/library.h>
 
 namespace {
 
@@ -32,11 +31,6 @@ std::tuple<Tensor, Tensor> lstm(const Tensor& gates, const Tensor& cx) {
   cy = cy.add_(in.mul(cell));
   Tensor shown = cy.tanh();
   return {out.mul(shown), cy};
-}
-
-std::tuple<Tensor, Tensor> lstm_step(const Tensor& from_input, const Tensor& hx, const Tensor& cx, const Tensor& w_hh,
-                                     const Maybe& b_hh) {
-  return lstm(at::linear(hx, w_hh, b_hh).add_(from_input), cx);
 }
 
 // --- the cells ---------------------------------------------------------------------------------------------------------
@@ -92,19 +86,28 @@ Tensor simple_cell(const Tensor& input, const Tensor& hx, const Tensor& w_ih, co
   return (gates.add_(at::linear(input, w_ih, b_ih)).*nonlinearity)();
 }
 
-TORCH_LIBRARY_FRAGMENT(marid, library) {
-  // Composites, for layers, which project all inputs at once.
-  library.def("gru_step(Tensor from_input, Tensor hidden, Tensor w_hh, Tensor? b_hh) -> Tensor", TORCH_FN(gru));
-  library.def(
-      "lstm_step(Tensor from_input, Tensor hx, Tensor cx, Tensor w_hh, Tensor? b_hh) -> (Tensor, Tensor)",
-      TORCH_FN(lstm_step));
-}
-
 }  // namespace
 
 namespace marid {
 
-std::vector<std::pair<c10::OperatorName, c10::KernelFunction>> kernels_of_cells() {
+HiddenState gru_step(const Tensor& from_input, const HiddenState& hidden, const RecurrentWeights& weights) {
+  return {gru(from_input, hidden[0], weights.w_hh, weights.b_hh)};
+}
+
+HiddenState lstm_step(const Tensor& from_input, const HiddenState& hidden, const RecurrentWeights& weights) {
+  auto [hy, cy] = lstm(at::linear(hidden[0], weights.w_hh, weights.b_hh).add_(from_input), hidden[1]);
+  return {weights.w_hr.defined() ? hy.matmul(weights.w_hr.t()) : hy, cy};
+}
+
+HiddenState tanh_step(const Tensor& from_input, const HiddenState& hidden, const RecurrentWeights& weights) {
+  return {at::linear(hidden[0], weights.w_hh, weights.b_hh).add_(from_input).tanh()};
+}
+
+HiddenState relu_step(const Tensor& from_input, const HiddenState& hidden, const RecurrentWeights& weights) {
+  return {at::linear(hidden[0], weights.w_hh, weights.b_hh).add_(from_input).relu()};
+}
+
+NamedKernels kernels_of_cells() {
   using c10::KernelFunction;
   return {
       {{"aten::gru_cell", ""}, KernelFunction::makeFromUnboxedFunction(TORCH_FN(gru_cell))},

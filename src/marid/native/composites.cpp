@@ -1,6 +1,7 @@
 #include "composites.h"
 
 #include "intermediates.h"
+#include "lstm_layer.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/transformers/attention.h>
@@ -175,12 +176,13 @@ int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const a
 void marid::register_composites(torch::Library& above) {
   above.impl("linear", TORCH_FN(linear));
   above.impl("max_pool1d", TORCH_FN(max_pool1d));
-  above.impl("dropout", TORCH_FN(dropout));
   above.impl("matmul", TORCH_FN(matmul));
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(choose_attention);
   static auto& own = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   own.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
+  register_lstm_layer(own);
   for (torch::Library* library : {&above, &own}) {
+    library->impl("dropout", TORCH_FN(dropout));
     library->impl("layer_norm", TORCH_FN(Several<&at::native::layer_norm_symint>::call));
     library->impl("group_norm", TORCH_FN(Several<&at::native::group_norm>::call));
     library->impl("batch_norm", TORCH_FN(Several<&at::native::batch_norm>::call));

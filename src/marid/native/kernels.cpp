@@ -1,12 +1,12 @@
 // Which operators get which kernels (kernels.h), and when.
 #include "kernels.h"
 
-#include "cells.h"
 #include "direct.h"
 #include "factories.h"
 #include "known_calls.h"
 #include "product_gradients.h"
 #include "reads_at_once.h"
+#include "recurrent_layers.h"
 #include "whole_composites.h"
 
 #include <c10/util/Exception.h>
@@ -33,6 +33,11 @@ PyObject* not_recorded;  // names of arguments with which a call is left to Pyth
 // as a whole.
 auto& replacements = *new std::unordered_map<c10::OperatorName, c10::KernelFunction>();
 auto& wholes = *new std::unordered_map<c10::OperatorName, bool>();  // and whether `in_rows`, see whole_composites.h
+
+c10::KernelFunction taking_apart(const c10::OperatorName& name) {
+  auto found = replacements.find(name);
+  return found == replacements.end() ? as_pytorch_composes() : found->second;
+}
 
 }  // namespace
 
@@ -177,9 +182,7 @@ void register_kernel(const c10::OperatorName& name) {
     auto view = operator_named(c10::OperatorName("aten::view", ""));
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Reshaped>(own, view));
   } else if (auto whole = wholes.find(name); whole != wholes.end()) {
-    kernel = replacements.count(name) ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own))
-                                      : as_pytorch_composes();
-    kernel = whole_composite(op->schema(), whole->second, own, std::move(kernel));
+    kernel = whole_composite(op->schema(), whole->second, own, taking_apart(name));
   } else if (auto like = direct_like(*op, own)) {
     kernel = std::move(*like);
   } else if (auto direct = is_in(name, "aten::") ? direct_kernel(*op, own) : std::nullopt) {
@@ -301,15 +304,13 @@ namespace {
 // What takes composite operators apart, or runs them as a whole, above autograd.
 void register_all_above() {
   auto& dispatcher = c10::Dispatcher::singleton();
-  for (auto& [name, kernel] : kernels_of_cells()) replacements[name] = kernel;
+  for (const NamedKernels& own : {kernels_of_cells(), kernels_of_recurrent_layers()}) replacements.insert(own.begin(), own.end());
   for (const auto& [name, kernel] : replacements) {
     if (!wholes.count(name)) register_above(name, kernel);
   }
   for (const auto& [name, in_rows] : wholes) {
-    auto replacement = replacements.find(name);
-    auto apart = replacement == replacements.end() ? as_pytorch_composes() : replacement->second;
     auto op = dispatcher.findSchema(name);
-    if (op) register_above(name, whole_composite(op->schema(), in_rows, operator_named(name), std::move(apart)));
+    if (op) register_above(name, whole_composite(op->schema(), in_rows, operator_named(name), taking_apart(name)));
   }
 }
 

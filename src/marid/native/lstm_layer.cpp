@@ -1,5 +1,10 @@
-// The kernels of `marid::lstm_layer` and its backward (frontend/onednn.py): oneDNN's LSTM layer as PyTorch calls it.
+// The kernels of `marid::lstm_layer` and its backward (frontend/recurrent.py), which are oneDNN's LSTM layer as PyTorch calls
+// it, and those of PyTorch's operators for tensors of the device, which call these.
+#include "lstm_layer.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/mkldnn_rnn_layer.h>
 #include <ATen/ops/mkldnn_rnn_layer_backward.h>
 #include <c10/core/GradMode.h>
@@ -94,4 +99,37 @@ TORCH_LIBRARY_IMPL(marid, CPU, library) {
   library.impl("lstm_layer_backward", TORCH_FN(backward));
 }
 
+// --- PyTorch's operators on the device -----------------------------------------------------------------------------------
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> own_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+Four forward_on_device(const Tensor& input, const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
+                       const Tensor& hx, const Tensor& cx, bool reverse, IntArrayRef, int64_t, int64_t hidden_size, int64_t,
+                       bool has_biases, bool, bool, bool) {
+  static const auto layer = own_operator<decltype(forward)>("marid::lstm_layer");
+  at::AutoDispatchBelowADInplaceOrView below;
+  return layer.call(input, w_ih, w_hh, b_ih, b_hh, hx, cx, reverse, hidden_size, has_biases, at::GradMode::is_enabled());
+}
+
+Seven backward_on_device(const Tensor& input, const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih,
+                         const Tensor& b_hh, const Tensor& hx, const Tensor& cx, const Tensor& output, const Tensor& hy,
+                         const Tensor& cy, const Maybe& grad_output, const Maybe& grad_hy, const Maybe& grad_cy,
+                         bool reverse, int64_t, int64_t hidden_size, int64_t, bool has_biases, bool, bool, IntArrayRef, bool,
+                         const Tensor& workspace) {
+  auto is_given = [](const Maybe& grad) { return grad && grad->defined(); };
+  if (!is_given(grad_output) && !is_given(grad_hy) && !is_given(grad_cy)) return {};
+  static const auto layer = own_operator<decltype(backward)>("marid::lstm_layer_backward");
+  at::AutoDispatchBelowADInplaceOrView below;
+  return layer.call(input, w_ih, w_hh, b_ih, b_hh, hx, cx, output, hy, cy, grad_output, grad_hy, grad_cy, workspace, reverse,
+                    hidden_size, has_biases);
+}
+
 }  // namespace
+
+void marid::register_lstm_layer(torch::Library& device) {
+  device.impl("mkldnn_rnn_layer", TORCH_FN(forward_on_device));
+  device.impl("mkldnn_rnn_layer_backward", TORCH_FN(backward_on_device));
+}

@@ -98,8 +98,6 @@ class Facts:
     # --- the CPU's road ---
     composed_on_cpu: bool = False
     """Its CPU kernel does nothing but call other operators."""
-    replaced_in_cpp: bool = False
-    """Replaced above autograd by ``native/composites.cpp`` and ``native/cells.cpp``."""
     whole: Literal["", "always", "in_rows"] = ""
     """A composite that draws nothing but for its ``dropout``, and that the CPU may compose where it runs at once and
     nobody differentiates. What it is composed of may depend on what requires gradients all the same; ``in_rows``: not

@@ -106,10 +106,6 @@ row(
 
 row("_transformer_encoder_layer_fwd.default", composed_on_cpu=True)
 row(
-    "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default dropout.default",
-    replaced_in_cpp=True,
-)
-row(
     "gru_cell.default lstm_cell.default rnn_tanh_cell.default rnn_relu_cell.default "
     "gru.input lstm.input rnn_tanh.input rnn_relu.input gru.data lstm.data rnn_tanh.data rnn_relu.data",
     whole="in_rows",
