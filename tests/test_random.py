@@ -250,6 +250,7 @@ def test_module_level_seeding() -> None:
     assert device_module.initial_seed() != 5
 
 
+@pytest.mark.usefixtures("either_way")
 def test_generators() -> None:
     """A ``torch.Generator`` on the device has its own stream, equal to a CPU generator's."""
 
@@ -414,3 +415,53 @@ def test_spares_that_are_made_within_a_draw(at_once: None) -> None:
 
     for found, expected in zip(run(DEVICE), run("cpu"), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+
+
+def test_generators_of_the_user_draw_at_once(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each moves on by what it gave, by turns with others, with the device's and with what is recorded."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        one, other = (torch.Generator(device).manual_seed(seed) for seed in (7, -3))
+        probabilities, made = torch.linspace(0.1, 0.9, 6).to(device), []
+        for i in range(30):
+            generator = one if i % 3 else other
+            made.append(torch.randn(i, device=device, generator=generator))
+            made.append(torch.normal(probabilities.double(), 2.0, generator=generator))
+            made.append(torch.bernoulli(probabilities, generator=generator))
+            made.append(torch.multinomial(probabilities, 2, generator=generator))
+            made.append(torch._standard_gamma(probabilities, generator=generator))
+            made.append(torch.empty(3, device=device).exponential_(generator=generator))
+            made.append(torch.rand(1, device=device))
+            if i % 7 == 0:
+                other.manual_seed(i)
+            if i % 11 == 0:
+                kept = one.get_state()
+                made.append(torch.randperm(9, device=device, generator=one))
+                one.set_state(kept)
+            with monkeypatch.context() as context:
+                context.setattr(marid.settings, "immediate_bytes", 0)
+                made.append(torch.rand(600, device=device, generator=one))
+        return made
+
+    count = marid.stats().ops_immediate
+    for found, expected in zip(run(DEVICE), run("cpu"), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+    assert marid.stats().ops_immediate - count > 200
+
+
+def test_a_generator_of_the_user_that_fails_at_once_takes_what_it_took(at_once: None) -> None:
+    def run(device: str) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(2)
+        with pytest.raises(RuntimeError, match="invalid multinomial distribution"):
+            torch.multinomial(torch.zeros(3, device=device), 1, generator=generator)
+        return torch.rand(3, device=device, generator=generator)
+
+    on_both(run)
+
+
+def test_a_generator_of_the_cpu_is_refused_at_once(at_once: None) -> None:
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(3, generator=torch.Generator(), device=DEVICE)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.ones(3, device=DEVICE).normal_(generator=torch.Generator())

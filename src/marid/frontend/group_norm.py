@@ -1,20 +1,12 @@
-"""Group normalization, whose results lie in memory as its input does, and so do its gradients on the CPU.
-
-PyTorch's formula for the gradients keeps the memory format of the input on the CPU alone. For other devices it makes
-everything contiguous, and another kernel calculates other bits. So the format is remembered with the mean, which comes
-back with the gradients.
-"""
+"""What group normalisation returns, whose results lie in memory as its input does."""
 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch._C import _current_graph_task_id as current_graph_task
 
 from marid.frontend.memory_layout import MemoryLayout, dense
-from marid.frontend.record import Recorder, recorder_of, special
 from marid.frontend.rules import rule
 from marid.graph.node import Spec, Value
 
@@ -23,28 +15,6 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 _PLAIN = torch.contiguous_format
-_memory_formats: WeakKeyDictionary[Value, torch.memory_format] = WeakKeyDictionary()
-
-
-@special(aten.native_group_norm.default, in_formats=True)
-def _record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    returned = recorder.record(args, kwargs)
-    of = args[0]._value.spec
-    memory_format = _PLAIN if of.is_contiguous else MemoryLayout(of.shape, of.stride).suggested()
-    if memory_format is not _PLAIN:
-        recorder_of(aten.native_group_norm_backward.default).at_once = False  # what it does depends on this from now on
-        _memory_formats[returned[1]._value] = memory_format
-    return returned
-
-
-@special(aten.native_group_norm_backward.default, in_formats=True)
-def _record_backward(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad, input, mean, *others = args
-    # Where the gradient of the input is not wanted, the CPU's kernel for other formats writes to it all the same.
-    memory_format = _memory_formats.get(mean._value) if current_graph_task() >= 0 and others[-1][0] else None
-    if memory_format is not None:
-        grad, input = (tensor.contiguous(memory_format=memory_format) for tensor in (grad, input))
-    return recorder.record((grad, input, mean, *others), kwargs)
 
 
 def _fits(input: Spec, weight: Value | None, sizes: tuple[int, ...]) -> bool:

@@ -51,14 +51,12 @@ logger = logging.getLogger("marid")
 Handler = Callable[["Recorder", tuple[Any, ...], dict[str, Any]], Any]
 _handlers: dict[Any, Handler] = {}
 _handled_by_key: set[Any] = set()
-_handled_in_formats: set[Any] = set()
 
 
-def special(*funcs: Any, by_key: bool = False, in_formats: bool = False) -> Callable[[Handler], Handler]:
+def special(*funcs: Any, by_key: bool = False) -> Callable[[Handler], Handler]:
     """Decorator: ``handler(recorder, args, kwargs)`` takes over these operators, or a kind of collectives
     (``Facts.collective``), some of which PyTorch defines late. ``by_key``: what it does depends on the key of the call
-    alone, so once it has recorded one, those with the same key go around it. ``in_formats``: it does nothing of its own
-    where all tensors are contiguous, until it says otherwise of the recorder."""
+    alone, so once it has recorded one, those with the same key go around it."""
 
     def register(handler: Handler) -> Handler:
         for func in funcs:
@@ -67,8 +65,6 @@ def special(*funcs: Any, by_key: bool = False, in_formats: bool = False) -> Call
             _handlers[func] = handler
         if by_key:
             _handled_by_key.update(funcs)
-        if in_formats:
-            _handled_in_formats.update(funcs)
         return handler
 
     return register
@@ -81,8 +77,7 @@ class Recorder:
     that returns the ``same_value`` not even that. One that ``draws`` takes numbers from a generator, too, and one that
     ``indexes`` is like a plain one where it does so by numbers, not by masks.
     One that may run ``at_once`` does so where its arguments exist (``frontend/ahead.py``), whatever is known; one that
-    is special ``in_formats`` where they are contiguous, too, and one that may only ``at_once_by_rule``, as it writes to
-    ``out``, where what is known says that this keeps its geometry.
+    may only ``at_once_by_rule``, as it writes to ``out``, where what is known says that this keeps its geometry.
     ``exact_floats`` makes floating-point numbers part of the key, ``exact_lists`` those in lists. ``deriver`` gives
     what is known of a new call without inferring it, where that can be. One that ``asks_autocast`` may be composed of
     operators that autocast changes.
@@ -90,7 +85,7 @@ class Recorder:
 
     __slots__ = (
         "asks_autocast", "at_once", "at_once_by_rule", "bumps", "deriver", "draws", "dynamic", "exact_floats",
-        "exact_lists", "facts", "func", "handler", "in_formats", "indexes", "known", "op", "plain", "position",
+        "exact_lists", "facts", "func", "handler", "indexes", "known", "op", "plain", "position",
         "random", "same_value", "takes_generator", "written"
     )  # fmt: skip
 
@@ -123,8 +118,7 @@ class Recorder:
         alone = self.handler is None
         self.draws = by_key and self.random and self.takes_generator and not self.dynamic and not facts.mask
         self.indexes = alone and not self.random and facts.mask != ""
-        self.in_formats = func in _handled_in_formats
-        usual = (by_key or self.in_formats) and (self.draws or not self.random)
+        usual = by_key and (self.draws or not self.random)
         usual = usual and _returns_tensors(schema)
         self.at_once = usual and facts.keeps_geometry
         self.at_once_by_rule = usual and facts.writes_to_out

@@ -107,13 +107,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 Guard guard;
 c10::impl::DeviceGuardImplRegistrar registrar(kType, &guard);
 
-// A position in the Mersenne Twister stream of `seed`; frontend/random.py gives it meaning.
-struct Position {
-  uint64_t seed = c10::default_rng_seed_val;
-  uint64_t offset = 0;
-  int64_t spare = -1;
-};
-
 struct PositionGenerator final : c10::GeneratorImpl {
   Position position;
   explicit PositionGenerator(c10::DeviceIndex index)
@@ -283,6 +276,11 @@ void set_geometry(c10::TensorImpl* tensor, c10::DeviceIndex device, const std::v
 namespace marid {
 
 c10::DeviceIndex current_device() { return current; }
+
+Position* position_of(const at::Generator& generator) {
+  auto* own = dynamic_cast<PositionGenerator*>(generator.unsafeGetGeneratorImpl());
+  return own == nullptr ? nullptr : &own->position;
+}
 
 PyMethodDef device_functions[] = {
     held<register_hooks>("register_hooks"),

@@ -38,6 +38,7 @@ c10::intrusive_ptr<c10::TensorImpl> copied(const Handle* handle, Version&& versi
     at::Tensor same(Pointer::unsafe_reclaim_from_nonowning(const_cast<Handle*>(handle)));
     impl = marid::detach(same).getIntrusivePtr();
   }
+  if (Handle* copy = handle_of(impl.get())) copy->normalised_in = handle->normalised_in;
   impl->set_version_counter(std::forward<Version>(version));
   impl->set_allow_tensor_metadata_change(allow_change);
   return impl;

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/MemoryFormat.h>
 #include <c10/util/ArrayRef.h>
 
 #include <memory>
@@ -42,6 +43,8 @@ struct Handle final : c10::TensorImpl {
   const std::shared_ptr<Computed>& computed();
   // Whether it was made as zeros that have no memory on the CPU (`_efficientzerotensor`), as some derivatives are.
   bool is_zero = false;
+  // Of the mean of a group norm: how the input lay in memory (group_norm.cpp).
+  c10::MemoryFormat normalised_in = c10::MemoryFormat::Contiguous;
 
   // Whether another tensor may lie in its memory.
   bool is_shared() const;

@@ -106,10 +106,6 @@ void Given::add(const at::Tensor& tensor) {
   handles.push_back(handle);
 }
 
-bool Given::is_contiguous() const {
-  return std::all_of(handles.begin(), handles.end(), [](Handle* handle) { return handle->is_contiguous(); });
-}
-
 void Given::add_indices(const c10::IValue& list) {
   bool before = std::exchange(takes_host, true);
   for (const c10::IValue& item : list.toListRef()) {
@@ -122,6 +118,9 @@ Given::Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host) : takes_host
   for (const c10::IValue& argument : arguments) {
     if (argument.isOptionalTensorList()) {
       add_indices(argument);
+    } else if (argument.isGenerator()) {
+      generator = argument.toGenerator();
+      is_usual = is_usual && position_of(generator) != nullptr;
     } else {
       each_tensor(argument, [this](const at::Tensor& tensor) { add(tensor); });
     }
@@ -155,8 +154,7 @@ bool is_immediate(c10::DeviceIndex device) {
 // Whether an operation on these runs at once. What is written may not be the host's.
 bool is_at_once(PyObject* by, const Given& given) {
   if (given.has_host && operation.at(recorder.at(by, kRecorderOp), kMutates) == Py_True) return false;
-  return given.is_usual && given.device >= 0 && is_immediate(given.device) &&
-      (recorder.at(by, kInFormats) != Py_True || given.is_contiguous());
+  return given.is_usual && given.device >= 0 && is_immediate(given.device);
 }
 
 // kDone where a call can run at once, which it may have had to wait for.
@@ -176,7 +174,7 @@ Outcome perform_at_once(PyObject* by, Given& given, Invoke invoke, Results& resu
   size_t read = bytes_of(given.concrete);
   bool draws = recorder.at(by, kDraws) == Py_True;
   if (draws && read > kQuick) return Outcome::kUnusual;  // it would hold the lock for long
-  Draws drawn(draws, given.device);
+  Draws drawn(draws, given.device, given.generator);
   if (!drawn.begin()) return Outcome::kError;
   {
     Below below(read > kQuick);
@@ -224,6 +222,7 @@ Outcome copy_to_host(Given& given, Invoke invoke, Results& results) {
 bool is_usual_call(const Operator& op, c10::ArrayRef<c10::IValue> arguments, bool any_device) {
   for (size_t i = 0; i < arguments.size(); i++) {
     if (op.formals[i].kind != Formal::kNotRecorded || arguments[i].isNone() || (any_device && i == op.device)) continue;
+    if (i == op.generator) continue;  // `Given` looks at it
     if (!is_default(arguments[i], op.formals[i]) && !is_usual(arguments.data(), i, op)) return false;
   }
   return true;

@@ -3,6 +3,7 @@
 #include "free_lists.h"
 #include "recorder.h"
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -13,20 +14,20 @@
 
 namespace marid {
 
-// The tensors of ours among the arguments of a call.
+// The tensors of ours among the arguments of a call, and the generator.
 struct Given {
   c10::SmallVector<Handle*, 8> handles;  // kept by the arguments
   Concrete concrete;
   c10::DeviceIndex device = -1;
   bool takes_host = false;  // whether small tensors of the host are as good
   bool has_host = false;  // of those that are not, any of no dimension, which may stand beside tensors of the device
-  bool is_usual = true;  // no others but numbers, and all on one device
+  bool is_usual = true;  // no others but numbers, and all on one device, as is the generator
+  at::Generator generator;  // if one was given
 
   Given() = default;
   explicit Given(c10::ArrayRef<c10::IValue> arguments, bool takes_host = false);
   void add(const at::Tensor& tensor);
   void add_indices(const c10::IValue& list);  // `x[...]` takes them from the host too
-  bool is_contiguous() const;
 };
 
 // Bytes that an operator reads in less time than others would wait for the interpreter's lock.

@@ -3,6 +3,7 @@
 
 #include "direct.h"
 #include "factories.h"
+#include "group_norm.h"
 #include "known_calls.h"
 #include "product_gradients.h"
 #include "reads_at_once.h"
@@ -192,6 +193,7 @@ void register_kernel(const c10::OperatorName& name) {
     kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(own));
     if (auto reading = reading_kernel(*op, kernel)) kernel = std::move(*reading);
   }
+  if (auto group_norm = group_norm_kernel(*op, kernel)) kernel = std::move(*group_norm);
   kernels->push_back(
       dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1, std::move(kernel), {}, nullptr, __FILE__));
 }

@@ -37,7 +37,7 @@ PyObject* configure(PyObject*, PyObject*, PyObject* names) {
       storage.find(storage_type, {"last_read", "last_write", "handle"}) &&
       recorder.find(
           recorder_type, {"op", "plain", "draws", "indexes", "same_value", "exact_floats", "exact_lists", "known", "bumps",
-                          "deriver", "at_once", "at_once_by_rule", "in_formats"}) &&
+                          "deriver", "at_once", "at_once_by_rule"}) &&
       known.find(
           known_type, {"repeats", "spec", "pattern", "view_of", "returned", "several", "writes", "tape", "cost"}) &&
       tape.find(tape_type, {"sequence", "entries", "budget", "immediate"}) && spec.find(spec_type, {"pattern", "device"});

@@ -2,6 +2,8 @@
 // afterwards. What recorded operations take is known beforehand, for those of a list: frontend/random.py.
 #include "random.h"
 
+#include "device.h"
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/DistributionsHelper.h>
 
@@ -19,23 +21,15 @@ namespace marid {
 namespace {
 
 // Of frontend/random.py.
-Slots position_of, draw;  // of a device's generator; of graph/node.py
+Slots positions, draw;  // of a device's generator; of graph/node.py
 enum PositionSlot { kSeed, kOffset, kSpare, kEnd, kEndSpare };  // a draw has all of them
-PyObject *generators, *cpu_state, *measure;
+PyObject *generators, *made_generator, *cpu_state, *measure;
 
 constexpr int64_t kTwist = at::MERSENNE_STATE_N;  // words after which a generator makes its state anew
 constexpr int64_t kPairWords = 4;  // of a pair of normal numbers, of which one is kept: PAIR_WORDS in graph/mersenne_twister.py
 constexpr int64_t kLatest = 2048;  // words among which it is looked for
 constexpr int64_t kFarthest = int64_t{1} << 31;
-constexpr uint64_t kMostSkipped = 1 << 20;
-
-struct Position {
-  uint64_t seed, offset;
-  int64_t spare;
-  bool operator==(const Position& other) const {
-    return seed == other.seed && offset == other.offset && spare == other.spare;
-  }
-};
+constexpr uint64_t kMostSkipped = 1 << 20, kMostFromSeed = 1 << 12;
 
 // The state of a generator of the CPU.
 struct State {
@@ -62,13 +56,17 @@ struct Source {
   Position position{};
   State state;
 
-  // Skip what was drawn elsewhere in between, by recorded operations say; false where that is not just some words.
-  bool go_on_to(const Position& wanted) {
+  // Go there from here, past what was drawn elsewhere in between, by recorded operations say, or from the beginning of a stream;
+  // false where that is not just some words.
+  bool go_to(const Position& wanted) {
     bool is_ahead = generator.defined() && wanted.seed == position.seed && wanted.offset >= position.offset;
-    if (!is_ahead || wanted.spare >= 0 || wanted.offset - position.offset > kMostSkipped) return false;
+    uint64_t skipped = wanted.offset - (is_ahead ? position.offset : 0);
+    if (wanted.spare >= 0 || skipped > (is_ahead ? kMostSkipped : kMostFromSeed)) return false;
+    if (!generator.defined()) generator = at::detail::createCPUGenerator();
     auto* impl = static_cast<at::CPUGeneratorImpl*>(generator.unsafeGetGeneratorImpl());
+    if (!is_ahead) impl->set_current_seed(wanted.seed);
     impl->set_next_double_normal_sample(std::nullopt);
-    for (; position.offset < wanted.offset; position.offset++) impl->random();
+    for (; skipped > 0; skipped--) impl->random();
     position = wanted;
     state = State::of(impl);
     return true;
@@ -181,8 +179,22 @@ bool read_position(const Slots& slots, PyObject* of, Position* position) {
   return !PyErr_Occurred();
 }
 
-// Where a device's generator stands after the words between two states; false after an error.
-bool advance(PyObject* of, const State& from, const State& to, Position* position) {
+bool write_position(PyObject* generator, const Position& position) {
+  Ref offset(PyLong_FromUnsignedLongLong(position.offset)), spare(PyLong_FromLongLong(position.spare));
+  if (!offset || !spare) return false;
+  positions.set(generator, kOffset, std::move(offset));
+  positions.set(generator, kSpare, std::move(spare));
+  return true;
+}
+
+// A generator that stands there, for Python. Null after an error.
+Ref generator_at(const Position& position) {
+  Ref generator(PyObject_CallFunction(made_generator, "iK", 0, static_cast<unsigned long long>(position.seed)));
+  return generator && write_position(generator.get(), position) ? std::move(generator) : Ref();
+}
+
+// Go on by the words between two states; false after an error.
+bool advance(const State& from, const State& to, Position* position) {
   std::optional<int64_t> words = words_between(from.twister, to.twister);
   bool is_same_spare = from.single == to.single && from.normal == to.normal;
   std::optional<int64_t> pair = words && !is_same_spare && !to.single ? beginning_of_pair(from, to, *words) : std::nullopt;
@@ -195,31 +207,35 @@ bool advance(PyObject* of, const State& from, const State& to, Position* positio
       *place = Ref(THPVariable_Wrap(generator.get_state()));
       if (!*place) return false;
     }
-    Ref taken(PyObject_CallFunctionObjArgs(measure, of, states[0].get(), states[1].get(), nullptr));
-    return taken && read_position(position_of, of, position);
+    Ref generator = generator_at(*position);
+    if (!generator) return false;
+    Ref taken(PyObject_CallFunctionObjArgs(measure, generator.get(), states[0].get(), states[1].get(), nullptr));
+    return taken && read_position(positions, generator.get(), position);
   }
   if (!is_same_spare) position->spare = pair ? static_cast<int64_t>(position->offset) + *pair : -1;
   position->offset += *words;
-  Ref offset(PyLong_FromUnsignedLongLong(position->offset)), spare(PyLong_FromLongLong(position->spare));
-  if (!offset || !spare) return false;
-  position_of.set(of, kOffset, std::move(offset));
-  position_of.set(of, kSpare, std::move(spare));
   return true;
 }
 
 }  // namespace
 
-Draws::Draws(bool draws, c10::DeviceIndex device) : of_(draws ? PyList_GetItem(generators, device) : nullptr) {}
+Draws::Draws(bool draws, c10::DeviceIndex device, const at::Generator& given)
+    : given_(draws && given.defined() ? position_of(given) : nullptr),
+      of_(draws && given_ == nullptr ? PyList_GetItem(generators, device) : nullptr) {}
 
 const at::Generator& Draws::source() { return here().generator; }
 
 bool Draws::begin() {
-  if (of_ == nullptr) return true;
+  if (given_ == nullptr && of_ == nullptr) return true;
   Source& source = here();
   Position wanted;
   for (;;) {  // while Python runs, another thread may draw
-    if (!read_position(position_of, of_, &wanted)) return false;
-    if (wanted == source.position || source.go_on_to(wanted)) break;
+    if (given_ != nullptr) {
+      wanted = *given_;
+    } else if (!read_position(positions, of_, &wanted)) {
+      return false;
+    }
+    if ((source.generator.defined() && wanted == source.position) || source.go_to(wanted)) break;
     Ref state(PyObject_CallFunction(cpu_state, "KKL", wanted.seed, wanted.offset, wanted.spare));
     if (!state) return false;
     if (!source.generator.defined()) source.generator = at::detail::createCPUGenerator();
@@ -235,9 +251,12 @@ bool Draws::end() {
   if (!std::exchange(is_begun_, false)) return true;
   Source& source = here();
   State reached = State::of(impl_of(source.generator));
-  bool moved = advance(of_, source.state, reached, &source.position);
+  bool moved = advance(source.state, reached, &source.position);
   source.state = reached;
-  return moved;
+  if (!moved) return false;
+  if (given_ == nullptr) return write_position(of_, source.position);
+  *given_ = source.position;
+  return true;
 }
 
 void Draws::undo() {
@@ -245,7 +264,7 @@ void Draws::undo() {
 }
 
 Draws::~Draws() {
-  if (!end()) PyErr_WriteUnraisable(of_);  // beside what the operation has thrown
+  if (!end()) PyErr_WriteUnraisable(generators);  // beside what the operation has thrown
 }
 
 namespace {
@@ -253,18 +272,19 @@ namespace {
 // take(generator, draw): move a generator on to the end of a draw, if it still stands where that begins; whether it did.
 PyObject* take(PyObject*, PyObject* const* given, Py_ssize_t) {
   Position stands, begins;
-  if (!read_position(position_of, given[0], &stands) || !read_position(draw, given[1], &begins)) return nullptr;
+  if (!read_position(positions, given[0], &stands) || !read_position(draw, given[1], &begins)) return nullptr;
   if (!(stands == begins)) Py_RETURN_FALSE;
-  position_of.set(given[0], kOffset, Ref::to(draw.at(given[1], kEnd)));
-  position_of.set(given[0], kSpare, Ref::to(draw.at(given[1], kEndSpare)));
+  positions.set(given[0], kOffset, Ref::to(draw.at(given[1], kEnd)));
+  positions.set(given[0], kSpare, Ref::to(draw.at(given[1], kEndSpare)));
   Py_RETURN_TRUE;
 }
 
 // draw_from(generators, Generator, Draw, cpu_state, measure): the devices' generators, and of random.py what is needed for them.
 PyObject* draw_from(PyObject*, PyObject* const* given, Py_ssize_t) {
-  if (!position_of.find(given[1], {"seed", "offset", "spare"})) return nullptr;
+  if (!positions.find(given[1], {"seed", "offset", "spare"})) return nullptr;
   if (!draw.find(given[2], {"seed", "offset", "spare", "end", "end_spare"})) return nullptr;
   generators = Py_NewRef(given[0]);
+  made_generator = Py_NewRef(given[1]);
   cpu_state = Py_NewRef(given[3]);
   measure = Py_NewRef(given[4]);
   Py_RETURN_NONE;

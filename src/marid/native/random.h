@@ -7,12 +7,13 @@
 
 namespace marid {
 
-// For as long as this lives, an operation of this thread draws where the generator of its device stands. What it has taken,
-// perhaps before it failed, is seen on the generator that gave it; the device's one is moved on by that at the end. The
+// For as long as this lives, an operation of this thread draws where the generator stands that it was given, or else that of
+// its device. What it has taken, perhaps before it failed, is seen on the one that gave it; the other is moved on by that at the
+// end. The
 // interpreter's lock is held all the time, so nobody else takes the same numbers.
 class Draws {
  public:
-  Draws(bool draws, c10::DeviceIndex device);
+  Draws(bool draws, c10::DeviceIndex device, const at::Generator& given);
   Draws(const Draws&) = delete;
   Draws& operator=(const Draws&) = delete;
   ~Draws();
@@ -25,7 +26,8 @@ class Draws {
   static const at::Generator& source();
 
  private:
-  PyObject* of_;  // the generator of the device; null for an operation that draws nothing. Borrowed
+  struct Position* given_;  // where the generator stands that was given; null where none was
+  PyObject* of_;  // else the generator of the device; null for an operation that draws nothing. Borrowed
   bool is_begun_ = false;
 };
 

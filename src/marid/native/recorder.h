@@ -27,8 +27,7 @@ enum RecorderSlot {
   kBumps,
   kDeriver,
   kAtOnce,
-  kAtOnceByRule,
-  kInFormats
+  kAtOnceByRule
 };
 enum KnownSlot { kRepeats, kResult, kPattern, kViewOf, kReturned, kSeveral, kWrites, kTape, kCost };
 enum TapeSlot { kSequence, kEntries, kBudget, kImmediate };
