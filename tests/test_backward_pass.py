@@ -1,8 +1,9 @@
-"""Backwards that show Python nothing run as one function of autograd's engine: the same bits, errors and order."""
+"""Backwards without hooks run as one function of autograd's engine: the same bits, errors and order."""
 
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,57 @@ def _written(x: Tensor, write: Callable[[Tensor], object]) -> Tensor:
     return y
 
 
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+class _Cubed(torch.autograd.Function):
+    """Saves what it is given, has a result without a gradient, and can be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, other)
+        signs = x.sign()
+        ctx.mark_non_differentiable(signs)
+        return x**3 + other, signs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, _ = ctx.saved_tensors
+        assert type(grads[0]) is type(grads[1]) is type(x)  # of one class, also what nothing has come for
+        first, second = ctx.needs_input_grad
+        return (grads[0] * 3 * x * x if first else None), (grads[0] if second else None)
+
+
+class _Unread(torch.autograd.Function):
+    """Takes gradients that have not come as None, and hands another one on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x.clone(), x.exp()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        first, second = grads
+        return second if first is None else first
+
+
+def _applied(function: Any, *arguments: Tensor) -> Any:
+    return function.apply(*arguments)
+
+
 _UNARY: list[Callable[[Tensor], Tensor]] = [
+    lambda x: _applied(_Twice, x),
+    lambda x: _applied(_Unread, x)[0],
+    lambda x: _applied(_Unread, x)[1],
+    lambda x: _written(x, lambda y: y[1:].copy_(_applied(_Twice, y[1:]))),
     torch.tanh,
     torch.sigmoid,
     lambda x: x * 1.5,
@@ -51,6 +102,7 @@ _UNARY: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.where(x > 0, x, x * 0.1),
 ]
 _BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda x, y: _applied(_Cubed, x * 0.5, y)[0],
     torch.add,
     torch.mul,
     torch.sub,
@@ -138,16 +190,7 @@ def test_gradients_of_one_tensor_from_several_roots() -> None:
 
 
 def test_the_engine_calls_one_function() -> None:
-    """Where nothing of a graph can be seen; each of its functions where a hook, or a function of Python, sees one."""
-
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(_ctx: Any, *grads: Tensor) -> Tensor:
-            return grads[0] * 2
+    """Also where some of the graph's functions are Python; each of them where a hook sees one."""
 
     def step(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
         def run() -> None:
@@ -176,8 +219,8 @@ def test_the_engine_calls_one_function() -> None:
         assert "MaridBackward" not in _functions(step(with_hook(of)))
     for write in (lambda _, y: y[1:].mul_(2), lambda x, y: y[0].copy_(x[0])):
         assert _functions(step(with_hook(write))) == {"MaridBackward"}
-    assert "MaridBackward" not in _functions(step(with_hook(lambda _, y: y[1:].copy_(Twice.apply(y[1:])))))  # pyright: ignore[reportArgumentType]
-    assert "MaridBackward" not in _functions(step(lambda _, y: Twice.apply(y)))  # pyright: ignore[reportArgumentType]
+    assert _functions(step(lambda _, y: _applied(_Twice, y))) == {"MaridBackward"}
+    assert _functions(step(with_hook(lambda _, y: y[1:].copy_(_applied(_Twice, y[1:]))))) == {"MaridBackward"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.autograd.detect_anomaly():
@@ -307,3 +350,114 @@ def test_hooks_after_an_error() -> None:
     z.sum().backward()
     assert [type(tensor) for tensor in seen] == [marid.LazyTensor]
     assert_same(x.grad, (2 * torch.ones(3).exp()))
+
+
+def test_functions_of_python_see_tensors_of_the_device() -> None:
+    """Gradients that have come from functions of C++ and of Python, and those that are made because none has come."""
+    seen: list[type] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 1, x * 2
+
+        @staticmethod
+        def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+            seen.extend(type(grad) for grad in grads)
+            made = grads[0] * 2
+            seen.append(type(made))
+            return made
+
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    (_applied(Look, _applied(Look, x.exp())[0] + x)[0].view(3, 1) * 1).sum().backward()
+    assert set(seen) == {marid.LazyTensor}
+    assert len(seen) == 6
+    assert type(x.grad) is marid.LazyTensor
+    assert_same(x.grad, 4 * torch.ones(3).exp() + 2)
+
+
+def test_functions_of_python_that_fail() -> None:
+    """Their error, or autograd's of what they return, comes out; what was added up before stays."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
+            ctx.how = how
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            if ctx.how == "raise":
+                raise KeyError("gone")
+            results = {
+                "shape": grads[0][:2],
+                "more": (grads[0], None, grads[0]),
+                "less": grads[0],
+                "sum": grads[0][None],
+            }
+            found = results[ctx.how]
+            return found if isinstance(found, tuple) or ctx.how == "less" else (found, None)
+
+    def run(device: str) -> list[Any]:
+        found: list[Any] = []
+        for how in ("raise", "shape", "more", "less", "sum"):
+            x = torch.ones(3, device=device, requires_grad=True)
+            y = _applied(Wrong, x.exp(), how).sum() + x.sum()
+            try:
+                y.backward()
+            except (KeyError, RuntimeError) as error:
+                found.append(f"{type(error).__name__} {error}".split("\n")[0])
+            found.append(x.grad)
+        return found
+
+    on_both(run)
+
+
+def test_a_function_of_python_that_goes_backward_itself() -> None:
+    """A graph of its own, in the middle of another one; and no error of the inner one is lost."""
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                copy = x.detach().requires_grad_()
+                (_applied(_Twice, copy.sin()) * 0.5).backward(grads[0])
+            assert copy.grad is not None
+            return copy.grad
+
+    def run(device: str) -> list[Any]:
+        x = torch.linspace(0, 1, 5).to(device).requires_grad_()
+        (_applied(Inner, x.exp()).tanh() + x).sum().backward()
+        return [x.grad]
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("count", [8, 200_000])
+def test_threads_go_backward_to_the_same_leaves(count: int) -> None:
+    """Each function of autograd locks a mutex, and each operation asks for the interpreter's lock: nobody waits for the
+    one with the other. Gradients are small numbers that are whole, so their order is not seen."""
+
+    def run(device: str) -> list[Any]:
+        x = torch.ones(count).to(device).requires_grad_()
+        shared = x * 2
+
+        def work() -> None:
+            for _ in range(20):
+                (_applied(_Twice, shared) + x * 3).sum().backward(retain_graph=True)
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        return [x.grad]
+
+    on_both(run)

@@ -1,6 +1,8 @@
 #include "backward_graph.h"
 
+#include "backward.h"
 #include "handle.h"
+#include "python.h"
 
 #include <ATen/ops/add.h>
 #include <c10/core/GradMode.h>
@@ -32,8 +34,6 @@ Node* inner(Node& function) {
   return writes ? &*static_cast<CopySlices&>(function).fn : nullptr;
 }
 
-bool is_python(const Node& function) { return std::strcmp(typeid(function).name(), "N5torch8autograd6PyNodeE") == 0; }
-
 // What a function returned, as the functions that it goes to expect it.
 void check(const Node& function, variable_list& gradients) {
   const edge_list& edges = function.next_edges();
@@ -59,19 +59,26 @@ void add(Node* function, variable_list& inputs, uint32_t at, Tensor&& gradient) 
   inputs = std::move(buffer.buffer);
 }
 
+bool has_hooks(Node& function) {
+  return !function.pre_hooks().empty() || !function.post_hooks().empty() || !function.tensor_pre_hooks().empty() ||
+      !function.retains_grad_hooks().empty();
+}
+
 // Whether a function may run here.
-bool is_plain(Node& function) {
-  if (shows_python(function) || function.tensor_post_acc_grad_hooks() != nullptr) return false;
+bool may_run(Node& function) {
+  if (has_hooks(function) || function.tensor_post_acc_grad_hooks() != nullptr) return false;
+  Node* within = inner(function);
+  if (within != nullptr && shows_python(*within)) return false;
   c10::DeviceType type = function.device().type();
   return type == c10::DeviceType::CPU || type == c10::DeviceType::PrivateUse1;
 }
 
 }  // namespace
 
+bool is_python(const Node& function) { return std::strcmp(typeid(function).name(), "N5torch8autograd6PyNodeE") == 0; }
+
 bool shows_python(Node& function) {
-  bool has_hooks = !function.pre_hooks().empty() || !function.post_hooks().empty() || !function.tensor_pre_hooks().empty() ||
-      !function.retains_grad_hooks().empty();
-  if (has_hooks || is_python(function)) return true;
+  if (has_hooks(function) || is_python(function)) return true;
   Node* within = inner(function);
   return within != nullptr && shows_python(*within);
 }
@@ -124,7 +131,7 @@ bool BackwardGraph::reaches_all() const {
   });
 }
 
-void BackwardGraph::run(c10::function_ref<void(const Node&)> before) {
+void BackwardGraph::run(c10::function_ref<void(const Node&, bool)> before) {
   auto* asked = torch::autograd::get_current_graph_task_exec_info();
   if (!info_.empty()) const_cast<std::remove_const_t<std::remove_pointer_t<decltype(asked)>>&>(*asked) = std::move(info_);
   c10::AutoGradMode mode(creates_);
@@ -135,7 +142,7 @@ void BackwardGraph::run(c10::function_ref<void(const Node&)> before) {
     uint32_t at = ready_.top().step;
     ready_.pop();
     Node& function = *steps_[at].function;
-    before(function);
+    before(function, steps_[at].is_python);
     variable_list outputs;
     if (!call(steps_[at], outputs)) continue;
     const edge_list& edges = function.next_edges();
@@ -185,7 +192,8 @@ bool BackwardGraph::enter(uint32_t at) {
   Step& step = steps_[at];
   step.edges = static_cast<uint32_t>(next_.size());
   next_.resize(next_.size() + step.function->num_outputs(), kNone);
-  return is_plain(*step.function);
+  step.is_python = is_python(*step.function);
+  return may_run(*step.function);
 }
 
 void BackwardGraph::leave(uint32_t at, size_t edges) {
@@ -222,6 +230,10 @@ bool BackwardGraph::call(Step& step, variable_list& outputs) {
       for (const auto& capture : *step.info->captures_) results[capture.output_idx_] = inputs[capture.input_idx_];
     }
     if (!step.info->needed_) return false;
+  }
+  if (step.is_python) {
+    InterpreterLock lock;
+    for (const Tensor& one : inputs) give_objects(c10::IValue(one));
   }
   if (!keeps_) step.function->will_release_variables();
   outputs = (*step.function)(std::move(inputs));

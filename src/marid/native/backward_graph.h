@@ -16,7 +16,10 @@
 
 namespace marid {
 
-// Whether a function of autograd is written in Python, has hooks, or has another one inside that is or does.
+// Whether a function of autograd is written in Python.
+bool is_python(const torch::autograd::Node& function);
+
+// Whether it is, has hooks, or has another one inside that is or does.
 bool shows_python(torch::autograd::Node& function);
 
 // Whether a gradient is what the function that it goes to expects, so that autograd would take it as it is.
@@ -32,14 +35,14 @@ class BackwardGraph {
       torch::autograd::edge_list roots, torch::autograd::variable_list gradients, torch::autograd::edge_list asked, bool keeps,
       bool creates);
 
-  // Find the functions; false if Python may see something of them, or another accelerator has part in it.
+  // Find the functions; false if one has hooks, or another accelerator has part in it.
   bool find();
 
   // Whether they lead to all that was asked for.
   bool reaches_all() const;
 
-  // Run them, in a function that autograd's engine runs; `before` is told of each.
-  void run(c10::function_ref<void(const Node&)> before);
+  // Run them, in a function that autograd's engine runs; `before` is told of each, and whether it is written in Python.
+  void run(c10::function_ref<void(const Node&, bool)> before);
 
   // The gradients that were asked for.
   torch::autograd::variable_list results;
@@ -53,7 +56,7 @@ class BackwardGraph {
     uint32_t edges = 0;  // where in `next_` the functions stand that its gradients go to
     uint32_t waiting = 0;  // gradients that have to come
     ExecInfo* info = nullptr;  // what is asked of it, where not all gradients are
-    bool runs = true;
+    bool runs = true, is_python = false;
     torch::autograd::variable_list inputs;
   };
 

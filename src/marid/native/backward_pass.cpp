@@ -1,11 +1,11 @@
-// A backward of which Python sees nothing, on the thread that asked for it.
+// A backward without hooks, on the thread that asked for it.
 //
-// Autograd's engine serves threads for each device, streams, hooks, and functions written in Python. For that it sets the
-// whole state of the thread before each function of a graph and restores it after, finds each function in three tables, and
-// locks its queue: some 20,000 instructions for a function, a third of what a step with small tensors takes. Where a graph has
-// functions of C++ alone, none of them with hooks, nothing of that can be seen. Such a graph is one function for the engine,
-// which sets the state once, and runs the functions of the graph in the order in which the engine would have: by their
-// sequence numbers, on a heap of the same kind. The order decides how gradients are added up, and so their bits.
+// Autograd's engine serves threads for each device, streams and hooks. For that it sets the whole state of the thread before each
+// function of a graph and restores it after, finds each function in three tables, and locks its queue: some 20,000 instructions
+// for a function, a third of what a step with small tensors takes. Where a graph has no hooks, nothing of that can be seen. Such a
+// graph is one function for the engine, which sets the state once, and runs the functions of the graph in the order in which the
+// engine would have: by their sequence numbers, on a heap of the same kind. The order decides how gradients are added up, and so
+// their bits. Functions that are written in Python get tensors with Python objects; between the others nobody sees them.
 #include "backward_pass.h"
 
 #include "autograd_function.h"
@@ -55,8 +55,8 @@ class Pass : public Node {
       ~Restore() { running = outer; }
     } restore{outer};
     // The last functions make what users see: `.grad`.
-    graph.run([](const Node& function) {
-      running.is_hidden = !c10::GradMode::is_enabled() && function.num_outputs() != 0;
+    graph.run([](const Node& function, bool is_python) {
+      running.is_hidden = !c10::GradMode::is_enabled() && function.num_outputs() != 0 && !is_python;
     });
     return {};
   }

@@ -1,4 +1,4 @@
-// A backward of which Python sees nothing, on the thread that asked for it (backward_pass.cpp).
+// A backward without hooks, on the thread that asked for it (backward_pass.cpp).
 #pragma once
 #include <Python.h>
 

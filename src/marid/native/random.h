@@ -8,8 +8,7 @@
 namespace marid {
 
 // For as long as this lives, an operation of this thread draws where the generator stands that it was given, or else that of
-// its device. What it has taken, perhaps before it failed, is seen on the one that gave it; the other is moved on by that at the
-// end. The
+// its device. What it has taken, perhaps before it failed, is seen on the one that gave it; the other is moved on at the end. The
 // interpreter's lock is held all the time, so nobody else takes the same numbers.
 class Draws {
  public:
