@@ -26,8 +26,8 @@ import torch
 
 from marid.frontend import (  # noqa: F401  (define operators that are admitted)
     linear_activation,
-    onednn,
     quantized_operators,
+    recurrent,
     rwkv7_operators,
 )
 from marid.remote.worker.operators import check_call, kind_of, operator_named
