@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import marid
@@ -458,6 +459,37 @@ def test_threads_go_backward_to_the_same_leaves(count: int) -> None:
         for thread in threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
+        return [x.grad]
+
+    on_both(run)
+
+
+def test_gradients_of_a_subclass_are_seen_by_its_python() -> None:
+    """Between functions of Python that wrap and unwrap tensors, as distributed ones are."""
+
+    class Pack(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, a: Tensor, b: Tensor) -> Any:
+            return TwoTensor(a, b)
+
+        @staticmethod
+        def backward(_ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+            return grads[0].a, grads[0].b
+
+    class Unpack(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, both: Any) -> tuple[Tensor, Tensor]:
+            return both.a, both.b
+
+        @staticmethod
+        def backward(_ctx: Any, *grads: Tensor) -> Any:
+            return TwoTensor(*grads)
+
+    def run(device: str) -> list[Any]:
+        x = torch.linspace(0, 1, 6).to(device).requires_grad_()
+        both = _applied(Pack, x.exp(), x.sin())
+        a, b = _applied(Unpack, (both * both).tanh() + both)
+        ((a * 2).sum() + (b.exp() * a).sum()).backward()
         return [x.grad]
 
     on_both(run)

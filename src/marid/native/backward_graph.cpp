@@ -64,8 +64,17 @@ bool has_hooks(Node& function) {
       !function.retains_grad_hooks().empty();
 }
 
+// Whether a function computes with tensors of a class whose operations are Python (`__torch_dispatch__`), which sees gradients.
+bool is_of_subclass(Node& function) {
+  for (uint32_t i = 0; i < function.num_inputs(); i++) {
+    if (function.input_metadata(i).is_tensor_subclass()) return true;
+  }
+  return false;
+}
+
 // Whether a function may run here.
 bool may_run(Node& function) {
+  if (is_of_subclass(function)) return false;
   if (has_hooks(function) || function.tensor_post_acc_grad_hooks() != nullptr) return false;
   Node* within = inner(function);
   if (within != nullptr && shows_python(*within)) return false;
