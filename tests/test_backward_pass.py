@@ -73,7 +73,7 @@ class _Unread(torch.autograd.Function):
         return second if first is None else first
 
 
-def _applied(function: Any, *arguments: Tensor) -> Any:
+def _applied(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
@@ -491,5 +491,38 @@ def test_gradients_of_a_subclass_are_seen_by_its_python() -> None:
         a, b = _applied(Unpack, (both * both).tanh() + both)
         ((a * 2).sum() + (b.exp() * a).sum()).backward()
         return [x.grad]
+
+    on_both(run)
+
+
+def test_hooks_see_saved_tensors_in_autograds_order() -> None:
+    """Checkpoints count them, and may save in one way of running and compute again in another."""
+
+    def run(device: str) -> list[Any]:
+        seen: list[tuple[str, list[int]]] = []
+
+        def look(what: str) -> Callable[[Tensor], Tensor]:
+            def hook(tensor: Tensor) -> Tensor:
+                seen.append((what, list(tensor.shape)))
+                return tensor
+
+            return hook
+
+        a, b = (torch.ones(*shape).to(device).requires_grad_() for shape in ((2, 3), (3, 4)))
+        bias = torch.ones(4).to(device).requires_grad_()
+        batch, weight = (torch.ones(*shape).to(device).requires_grad_() for shape in ((5, 2, 3), (5, 3, 4)))
+        with torch.autograd.graph.saved_tensors_hooks(look("save"), look("read")):
+            for product in (
+                a.mm(b),
+                a.mm(b.detach()),
+                a.detach().mm(b),
+                torch.addmm(bias, a, b),
+                torch.addmm(bias, a, b, beta=2),
+                batch.bmm(weight),
+                nn.functional.linear(batch, b.t(), bias),
+                nn.functional.linear(batch, b.t()),
+            ):
+                product.sum().backward()
+        return [seen]
 
     on_both(run)

@@ -73,11 +73,11 @@ c10::KernelFunction made(const c10::OperatorHandle& op, c10::KernelFunction usua
 
 }  // namespace
 
-std::optional<c10::KernelFunction> group_norm_kernel(const c10::OperatorHandle& op, c10::KernelFunction usual) {
+std::optional<c10::KernelFunction> group_norm_kernel(const c10::OperatorHandle& op, const c10::KernelFunction& usual) {
   const std::string& name = op.operator_name().name;
   if (!op.operator_name().overload_name.empty()) return std::nullopt;
-  if (name == "aten::native_group_norm") return made<GroupNorm>(op, std::move(usual));
-  if (name == "aten::native_group_norm_backward") return made<GroupNormBackward>(op, std::move(usual));
+  if (name == "aten::native_group_norm") return made<GroupNorm>(op, usual);
+  if (name == "aten::native_group_norm_backward") return made<GroupNormBackward>(op, usual);
   return std::nullopt;
 }
 

@@ -115,8 +115,10 @@ struct ProductBackward final : Node {
     Tensor left, right;
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      left = saved_left.unpack();
+      // As they are saved, in PyTorch's order of names: hooks for saved tensors, as checkpoints are, count them.
+      if (form.adds) left = saved_left.unpack();
       right = saved_right.unpack();
+      if (!form.adds) left = saved_left.unpack();
     }
     if (!grads[0].defined()) return variable_list(num_outputs());
     // Gradients that will be differentiated are composed of operations that can be, and so are those that are recorded.
@@ -229,8 +231,12 @@ FunctionPointer function_of(const char* name, const Tensor* added, const Tensor&
   } else {
     function.set_next_edges(torch::autograd::collect_next_edges(left, right));
   }
-  if (of_right.requires_grad) function.saved_left = SavedVariable(left, false);
+  auto save_left = [&] {
+    if (of_right.requires_grad) function.saved_left = SavedVariable(left, false);
+  };
+  if (function.form.adds) save_left();
   if (of_left.requires_grad) function.saved_right = SavedVariable(right, false);
+  if (!function.form.adds) save_left();
   return pointer;
 }
 
