@@ -1,4 +1,4 @@
-"""Backwards without hooks run as one function of autograd's engine: the same bits, errors and order."""
+"""Backwards run as one function of autograd's engine: the same bits, errors, hooks and order."""
 
 from __future__ import annotations
 
@@ -177,6 +177,68 @@ def test_random_graphs(seed: int) -> None:
         on_both(run)
 
 
+def _hook(choose: random.Random, name: str, tensor: Tensor, others: list[Tensor], seen: list[Any]) -> None:
+    """A hook that notes what it is given, and may change it: on a tensor, on the function that made it, on several."""
+
+    def note(*gradients: Any) -> Any:
+        seen.extend([name, *(one if one is None else one.detach().clone() for one in gradients)])
+
+    def scale(gradient: Tensor) -> Tensor:
+        note(gradient)
+        return gradient * 0.5
+
+    def register(_: Tensor) -> None:
+        if choose.random() < 0.3:
+            tensor.register_hook(scale)
+
+    def scale_all(*lists: tuple[Tensor | None, ...]) -> Any:
+        for gradients in lists:
+            note(*gradients)
+        return tuple(None if one is None else one * 1.5 for one in lists[0])
+
+    function = tensor.grad_fn
+    on_tensors = [
+        lambda: tensor.register_hook(note),
+        lambda: tensor.register_hook(scale),
+        lambda: others[0].register_hook(register),
+        lambda: torch.autograd.graph.register_multi_grad_hook(others, lambda all_of: note(*all_of)),
+        lambda: torch.autograd.graph.register_multi_grad_hook(others, note, mode="any"),
+    ]
+    on_leaves = [*on_tensors, lambda: tensor.register_post_accumulate_grad_hook(lambda leaf: note(leaf.grad))]
+    if function is None:
+        choose.choice(on_leaves)()
+        return
+    on_functions = [lambda: function.register_prehook(scale_all), lambda: function.register_hook(scale_all)]
+    choose.choice([*on_tensors, tensor.retain_grad, *on_functions])()
+
+
+@pytest.mark.parametrize("seed", range(GRAPHS))
+def test_hooks_in_random_graphs(seed: int) -> None:
+    """Hooks see and change what they do in autograd's engine, in its order: with all gradients added to ``.grad``, and
+    with some asked for."""
+
+    def run(device: str) -> list[Any]:
+        choose = random.Random(seed)
+        leaves, made = _graph(seed, device)
+        able = [tensor for tensor in made if tensor.requires_grad]
+        seen: list[Any] = []
+        for i in range(choose.randint(1, 6)):
+            _hook(choose, f"hook {i}", choose.choice(able), choose.sample(able, min(len(able), 3)), seen)
+        made[-1].sum().backward(retain_graph=True)
+        seen += ["backward", *[tensor.grad for tensor in able if tensor.is_leaf or tensor.retains_grad]]
+        asked = [tensor for tensor in choose.sample(made, min(len(made), 4)) if tensor.requires_grad] or leaves
+        try:
+            seen += ["grad", *torch.autograd.grad(made[-1].sum(), asked, retain_graph=True, allow_unused=True)]
+        except RuntimeError as error:  # a hook of several tensors cannot have leaves that are asked for
+            seen.append(str(error))
+        made[-1].square().mean().backward(create_graph=choose.random() < 0.3)
+        return [*seen, *[leaf.grad for leaf in leaves]]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of `create_graph`
+        on_both(run)
+
+
 def test_gradients_of_one_tensor_from_several_roots() -> None:
     """Their sum can be differentiated."""
 
@@ -191,7 +253,7 @@ def test_gradients_of_one_tensor_from_several_roots() -> None:
 
 
 def test_the_engine_calls_one_function() -> None:
-    """Also where some of the graph's functions are Python; each of them where a hook sees one."""
+    """Also where some of the graph's functions are Python, or have hooks."""
 
     def step(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
         def run() -> None:
@@ -208,7 +270,7 @@ def test_the_engine_calls_one_function() -> None:
         return change
 
     assert _functions(step(lambda _, y: y)) == {"MaridBackward"}
-    visible: list[Callable[[Tensor, Tensor], object]] = [
+    hooks: list[Callable[[Tensor, Tensor], object]] = [
         lambda _, y: y.register_hook(lambda grad: grad),
         lambda x, _: x.register_hook(lambda grad: grad),
         lambda x, _: x.register_post_accumulate_grad_hook(lambda _: None),
@@ -216,8 +278,8 @@ def test_the_engine_calls_one_function() -> None:
         lambda _, y: y.grad_fn.register_hook(lambda *_: None),  # type: ignore[union-attr]
         lambda _, y: y.grad_fn.register_prehook(lambda *_: None),  # type: ignore[union-attr]
     ]
-    for of in visible:
-        assert "MaridBackward" not in _functions(step(with_hook(of)))
+    for of in hooks:
+        assert _functions(step(with_hook(of))) == {"MaridBackward"}
     for write in (lambda _, y: y[1:].mul_(2), lambda x, y: y[0].copy_(x[0])):
         assert _functions(step(with_hook(write))) == {"MaridBackward"}
     assert _functions(step(lambda _, y: _applied(_Twice, y))) == {"MaridBackward"}

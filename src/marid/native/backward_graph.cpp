@@ -15,6 +15,7 @@
 #include <string>
 #include <type_traits>
 #include <typeinfo>
+#include <unordered_set>
 
 namespace marid {
 
@@ -75,11 +76,17 @@ bool is_of_subclass(Node& function) {
 // Whether a function may run here.
 bool may_run(Node& function) {
   if (is_of_subclass(function)) return false;
-  if (has_hooks(function) || function.tensor_post_acc_grad_hooks() != nullptr) return false;
   Node* within = inner(function);
   if (within != nullptr && shows_python(*within)) return false;
   c10::DeviceType type = function.device().type();
   return type == c10::DeviceType::CPU || type == c10::DeviceType::PrivateUse1;
+}
+
+// The gradients of a function's results, after the hooks of these tensors.
+variable_list call_tensor_hooks(Node& function, variable_list gradients) {
+  for (const auto& hook : function.tensor_pre_hooks()) gradients = (*hook)(gradients);
+  for (const auto& [_, hook] : function.retains_grad_hooks()) gradients = (*hook)(gradients);
+  return gradients;
 }
 
 }  // namespace
@@ -143,6 +150,10 @@ bool BackwardGraph::reaches_all() const {
 void BackwardGraph::run(c10::function_ref<void(const Node&, bool)> before) {
   auto* asked = torch::autograd::get_current_graph_task_exec_info();
   if (!info_.empty()) const_cast<std::remove_const_t<std::remove_pointer_t<decltype(asked)>>&>(*asked) = std::move(info_);
+  if (is_shown_) {  // Python may ask which functions will run
+    auto* functions = torch::autograd::get_current_graph_task_nodes_in_graph();
+    for (const Step& step : steps_) const_cast<std::unordered_set<Node*>&>(*functions).insert(step.function);
+  }
   c10::AutoGradMode mode(creates_);
   for (size_t i = 0; i < roots_.size(); i++) {
     give(places_.at(&*roots_[i].function), roots_[i].input_nr, std::move(gradients_[i]));
@@ -151,9 +162,10 @@ void BackwardGraph::run(c10::function_ref<void(const Node&, bool)> before) {
     uint32_t at = ready_.top().step;
     ready_.pop();
     Node& function = *steps_[at].function;
-    before(function, steps_[at].is_python);
+    bool is_shown = steps_[at].is_python || has_hooks(function);  // a hook may have been registered meanwhile
+    before(function, is_shown);
     variable_list outputs;
-    if (!call(steps_[at], outputs)) continue;
+    if (!call(steps_[at], is_shown, outputs)) continue;
     const edge_list& edges = function.next_edges();
     for (size_t i = 0; i < outputs.size(); i++) {
       uint32_t next = next_[steps_[at].edges + i];
@@ -202,6 +214,7 @@ bool BackwardGraph::enter(uint32_t at) {
   step.edges = static_cast<uint32_t>(next_.size());
   next_.resize(next_.size() + step.function->num_outputs(), kNone);
   step.is_python = is_python(*step.function);
+  is_shown_ = is_shown_ || step.is_python || has_hooks(*step.function);
   return may_run(*step.function);
 }
 
@@ -231,23 +244,28 @@ void BackwardGraph::give(uint32_t at, uint32_t input, Tensor&& gradient) {
   if (is_last) ready_.push({step.function->sequence_nr(), at});
 }
 
-// Call a function; false if its gradients were all that was asked for.
-bool BackwardGraph::call(Step& step, variable_list& outputs) {
+// Call a function and its hooks, in the order of autograd's engine; false if its gradients were all that was asked for.
+bool BackwardGraph::call(Step& step, bool is_shown, variable_list& outputs) {
+  Node& function = *step.function;
   variable_list inputs = std::move(step.inputs);
-  if (step.info != nullptr) {
-    if (step.info->captures_) {
-      for (const auto& capture : *step.info->captures_) results[capture.output_idx_] = inputs[capture.input_idx_];
-    }
-    if (!step.info->needed_) return false;
-  }
-  if (step.is_python) {
+  if (is_shown) {
     InterpreterLock lock;
     for (const Tensor& one : inputs) give_objects(c10::IValue(one));
   }
-  if (!keeps_) step.function->will_release_variables();
-  outputs = (*step.function)(std::move(inputs));
-  check(*step.function, outputs);
-  if (!keeps_) step.function->release_variables();
+  bool is_needed = step.info == nullptr || step.info->needed_;
+  if (!is_needed) inputs = call_tensor_hooks(function, std::move(inputs));
+  if (step.info != nullptr && step.info->captures_) {
+    for (const auto& capture : *step.info->captures_) results[capture.output_idx_] = inputs[capture.input_idx_];
+  }
+  if (!is_needed) return false;
+  inputs = call_tensor_hooks(function, std::move(inputs));
+  for (const auto& hook : function.pre_hooks()) inputs = (*hook)(inputs);
+  if (!keeps_) function.will_release_variables();
+  bool keeps_inputs = !function.post_hooks().empty();
+  outputs = function(keeps_inputs ? variable_list(inputs) : std::move(inputs));
+  check(function, outputs);
+  for (const auto& hook : function.post_hooks()) outputs = (*hook)(outputs, inputs);
+  if (!keeps_) function.release_variables();
   return true;
 }
 

@@ -35,13 +35,13 @@ class BackwardGraph {
       torch::autograd::edge_list roots, torch::autograd::variable_list gradients, torch::autograd::edge_list asked, bool keeps,
       bool creates);
 
-  // Find the functions; false if one has hooks, or another accelerator has part in it.
+  // Find the functions; false if another accelerator has part in it, or a tensor whose operations are Python.
   bool find();
 
   // Whether they lead to all that was asked for.
   bool reaches_all() const;
 
-  // Run them, in a function that autograd's engine runs; `before` is told of each, and whether it is written in Python.
+  // Run them, in a function that autograd's engine runs; `before` is told of each, and whether Python sees its gradients.
   void run(c10::function_ref<void(const Node&, bool)> before);
 
   // The gradients that were asked for.
@@ -72,12 +72,13 @@ class BackwardGraph {
   bool enter(uint32_t at);
   void leave(uint32_t at, size_t edges);
   void give(uint32_t at, uint32_t input, at::Tensor&& gradient);
-  bool call(Step& step, torch::autograd::variable_list& outputs);
+  bool call(Step& step, bool is_shown, torch::autograd::variable_list& outputs);
 
   torch::autograd::edge_list roots_;
   torch::autograd::variable_list gradients_;
   torch::autograd::edge_list asked_;
   bool keeps_, creates_;
+  bool is_shown_ = false;  // whether Python sees a function's gradients
   uint64_t least_ = UINT64_MAX;  // functions below this topological number lead to nothing that was asked for
   std::vector<Step> steps_;
   std::vector<uint32_t> next_;

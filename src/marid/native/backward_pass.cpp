@@ -1,11 +1,12 @@
-// A backward without hooks, on the thread that asked for it.
+// A backward on the thread that asked for it.
 //
-// Autograd's engine serves threads for each device, streams and hooks. For that it sets the whole state of the thread before each
+// Autograd's engine serves threads for each device, and streams. For that it sets the whole state of the thread before each
 // function of a graph and restores it after, finds each function in three tables, and locks its queue: some 20,000 instructions
-// for a function, a third of what a step with small tensors takes. Where a graph has no hooks, nothing of that can be seen. Such a
-// graph is one function for the engine, which sets the state once, and runs the functions of the graph in the order in which the
-// engine would have: by their sequence numbers, on a heap of the same kind. The order decides how gradients are added up, and so
-// their bits. Functions that are written in Python get tensors with Python objects; between the others nobody sees them.
+// for a function, a third of what a step with small tensors takes. A graph of functions of the CPU and of this device needs
+// nothing of that. It is one function for the engine, which sets the state once, and runs the functions of the graph with their
+// hooks in the order in which the engine would have: by their sequence numbers, on a heap of the same kind. The order decides how
+// gradients are added up, and so their bits. Functions that are written in Python or have hooks get tensors with Python objects;
+// between the others nobody sees them.
 #include "backward_pass.h"
 
 #include "autograd_function.h"
@@ -55,8 +56,8 @@ class Pass : public Node {
       ~Restore() { running = outer; }
     } restore{outer};
     // The last functions make what users see: `.grad`.
-    graph.run([](const Node& function, bool is_python) {
-      running.is_hidden = !c10::GradMode::is_enabled() && function.num_outputs() != 0 && !is_python;
+    graph.run([](const Node& function, bool is_shown) {
+      running.is_hidden = !c10::GradMode::is_enabled() && function.num_outputs() != 0 && !is_shown;
     });
     return {};
   }

@@ -1,4 +1,4 @@
-// A backward without hooks, on the thread that asked for it (backward_pass.cpp).
+// A backward on the thread that asked for it, without autograd's engine (backward_pass.cpp).
 #pragma once
 #include <Python.h>
 
