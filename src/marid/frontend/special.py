@@ -51,11 +51,6 @@ def _is_pinned(*_: Any) -> bool:
     return False
 
 
-@special(aten.is_same_size.default)
-def _is_same_size(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
-    return args[0].shape == args[1].shape
-
-
 @special(aten._has_same_storage_numel.default)
 def _has_same_storage_numel(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
     return len({tensor.untyped_storage().nbytes() // tensor.dtype.itemsize for tensor in args}) == 1

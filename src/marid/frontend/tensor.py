@@ -16,7 +16,6 @@ from marid.frontend.engines import engine_of
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
-from marid.frontend.results import retarget
 from marid.frontend.subclasses import as_class, user_class
 from marid.frontend.uninitialized import converted
 from marid.frontend.waits import awaited
@@ -170,24 +169,6 @@ class LazyTensor(torch.Tensor):
         raise BufferError(f"a {handles.DEVICE_TYPE} tensor has no memory to share; use tensor.cpu()")
 
     # --- memory and identity ---
-
-    @property
-    def data(self) -> LazyTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The same value without its history and with a version of its own; assigning makes this tensor a handle of
-        the other's memory."""
-        return handles.wrap(self._value, self._value.spec, handles.storage_of(self))  # pyright: ignore
-
-    @data.setter
-    @folded
-    def data(self, other: torch.Tensor) -> None:
-        if not isinstance(other, LazyTensor):
-            raise RuntimeError(
-                "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible tensor "
-                f"type: a {self.device.type} tensor cannot take the data of a {other.device.type} tensor; "
-                f"move it first with .to('{self.device}')"
-            )
-        storage = handles.storage_of(other)
-        retarget(self, other._value, storage)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage, for its identity and size; it holds no data in this process."""

@@ -6,6 +6,8 @@
 #include "indexing.h"
 #include "intermediates.h"
 #include "methods.h"
+#include "operands.h"
+#include "record.h"
 
 #include <ATen/core/List.h>
 #include <ATen/EmptyTensor.h>
@@ -234,7 +236,41 @@ int set_storage(PyObject* object, PyObject* to, void*) {
   return handle == nullptr ? -1 : 0;
 }
 
+PyObject* get_data(PyObject* object, void*) {
+  Handle* handle = handle_of_object(object);
+  if (handle == nullptr) return nullptr;
+  handle->is_zero = false;
+  return guarded([&] { return THPVariable_Wrap(THPVariable_Unpack(object).variable_data()); });
+}
+
+int set_data(PyObject* object, PyObject* to, void*) {
+  if (handle_of_object(object) == nullptr) return -1;
+  if (to == nullptr || !THPVariable_Check(to)) {  // as PyTorch says
+    static PyObject* const name = PyUnicode_InternFromString("data");
+    PyObject* general = _PyType_Lookup(handle_type->tp_base, name);
+    return Py_TYPE(general)->tp_descr_set(general, object, to);
+  }
+  Ref done(guarded([&] {
+    const at::Tensor& self = THPVariable_Unpack(object);
+    const at::Tensor& other = THPVariable_Unpack(to);
+    TORCH_CHECK(
+        handle_of(other) != nullptr,
+        "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible tensor type: a ",
+        self.device().type(), " tensor cannot take the data of a ", other.device().type(), " tensor; move it first with .to('",
+        self.device(), "')");
+    self._set_conj(other.is_conj());  // PyTorch compares what kind of tensors they are
+    self._set_neg(other.is_neg());
+    self.set_data(marid::detach(other));
+    return Py_NewRef(Py_None);
+  }));
+  return done ? 0 : -1;
+}
+
+constexpr const char* kDataDoc =
+    "The same value without its history and with a version of its own; assigning makes this tensor a handle of the other's memory.";
+
 PyGetSetDef attributes[] = {
+    {"data", get_data, set_data, kDataDoc, nullptr},
     {"_value", get_value, set_value, nullptr, nullptr},
     {"_storage", get_storage, set_storage, nullptr, nullptr},
 };

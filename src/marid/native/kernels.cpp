@@ -3,6 +3,7 @@
 
 #include "direct.h"
 #include "factories.h"
+#include "geometry_tests.h"
 #include "group_norm.h"
 #include "known_calls.h"
 #include "product_gradients.h"
@@ -194,6 +195,7 @@ void register_kernel(const c10::OperatorName& name) {
     if (auto reading = reading_kernel(*op, kernel)) kernel = std::move(*reading);
   }
   if (auto group_norm = group_norm_kernel(*op, kernel)) kernel = std::move(*group_norm);
+  if (auto comparing = geometry_test_kernel(*op, kernel)) kernel = std::move(*comparing);
   kernels->push_back(
       dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1, std::move(kernel), {}, nullptr, __FILE__));
 }
