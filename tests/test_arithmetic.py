@@ -327,3 +327,21 @@ def test_errors_and_metadata_are_those_of_the_operation(either_way: None) -> Non
 def test_a_call_has_one_site_before_and_after_python_specialises_it() -> None:
     sites = {id(module.here()) for _ in range(100)}
     assert len(sites) == 1
+
+
+@pytest.mark.usefixtures("either_way")
+def test_numbers_of_tensors_that_require_gradients_warn() -> None:
+    """As PyTorch does where it is asked to warn always."""
+    said: list[int] = []
+    torch.set_warn_always(True)
+    try:
+        for device in ("cpu", DEVICE):
+            loss = torch.ones(3).to(device).requires_grad_().sum()
+            loss.backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert [float(loss), loss.item(), float(loss.detach()), float(loss)] == [3.0] * 4
+            said.append(sum("requires_grad=True to a scalar" in str(one.message) for one in caught))
+    finally:
+        torch.set_warn_always(False)
+    assert said == [2, 2]

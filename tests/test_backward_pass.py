@@ -588,3 +588,20 @@ def test_hooks_see_saved_tensors_in_autograds_order() -> None:
         return [seen]
 
     on_both(run)
+
+
+def test_reentrant_checkpoints_refuse_to_be_asked() -> None:
+    """They compute gradients for ``.grad`` alone, and ask autograd's engine whether that is what is done."""
+
+    def run(device: str) -> list[Any]:
+        x = torch.ones(3).to(device).requires_grad_()
+        y = checkpoint(lambda x: x.exp() * x, x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match="incompatible with"):
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+        with pytest.raises(RuntimeError, match="incompatible with"):
+            y.sum().backward(inputs=(x,), retain_graph=True)
+        asked = torch.autograd.grad(_applied(_Twice, x).sum(), x)  # other functions of Python do not
+        y.sum().backward()
+        return [x.grad, *asked]
+
+    on_both(run)

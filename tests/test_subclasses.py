@@ -212,3 +212,18 @@ def test_a_saved_parameter_of_a_subclass() -> None:
     assert there.pop(3) == DEVICE
     here.pop(3)
     assert_same(there, here)
+
+
+class Marked(torch.Tensor):
+    """A class that adds nothing."""
+
+
+def test_what_leaves_the_device_has_the_users_class() -> None:
+    there, here = (torch.arange(3.0).to(device).as_subclass(Marked) for device in (DEVICE, "cpu"))
+    moved = there.cpu()
+    assert type(moved) is type(here.cpu()) is Marked
+    assert type(moved + 1) is type(moved.clone()) is Marked
+    assert moved.tolist() == (moved + 0).numpy().tolist() == [0.0, 1.0, 2.0]
+    assert torch.empty(3).copy_(moved).tolist() == [0.0, 1.0, 2.0]
+    assert type(moved.to(DEVICE)) is type(there)
+    assert type(there.as_subclass(torch.Tensor)) is marid.LazyTensor

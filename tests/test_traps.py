@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import warnings
 
 import pytest
 import torch
@@ -393,5 +394,46 @@ def test_memory_outlives_everything_but_a_reassigned_view() -> None:
         first = y.tolist()
         whole.set_(y.untyped_storage(), 0, (6,), (1,))
         return [first, whole, copy.deepcopy(y)]
+
+    on_both(run)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_memory_that_is_written_to_itself() -> None:
+    """Through views that add a dimension, as PyTorch sees that they are the same, element by element."""
+
+    def run(device: str) -> list[object]:
+        x = torch.arange(3.0).to(device)
+        for _ in range(3):
+            x[None] = x.view(3)
+            x[(None,)] = x
+            x[None, ...] = x
+            x[:, None] = x[:, None]
+            x[:2] = x[1]
+        return [x]
+
+    on_both(run)
+
+
+@pytest.mark.in_process("a worker's memory is not looked at after an error")
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("name", ["cat", "hstack", "stack", "mv", "svdvals"])
+def test_an_output_that_was_resized_before_an_error(name: str) -> None:
+    """As PyTorch leaves it: of another size, and usable."""
+    calls = {
+        "cat": lambda m: torch.cat([m[:1], m + 1], out=m),
+        "hstack": lambda m: torch.hstack([m, m], out=m),
+        "stack": lambda m: torch.stack([m, m], out=m),
+        "mv": lambda m: torch.mv(m, m[0], out=m),
+        "svdvals": lambda m: torch.linalg.svdvals(m, out=m),
+    }
+
+    def run(device: str) -> list[object]:
+        m = torch.arange(9.0).reshape(3, 3).to(device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the other size
+            with pytest.raises((RuntimeError, IndexError)):
+                calls[name](m)
+        return [m.shape, m.stride(), (m + 1).shape, len(m.tolist())]
 
     on_both(run)

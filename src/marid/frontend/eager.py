@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from marid.engine.protocol import Called, Returned
 from marid.errors import MaterializationError
 from marid.frontend import handles, random
 from marid.frontend.calls import Call, unsupported, writes_of
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize, run_anyway
-from marid.frontend.results import retarget
+from marid.frontend.results import set_geometry
 from marid.graph.arguments import input_values, map_leaves
 from marid.graph.node import root_of
 from marid.report.stats import counters
@@ -57,6 +59,9 @@ def run_now(recorder: Recorder, call: Call, reason: str) -> Any:
         except MaterializationError:  # something that ran before it; the next turn raises it if it is needed here
             fail_dependents()
             continue
+        except Exception:
+            _note_resized(call, writes)
+            raise
         return _hand_back(recorder, call, writes, called)
 
 
@@ -94,13 +99,21 @@ def _called(recorder: Recorder, call: Call) -> Called:
 def _hand_back(recorder: Recorder, call: Call, writes: list[int], called: Called) -> Any:
     """Handles for what the operator returned, and up-to-date geometry for what it wrote."""
     for index in writes:
-        tensor = call.tensors[index]
-        spec = handles.spec_like(called.geometries[index], call.device)
-        if spec is not tensor._value.spec:
-            tensor._value.spec = spec
-            retarget(tensor, tensor._value, tensor._storage)
-
+        _set_geometry(call.tensors[index], handles.spec_like(called.geometries[index], call.device))
     return map_leaves(lambda made: _handle(recorder, call, made), called.returned)
+
+
+def _note_resized(call: Call, writes: list[int]) -> None:
+    """Up-to-date geometry for what an operator has given as ``out=`` another size before it raised, as PyTorch does."""
+    for index in writes:
+        tensor = call.tensors[index]
+        if isinstance(tensor._value.concrete, torch.Tensor):
+            _set_geometry(tensor, handles.spec_of(tensor._value.concrete, call.device))
+
+
+def _set_geometry(tensor: Any, spec: Any) -> None:
+    if spec is not tensor._value.spec:
+        set_geometry(tensor, spec)
 
 
 def _handle(recorder: Recorder, call: Call, made: Any) -> Any:

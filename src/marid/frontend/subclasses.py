@@ -31,7 +31,8 @@ class _KeepsItsClass:
 def as_class(tensor: torch.Tensor, cls: type[torch.Tensor], own: type[torch.Tensor]) -> Any:
     """The same value as a tensor of a class that is ``cls`` and ``own``, the class of the device's tensors; a view for
     autograd, as ``as_subclass`` is."""
-    made = torch.ops.aten.alias(tensor)
+    with torch._C.DisableTorchFunctionSubclass():  # else it has the tensor's own class
+        made = torch.ops.aten.alias(tensor)
     return made if issubclass(own, cls) else _become(made, cls, own)
 
 
@@ -64,8 +65,12 @@ def _both(cls: type[torch.Tensor], own: type[torch.Tensor]) -> type[torch.Tensor
 
 def user_class(tensor: torch.Tensor) -> type[torch.Tensor]:
     """The class that a tensor of the device was given by ``class_on_device``, or ``torch.Tensor``."""
-    bases = type(tensor).__bases__
-    return bases[0] if _KeepsItsClass in bases else torch.Tensor
+    return _user_class_of(type(tensor)) or torch.Tensor
+
+
+def _user_class_of(cls: type[torch.Tensor]) -> type[torch.Tensor] | None:
+    """The class that ``class_on_device`` has made another one of; None for classes that it has not made."""
+    return cls.__bases__[0] if _KeepsItsClass in cls.__bases__ else None
 
 
 def giving(own: Any) -> Callable[[Any], Any]:
@@ -74,7 +79,9 @@ def giving(own: Any) -> Callable[[Any], Any]:
     def replaced(convert: Callable[..., Any]) -> Any:
         @functools.wraps(convert)
         def as_subclass(self: torch.Tensor, cls: type) -> Any:
-            return own.as_subclass(self, cls) if isinstance(self, own) else convert(self, cls)
+            if isinstance(self, own):
+                return own.as_subclass(self, cls)
+            return convert(self, _user_class_of(cls) or cls)  # what was moved to the CPU
 
         return as_subclass
 

@@ -262,6 +262,7 @@ int truth(PyObject* object) {
 }
 
 PyObject* as_float(PyObject* object) {
+  if (tensor_of(object).requires_grad()) return call_method(object, "__float__");  // PyTorch warns
   c10::IValue found = number_of(object);
   if (found.isDouble()) return PyFloat_FromDouble(found.toDouble());
   return PyErr_Occurred() ? nullptr : call_method(object, "__float__");

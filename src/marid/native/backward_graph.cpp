@@ -149,7 +149,7 @@ bool BackwardGraph::reaches_all() const {
 
 void BackwardGraph::run(c10::function_ref<void(const Node&, bool)> before) {
   auto* asked = torch::autograd::get_current_graph_task_exec_info();
-  if (!info_.empty()) const_cast<std::remove_const_t<std::remove_pointer_t<decltype(asked)>>&>(*asked) = std::move(info_);
+  const_cast<std::remove_const_t<std::remove_pointer_t<decltype(asked)>>&>(*asked).merge(info_);
   if (is_shown_) {  // Python may ask which functions will run
     auto* functions = torch::autograd::get_current_graph_task_nodes_in_graph();
     for (const Step& step : steps_) const_cast<std::unordered_set<Node*>&>(*functions).insert(step.function);

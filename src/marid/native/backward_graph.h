@@ -41,6 +41,9 @@ class BackwardGraph {
   // Whether they lead to all that was asked for.
   bool reaches_all() const;
 
+  // Whether Python sees gradients of one.
+  bool is_shown() const { return is_shown_; }
+
   // Run them, in a function that autograd's engine runs; `before` is told of each, and whether Python sees its gradients.
   void run(c10::function_ref<void(const Node&, bool)> before);
 
@@ -78,7 +81,7 @@ class BackwardGraph {
   torch::autograd::variable_list gradients_;
   torch::autograd::edge_list asked_;
   bool keeps_, creates_;
-  bool is_shown_ = false;  // whether Python sees a function's gradients
+  bool is_shown_ = false;
   uint64_t least_ = UINT64_MAX;  // functions below this topological number lead to nothing that was asked for
   std::vector<Step> steps_;
   std::vector<uint32_t> next_;

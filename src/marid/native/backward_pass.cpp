@@ -59,13 +59,20 @@ class Pass : public Node {
     graph.run([](const Node& function, bool is_shown) {
       running.is_hidden = !c10::GradMode::is_enabled() && function.num_outputs() != 0 && !is_shown;
     });
-    return {};
+    return variable_list(num_outputs());
   }
 
   BackwardGraph graph;
 
  private:
   PyObject* caller_;  // borrowed: it runs
+};
+
+// What a backward leads to that asks for gradients. `torch.utils.checkpoint` asks the engine whether it is one.
+class Asked : public Node {
+ public:
+  std::string name() const override { return "MaridAsked"; }
+  variable_list apply(variable_list&&) override { return {}; }
 };
 
 // Whether nothing in this process or thread looks at single functions of a graph.
@@ -174,10 +181,17 @@ PyObject* run_pass(PyObject* const* given, Py_ssize_t count, PyObject* names) {
     static const Tensor nothing = at::empty({0}, at::device(at::kCPU));
     FunctionPointer pass = make_function<Pass>(std::move(graph), running_code());
     pass->add_input_metadata(nothing);
+    edge_list to;
+    if (!arguments.accumulates && static_cast<Pass&>(*pass).graph.is_shown()) {
+      FunctionPointer end = make_function<Asked>();
+      end->add_input_metadata(nothing);
+      to.emplace_back(end, 0);
+      pass->add_next_edge(to.back());
+    }
     {
       WithoutLock unlocked;  // `run` sets `create_graph`'s mode; the engine warns of it where gradients are added up
       Engine::get_default_engine().execute(
-          {Edge(pass, 0)}, {nothing}, arguments.keeps, arguments.creates && arguments.accumulates, true);
+          {Edge(pass, 0)}, {nothing}, arguments.keeps, arguments.creates && arguments.accumulates, true, to);
     }
     return returned(static_cast<Pass&>(*pass).graph.results, arguments);
   });

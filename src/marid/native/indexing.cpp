@@ -141,7 +141,10 @@ bool fits(const Tensor& view, const Tensor& value) {
 }
 bool fits(const Tensor& view, const at::Scalar&) { return at::has_internal_overlap(view) != at::MemOverlap::Yes; }
 
-void write(Tensor& view, const Tensor& value) { view.copy_(value); }
+// What is copied has the view's shape, as PyTorch gives it that: so it sees that both are the same memory, element by element.
+void write(Tensor& view, const Tensor& value) {
+  view.copy_(value.sizes() == view.sizes() ? value : value.expand(view.sizes()));
+}
 void write(Tensor& view, const at::Scalar& value) { view.fill_(value); }
 
 // Write into the view that the indices make; false where that is left to PyTorch.
