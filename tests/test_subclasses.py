@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from typing import Any, Self
 
 import pytest
@@ -227,3 +229,23 @@ def test_what_leaves_the_device_has_the_users_class() -> None:
     assert torch.empty(3).copy_(moved).tolist() == [0.0, 1.0, 2.0]
     assert type(moved.to(DEVICE)) is type(there)
     assert type(there.as_subclass(torch.Tensor)) is marid.LazyTensor
+
+
+_FIRST_USE = """
+import torch, marid
+from tests.test_subclasses import Net, Scaled
+net = Net()
+before = list(net.parameters())
+net.to("remote_accelerator")
+assert all(one is two for one, two in zip(net.parameters(), before, strict=True))
+assert net.tied is net.scaled and isinstance(net.scaled, Scaled) and net.scaled.scale == 3.0
+assert {one.device.type for one in before} == {"remote_accelerator"}
+net(torch.ones(4, 2).to("remote_accelerator")).backward()
+assert all(one.grad is not None for one in before)
+"""
+
+
+def test_a_module_with_tied_parameters_of_a_subclass_is_the_first_use() -> None:
+    """PyTorch's own function moves it then, and finds the second of them moved."""
+    done = subprocess.run([sys.executable, "-c", _FIRST_USE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

@@ -156,8 +156,9 @@ def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def wrapper(tensor: Any) -> bool:
         if not isinstance(tensor, LazyTensor):
             return is_wrapper(tensor)
-        caller = sys._getframe(1).f_back
-        return caller is not None and caller.f_code.co_filename != __file__
+        move = sys._getframe(1)
+        has_moved = move.f_locals.get("param") is tensor  # in another place of the module, as tied weights have
+        return not has_moved and move.f_back is not None and move.f_back.f_code.co_filename != __file__
 
     return wrapper
 
