@@ -90,6 +90,16 @@ def test_what_cannot_be_assigned(wrong: Callable[[str], Any], error: type[Except
     assert said[0] == said[1]
 
 
+def test_a_refused_assignment_leaves_a_conjugate_as_it_was() -> None:
+    def run(device: str) -> list[Any]:
+        z = torch.tensor([1 + 2j, 3j]).to(device).conj().requires_grad_()
+        with pytest.raises(RuntimeError, match="floating point or complex"):
+            z.data = torch.ones(2, dtype=torch.int64).to(device)
+        return [z.is_conj(), z.detach().resolve_conj()]
+
+    on_both(run)
+
+
 def test_a_tensor_of_the_cpu_cannot_be_assigned() -> None:
     x = torch.ones(2, device=DEVICE)
     with pytest.raises(

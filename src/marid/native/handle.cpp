@@ -258,9 +258,16 @@ int set_data(PyObject* object, PyObject* to, void*) {
         "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible tensor type: a ",
         self.device().type(), " tensor cannot take the data of a ", other.device().type(), " tensor; move it first with .to('",
         self.device(), "')");
-    self._set_conj(other.is_conj());  // PyTorch compares what kind of tensors they are
-    self._set_neg(other.is_neg());
-    self.set_data(marid::detach(other));
+    bool was_conj = self.is_conj(), was_neg = self.is_neg();
+    try {
+      self._set_conj(other.is_conj());  // PyTorch compares what kind of tensors they are
+      self._set_neg(other.is_neg());
+      self.set_data(marid::detach(other));
+    } catch (...) {
+      self._set_conj(was_conj);
+      self._set_neg(was_neg);
+      throw;
+    }
     return Py_NewRef(Py_None);
   }));
   return done ? 0 : -1;
