@@ -6,15 +6,15 @@ signature in Python, and ones that take Python's objects as they are. ``device.c
 Python, and ``queue.cpp`` on the device's own thread, ``compiled.cpp`` has the parts of them that were compiled,
 ``guard.cpp`` tests numbers for ``marid.compile``, ``rwkv7.cpp`` has the operators of a model; ``gemm/`` multiplies
 matrices, and has a page of its own (``docs/matrix_kernels.md``). Kernels for this machine's vector unit are in
-``*_kernels.cpp``. ``kernels.cpp``, ``direct.cpp``, ``call.cpp``, ``record.cpp``, ``order.cpp`` and
-``results.cpp`` record the usual operations, ``known_calls.cpp`` finds what is known of such calls, ``resident.cpp``
-counts what their values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums of gradients
-out, ``dispatch.cpp`` leaves others to Python, ``handle.cpp`` is what tensors of the device are, ``host_calls.cpp``
-tells of calls on those of the host, ``autocast.cpp`` casts before some operations, ``derive.cpp`` says what they return
-for new sizes, ``cut.cpp`` chooses what runs, ``bind.cpp`` makes a program's key of it, ``runs.cpp`` begins runs and
-hands out their results, ``placement.cpp`` says where results lie meanwhile, ``state.cpp`` compares what
-``marid.compile`` works on, ``concretely.cpp`` sets the state of dispatch, and ``immediate.cpp`` and
-``immediate_results.cpp`` run operations as they are called.
+``*_kernels.cpp``. ``kernels.cpp``, ``direct.cpp``, ``call.cpp``, ``record.cpp``, ``order.cpp`` and ``results.cpp``
+record the usual operations, ``known_calls.cpp`` finds what is known of such calls, ``resident.cpp`` counts what their
+values hold, ``stack.cpp`` finds where they were written, ``accumulate.cpp`` lays sums of gradients out, ``zeros.cpp``
+has the rules for zeros without memory, ``dispatch.cpp`` leaves others to Python, ``handle.cpp`` is what tensors of
+the device are, ``host_calls.cpp`` tells of calls on those of the host, ``autocast.cpp`` casts before some operations,
+``derive.cpp`` says what they return for new sizes, ``cut.cpp`` chooses what runs, ``bind.cpp`` makes a program's key
+of it, ``runs.cpp`` begins runs and hands out their results, ``placement.cpp`` says where results lie meanwhile,
+``state.cpp`` compares what ``marid.compile`` works on, ``concretely.cpp`` sets the state of dispatch, and
+``immediate.cpp`` and ``immediate_results.cpp`` run operations as they are called.
 
 Where it is not built and cannot be, the import raises ``ImportError``.
 """

@@ -39,18 +39,6 @@ bool is_unshared(const at::Tensor& tensor) {
 
 namespace marid {
 
-const at::Tensor* beside_zero(const at::Tensor& first, const at::Tensor& second, const at::Scalar& alpha) {
-  if (torch::autograd::get_current_graph_task_id() < 0) return nullptr;  // no backward
-  auto is_zero = [](const at::Tensor& tensor) {  // and was not written to since, which it cannot be on the CPU
-    const Handle* handle = handle_of(tensor);
-    return handle != nullptr && handle->is_zero && handle->version_counter().current_version() == 0;
-  };
-  bool left = is_zero(first), right = is_zero(second);
-  bool alike = left != right && first.sizes() == second.sizes() && first.dtype() == second.dtype();
-  if (!alike || handle_of(left ? second : first) == nullptr) return nullptr;
-  return alpha.equal(1) ? &(left ? second : first) : nullptr;
-}
-
 bool may_add_up(const at::Tensor& first) {
   if (torch::autograd::get_current_graph_task_id() < 0 || c10::GradMode::is_enabled()) return false;
   // Every function of a graph runs under this guard (torch/csrc/autograd/node.h), the engine itself does not.

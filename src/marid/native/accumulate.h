@@ -1,14 +1,9 @@
 // How gradients that are added up lie in memory; see accumulate.cpp.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <c10/core/Scalar.h>
 #include <ATen/core/stack.h>
 
 namespace marid {
-
-// Of the arguments of `add.Tensor` in a backward, the one beside zeros that have no memory on the CPU, whose sum there is a copy
-// of it; null for other sums.
-const at::Tensor* beside_zero(const at::Tensor& first, const at::Tensor& second, const at::Scalar& alpha);
 
 // Whether the first argument of `add.Tensor` may be a gradient to which autograd adds another one, itself and not for a
 // function of the graph.

@@ -317,6 +317,12 @@ std::unordered_map<std::string, Make> by_code(Types<Each...>) {
 Make maker_of(const c10::OperatorHandle& op) {
   static const auto& by_name = *new std::unordered_map<c10::OperatorName, Make>{
       {{"aten::add", "Tensor"}, kernel_of<Sum, Tensor(const Tensor&, const Tensor&, const Scalar&)>},
+      {{"aten::sub", "Tensor"}, kernel_of<Difference, Tensor(const Tensor&, const Tensor&, const Scalar&)>},
+      {{"aten::mul", "Tensor"}, kernel_of<Product, Tensor(const Tensor&, const Tensor&)>},
+      {{"aten::mul", "Scalar"}, kernel_of<Scaled, Tensor(const Tensor&, const Scalar&)>},
+      {{"aten::div", "Tensor"}, kernel_of<Quotient, Tensor(const Tensor&, const Tensor&)>},
+      {{"aten::dot", ""}, kernel_of<DotProduct, Tensor(const Tensor&, const Tensor&)>},
+      {{"aten::vdot", ""}, kernel_of<DotProduct, Tensor(const Tensor&, const Tensor&)>},
       {{"aten::linear", ""}, kernel_of<Linear, Tensor(const Tensor&, const Tensor&, const optional<Tensor>&)>},
       {{"aten::matmul", ""}, kernel_of<Matmul, Tensor(const Tensor&, const Tensor&)>},
       {{"aten::cat", ""}, kernel_of<Kernel, Tensor(const at::ITensorListRef&, int64_t)>},

@@ -2,6 +2,7 @@
 
 #include "device.h"
 #include "immediate.h"
+#include "zeros.h"
 
 #include <c10/core/DefaultDtype.h>
 
@@ -73,7 +74,7 @@ void Factory::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, tor
   }
   if (!is_made) call_python(op, stack, python);
   if (op.operator_name().name == "aten::_efficientzerotensor") {
-    if (Handle* handle = handle_of(torch::jit::peek(*stack, 0, 1).toTensor())) handle->is_zero = true;
+    mark_zero(torch::jit::peek(*stack, 0, 1).toTensor());
   }
 }
 

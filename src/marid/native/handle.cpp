@@ -213,7 +213,6 @@ Handle* handle_of_object(PyObject* object) {
 PyObject* get_value(PyObject* object, void*) {
   Handle* handle = handle_of_object(object);
   if (handle == nullptr) return nullptr;
-  handle->is_zero = false;  // who has its value may write to it, unseen by autograd
   PyObject* found = handle->value();
   return found == nullptr && PyErr_Occurred() ? nullptr : Py_NewRef(found == nullptr ? Py_None : found);
 }
@@ -239,7 +238,7 @@ int set_storage(PyObject* object, PyObject* to, void*) {
 PyObject* get_data(PyObject* object, void*) {
   Handle* handle = handle_of_object(object);
   if (handle == nullptr) return nullptr;
-  handle->is_zero = false;
+  handle->is_zero = false;  // who has the data may write to it, unseen by autograd
   return guarded([&] { return THPVariable_Wrap(THPVariable_Unpack(object).variable_data()); });
 }
 

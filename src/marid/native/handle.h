@@ -41,7 +41,7 @@ struct Handle final : c10::TensorImpl {
   void stand_for(std::shared_ptr<Computed> other) { computed_ = std::move(other); }
   // What it stands for, if that has been computed; empty where its operation has not run.
   const std::shared_ptr<Computed>& computed();
-  // Whether it was made as zeros that have no memory on the CPU (`_efficientzerotensor`), as some derivatives are.
+  // Whether it was made as zeros that have no memory on the CPU, or is a view of such (zeros.h).
   bool is_zero = false;
   // Of the mean of a group norm: how the input lay in memory (group_norm.cpp).
   c10::MemoryFormat normalised_in = c10::MemoryFormat::Contiguous;

@@ -1,6 +1,7 @@
 #include "immediate_results.h"
 
 #include "geometry.h"
+#include "zeros.h"
 
 #include <utility>
 
@@ -19,6 +20,7 @@ Outcome ImmediateResults::take(at::Tensor result) {
     return Outcome::kDone;
   }
   std::shared_ptr<Computed> base;
+  bool views_zero = false;
   for (size_t i = 0; i < given_.concrete.size(); i++) {
     if (result.is_same(given_.concrete[i])) {
       results_.push_back(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
@@ -27,13 +29,18 @@ Outcome ImmediateResults::take(at::Tensor result) {
     }
     if (!base && result.has_storage() && given_.concrete[i].storage().is_alias_of(result.storage())) {
       base = given_.handles[i]->computed();
+      views_zero = given_.handles[i]->is_zero;
     }
   }
   if (!is_plain(result)) {
     TORCH_CHECK(!writes_, "marid: an operator that writes has returned a tensor that is not strided, or not on the CPU");
     return Outcome::kUnusual;
   }
-  if (base || is_owned(result.storage())) return give(std::move(result), base);
+  if (base || is_owned(result.storage())) {
+    Outcome outcome = give(std::move(result), base);
+    if (views_zero && outcome == Outcome::kDone) mark_zero(results_.back());
+    return outcome;
+  }
   if (!writes_) return Outcome::kUnusual;
   Below below(false);
   return give(result.clone(), base);

@@ -4,9 +4,11 @@
 #include "backward.h"
 #include "composites.h"
 #include "record.h"
+#include "zeros.h"
 
 #include <ATen/Tensor.h>
 #include <ATen/TensorUtils.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear_native.h>
 #include <torch/csrc/Exceptions.h>
@@ -23,6 +25,12 @@ struct Kernel final : c10::OperatorKernel {
   explicit Kernel(std::shared_ptr<Operator> of) : of(std::move(of)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    bool of_zero = views_zero(op, *stack);
+    perform(op, stack);
+    if (of_zero) mark_views(op, *stack);
+  }
+
+  void perform(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     bool asks = of->asks_autocast && is_autocasting();
     if (of->identity != nullptr && !asks) {
       InterpreterLock lock;
@@ -72,17 +80,74 @@ struct OtherLayout final : c10::OperatorKernel {
   }
 };
 
+// The kernel of an operator of two tensors that has rules for zeros that have no memory on the CPU.
+template <at::Tensor (*with_zero)(const at::Tensor&, const at::Tensor&)>
+struct BesideZeros final : c10::OperatorKernel {
+  explicit BesideZeros(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const at::Tensor &self = torch::jit::peek(*stack, 0, 2).toTensor(), &other = torch::jit::peek(*stack, 1, 2).toTensor();
+    if (is_usual(self, other)) return usual(op, keys, stack);
+    at::Tensor made = with_zero(self, other);
+    torch::jit::drop(*stack, 2);
+    stack->emplace_back(std::move(made));
+  }
+
+  static bool is_usual(const at::Tensor& self, const at::Tensor& other) { return !is_zero(self) && !is_zero(other); }
+
+  Kernel usual;
+};
+using Product = BesideZeros<product_with_zero>;
+using Quotient = BesideZeros<quotient_with_zero>;
+using DotProduct = BesideZeros<dot_with_zero>;
+
+// The kernel of `a * 2`.
+struct Scaled final : c10::OperatorKernel {
+  explicit Scaled(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const at::Tensor& self = torch::jit::peek(*stack, 0, 2).toTensor();
+    if (!is_zero(self)) return usual(op, keys, stack);
+    at::Tensor made = product_with_zero(self, at::native::wrapped_scalar_tensor(torch::jit::peek(*stack, 1, 2).toScalar()));
+    torch::jit::drop(*stack, 2);
+    stack->emplace_back(std::move(made));
+  }
+
+  static bool is_usual(const at::Tensor& self, const at::Scalar&) { return !is_zero(self); }
+
+  Kernel usual;
+};
+
+// The kernel of `a - b`.
+struct Difference final : c10::OperatorKernel {
+  explicit Difference(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const at::Tensor &first = torch::jit::peek(*stack, 0, 3).toTensor(), &second = torch::jit::peek(*stack, 1, 3).toTensor();
+    at::Scalar alpha = torch::jit::peek(*stack, 2, 3).toScalar();
+    if (is_usual(first, second, alpha)) return usual(op, keys, stack);
+    at::Tensor made = sum_with_zero(first, second, -alpha);
+    torch::jit::drop(*stack, 3);
+    stack->emplace_back(std::move(made));
+  }
+
+  static bool is_usual(const at::Tensor& first, const at::Tensor& second, const at::Scalar&) {
+    return !is_zero(first) && !is_zero(second);
+  }
+
+  Kernel usual;
+};
+
 // The kernel of `a + b`, by which autograd adds gradients up.
 struct Sum final : c10::OperatorKernel {
   explicit Sum(std::shared_ptr<Operator> of) : usual(std::move(of)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    auto number = torch::jit::peek(*stack, 2, 3).toScalar();
-    const at::Tensor& left = torch::jit::peek(*stack, 0, 3).toTensor();
-    if (const at::Tensor* other = beside_zero(left, torch::jit::peek(*stack, 1, 3).toTensor(), number)) {
-      at::Tensor copy = other->clone();
+    if (is_zero(torch::jit::peek(*stack, 0, 3).toTensor()) || is_zero(torch::jit::peek(*stack, 1, 3).toTensor())) {
+      at::Tensor made = sum_with_zero(torch::jit::peek(*stack, 0, 3).toTensor(), torch::jit::peek(*stack, 1, 3).toTensor(),
+                                      torch::jit::peek(*stack, 2, 3).toScalar());
       torch::jit::drop(*stack, 3);
-      stack->emplace_back(std::move(copy));
+      stack->emplace_back(std::move(made));
       return;
     }
     if (!adds_up_gradients(*stack)) return usual(op, keys, stack);
@@ -91,8 +156,8 @@ struct Sum final : c10::OperatorKernel {
     add_up(first, second, stack);
   }
 
-  static bool is_usual(const at::Tensor& first, const at::Tensor& second, const at::Scalar& alpha) {
-    if (beside_zero(first, second, alpha) != nullptr) return false;
+  static bool is_usual(const at::Tensor& first, const at::Tensor& second, const at::Scalar&) {
+    if (is_zero(first) || is_zero(second)) return false;
     bool alike = first.sizes() == second.sizes() && first.dtype() == second.dtype();
     return (alike && has_plain_rows(first) && has_plain_rows(second)) || !may_add_up(first);  // the sum lies as both do
   }

@@ -13,6 +13,7 @@
 #include "known_calls.h"
 #include "reads_at_once.h"
 #include "recorder.h"
+#include "zeros.h"
 
 #include <c10/util/SmallVector.h>
 
@@ -90,7 +91,9 @@ bool same_value(const Operator& op, torch::jit::Stack* stack) {
 }  // namespace
 
 at::Tensor marid::detached(const at::Tensor& tensor) {
-  return handle_type == nullptr || tapes == nullptr ? at::Tensor() : same_value(tensor);
+  at::Tensor made = handle_type == nullptr || tapes == nullptr ? at::Tensor() : same_value(tensor);
+  if (made.defined() && is_zero(tensor)) mark_zero(made);
+  return made;
 }
 
 int64_t marid::uses_of_tables = 0;
