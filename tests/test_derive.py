@@ -194,6 +194,10 @@ _REFUSED: list[Callable[[int, str], Any]] = [
     lambda n, device: F.layer_norm(torch.ones(2, n, device=device), (2,)),
     lambda n, device: torch.cat([torch.ones(2, 2, device=device), torch.ones(n, n, device=device)]),
     lambda n, device: F.linear(torch.ones(3, n, device=device), torch.ones(4, 2, device=device)),
+    lambda n, device: F.linear(
+        torch.ones(3, 2, device=device), torch.ones(n, 2, device=device), torch.ones(2, device=device)
+    ),
+    lambda n, device: torch.addmm(torch.ones(2, n, device=device), *torch.ones(2, 2, 2, device=device)),
     lambda n, device: torch.ones(2, device=device).add_(torch.ones(n, 1, device=device).squeeze(1)),
     lambda n, device: torch.ones(3, n, device=device).index_select(n - 1, torch.zeros(1, 1, dtype=int, device=device)),
     lambda n, device: torch.ones(3, n, device=device).index_put_(

@@ -450,6 +450,27 @@ def test_generators_of_the_user_draw_at_once(at_once: None, monkeypatch: pytest.
     assert marid.stats().ops_immediate - count > 200
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, *of: torch.poisson(x, *of),
+        lambda x, *of: torch.binomial(x, x / 9, *of),
+        lambda x, *of: torch._standard_gamma(x, *of),
+        lambda x, *of: torch._sample_dirichlet(x, *of),
+        lambda x, *of: torch.rrelu(-x, 0.1, 0.3, True, *of),
+        lambda x, *of: torch.rrelu_(-x, 0.1, 0.3, True, *of),
+    ],
+)
+def test_generators_that_are_no_named_arguments(either_way: None, draw: Callable[..., torch.Tensor]) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        x, generator = torch.arange(1.0, 9, device=device), torch.Generator(device).manual_seed(3)
+        draws = [draw(x, *of).clone() for of in ([], [generator], [None], [generator], [])]
+        return [*draws, torch.rand(3, device=device), torch.rand(3, generator=generator, device=device)]
+
+    assert_same(run(DEVICE), run("cpu"))
+
+
 def test_a_generator_of_the_user_that_fails_at_once_takes_what_it_took(at_once: None) -> None:
     def run(device: str) -> torch.Tensor:
         generator = torch.Generator(device).manual_seed(2)

@@ -95,7 +95,7 @@ def test_operations(either_way: None, name: str) -> None:
     for _ in range(2):
         found = {}
         for device in (DEVICE, "cpu"):
-            zero = torch._efficientzerotensor([3], device=device)
+            zero = torch.ops.aten._efficientzerotensor([3], device=device)
             result = _WITH_ZERO[name](zero, torch.tensor([_INF, -0.0, 2.0]).to(device))
             found[device] = result if isinstance(result, list) else result.clone()  # which has memory on the CPU
         assert_same(found[DEVICE], found["cpu"])
@@ -103,7 +103,7 @@ def test_operations(either_way: None, name: str) -> None:
 
 def test_written_zeros_are_ordinary(either_way: None) -> None:
     """Which the CPU refuses to write to."""
-    zero, x = torch._efficientzerotensor([3], device=DEVICE), torch.full([3], 2.0, device=DEVICE)
+    zero, x = torch.ops.aten._efficientzerotensor([3], device=DEVICE), torch.full([3], 2.0, device=DEVICE)
     view = zero[:2]
     zero += 1
     assert (zero * x).tolist() == [2, 2, 2]

@@ -144,6 +144,10 @@ def bucket(number: float) -> str:
 
 def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Any call. Raises torch's device error for tensors of other devices."""
+    drawing = recorder.position.get("generator", len(args))
+    if drawing < len(args):  # `torch.poisson(x, generator)`: draws are recorded by name
+        names = [argument.name for argument in recorder.func._schema.arguments]
+        args, kwargs = args[:drawing], {**kwargs, **dict(zip(names[drawing:], args[drawing:], strict=False))}
     device = _device_of(args, kwargs)
     cleaned = tuple([_cleaned(recorder, arg, index, device) for index, arg in enumerate(args)])
     named = {

@@ -126,6 +126,16 @@ def _linear(x: Value, weight: Value, bias: Value | None = None) -> Any:
     return _dense((*of.shape[:-1], rows.shape[0]), of.dtype)
 
 
+@rule(aten.addmm.default)
+def _addmm(term: Value, left: Value, right: Value, **factors: Any) -> Any:
+    number = module.derives("aten::addmm", "")  # which does not look at the term
+    found = module.derive(number, (term, left, right), _named(**factors), False)
+    if found is NotImplemented or len(_spec(term).shape) > 2:
+        return NotImplemented
+    rows, columns = (1, 1, *_spec(term).shape)[-2:]
+    return found if rows in (1, found[0][0]) and columns in (1, found[0][1]) else NotImplemented
+
+
 @rule(aten.max_pool1d.default)
 def _max_pool1d(
     x: Value,

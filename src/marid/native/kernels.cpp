@@ -112,7 +112,7 @@ void describe(Operator* made, const c10::FunctionSchema& schema) {
       formal.otherwise = &none;
     }
     formal.written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    if (!argument.kwarg_only()) made->positional++;
+    if (!argument.kwarg_only() && !made->generator) made->positional++;  // draws are recorded by name
     made->formals.push_back(formal);
   }
   const auto& returns = schema.returns();
