@@ -18,7 +18,7 @@ from marid.frontend.handles import recording
 from marid.frontend.handles import tape as tape_of
 from marid.frontend.materialize import read, run_pending
 from marid.native import module
-from tests.helpers import DEVICE
+from tests.helpers import DEVICE, assert_same
 
 pytestmark = pytest.mark.in_process("operations run at once in this process alone")
 
@@ -713,3 +713,16 @@ def test_copies_of_the_host(at_once: None, layout: str, how: dict[str, object]) 
         found.sum().backward()
         assert given.grad is not None
         assert given.grad.device.type == "cpu"
+
+
+def test_copies_of_a_tensor_and_its_view_share_memory(at_once: None) -> None:
+    def run(device: str) -> list[object]:
+        y = torch.ones(3, 4, device=device) * 2
+        whole, rows = copy.deepcopy([y, y[1:]])
+        whole.add_(1)
+        rows[0].mul_(5)
+        flat, turned = copy.deepcopy((y.view(12), y.t()))
+        flat[3:] = 7
+        return [whole, rows, flat, turned, rows.data_ptr() - whole.data_ptr()]
+
+    assert_same(run(DEVICE), run("cpu"))

@@ -60,7 +60,7 @@ def results_of(node: Node, described: Any, tensors: list[Any], outs: list[ref[Ou
 def set_geometry(tensor: Any, spec: Spec) -> None:
     """Let the handle and its value show a new geometry."""
     tensor._value.spec = spec
-    retarget(tensor, tensor._value, tensor._storage)
+    retarget(tensor, tensor._value, storage_of(tensor))
 
 
 def retarget(tensor: Any, value: Value, storage: Storage | None) -> None:

@@ -117,7 +117,7 @@ def copy_with_aliases(tensor: Any, memo: dict[Any, Any]) -> Any:
 
 def _whole(copied: Any) -> Any:
     """The same, as PyTorch leaves what it put a storage into: no view to autograd, and changed once."""
-    made = handles.wrap(copied._value, copied._value.spec, copied._storage)
+    made = handles.wrap(copied._value, copied._value.spec, handles.storage_of(copied))
     torch.autograd.graph.increment_version(made)
     return made
 

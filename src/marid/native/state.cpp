@@ -63,38 +63,54 @@ bool has_next_items(PyObject* sequence, Walk& walk) {
   return false;
 }
 
-// same_objects(dicts, lists, names, cells, kept, free, missing): whether these hold the objects `kept`: the values of all
-// dicts, their keys, the items of lists and other sequences, what scopes have by names, and what is in cells. Those at
-// the places `free` may be any.
+// same_objects(dicts, lists, names, cells, objects, kept, free, missing): whether these hold the objects `kept`: the values
+// of all dicts, their keys, the items of lists and other sequences, what scopes and functions have by names, what is in
+// cells, and the classes of objects. Those at the places `free` may be any.
 PyObject* same_objects(PyObject*, PyObject* const* given, Py_ssize_t) {
-  PyObject *dicts = given[0], *missing = given[6];
-  Walk walk(given[4], given[5]);
+  PyObject *dicts = given[0], *missing = given[7];
+  Walk walk(given[5], given[6]);
   auto has_name = [&](PyObject* name) {
     PyObject *scope = PyTuple_GET_ITEM(name, 0), *called = PyTuple_GET_ITEM(name, 1);
-    Ref found = PyDict_CheckExact(scope) ? Ref(Py_XNewRef(PyDict_GetItemWithError(scope, called)))
-                                         : Ref(PyObject_CallMethod(scope, "get", "OO", called, missing));
+    Ref found = PyDict_CheckExact(scope)      ? Ref(Py_XNewRef(PyDict_GetItemWithError(scope, called)))
+        : PyFunction_Check(scope)             ? Ref(PyObject_GetAttr(scope, called))
+                                              : Ref(PyObject_CallMethod(scope, "get", "OO", called, missing));
     return walk.is_next(found ? found.get() : missing);
   };
   auto has_content = [&](PyObject* cell) {
     PyObject* content = PyCell_GET(cell);
     return walk.is_next(content == nullptr ? missing : content);
   };
+  auto has_class = [&](PyObject* object) { return walk.is_next(reinterpret_cast<PyObject*>(Py_TYPE(object))); };
   bool same = all_of(dicts, [&](PyObject* dict) { return has_next_entries(dict, false, walk); }) &&
       all_of(dicts, [&](PyObject* dict) { return has_next_entries(dict, true, walk); }) &&
       all_of(given[1], [&](PyObject* list) { return has_next_items(list, walk); }) &&
-      all_of(given[2], has_name) && all_of(given[3], has_content) && walk.is_at_end();
+      all_of(given[2], has_name) && all_of(given[3], has_content) && all_of(given[4], has_class) && walk.is_at_end();
   return PyErr_Occurred() ? nullptr : PyBool_FromLong(same);
 }
 
-enum Flag { kRequiresGrad = 1, kHasHooks = 2 };
+// The dictionary of an object's attributes, where it has some; else null. None is made.
+PyObject* attributes(PyObject* object) {
+  PyObject** own = _PyObject_GetDictPtr(object);
+  return own != nullptr && *own != nullptr && PyDict_GET_SIZE(*own) > 0 ? *own : nullptr;
+}
+
+// attributes_of(object): that, or None.
+PyObject* attributes_of(PyObject*, PyObject* object) {
+  PyObject* own = attributes(object);
+  return Py_NewRef(own == nullptr ? Py_None : own);
+}
+
+enum Flag { kRequiresGrad = 1, kHasHooks = 2, kHasAttributes = 4 };
 
 char flags_of(PyObject* tensor) {
   bool requires_grad = THPVariable_Unpack(tensor).requires_grad();
   bool has_hooks = reinterpret_cast<THPVariable*>(tensor)->backward_hooks != nullptr;
-  return static_cast<char>((requires_grad ? kRequiresGrad : 0) | (has_hooks ? kHasHooks : 0));
+  bool has_attributes = attributes(tensor) != nullptr;
+  return static_cast<char>(
+      (requires_grad ? kRequiresGrad : 0) | (has_hooks ? kHasHooks : 0) | (has_attributes ? kHasAttributes : 0));
 }
 
-// tensor_flags(tensors): a byte for each: whether it requires gradients, and has hooks on them.
+// tensor_flags(tensors): a byte for each: whether it requires gradients, has hooks on them, and attributes of its own.
 PyObject* tensor_flags(PyObject*, PyObject* tensors) {
   Ref made(PyBytes_FromStringAndSize(nullptr, PyList_GET_SIZE(tensors)));
   if (!made) return nullptr;
@@ -167,6 +183,7 @@ PyObject* grads_of(PyObject*, PyObject* const* given, Py_ssize_t) {
 namespace marid {
 
 PyMethodDef state_functions[] = {
+    {"attributes_of", attributes_of, METH_O, nullptr},
     {"grads_of", fast(grads_of), METH_FASTCALL, nullptr},
     {"same_objects", fast(same_objects), METH_FASTCALL, nullptr},
     {"same_tensors", fast(same_tensors), METH_FASTCALL, nullptr},

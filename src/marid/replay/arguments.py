@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 
 from marid.frontend import handles
 from marid.graph.node import Spec
+from marid.native import module
 from marid.replay.dynamic import dynamic_dims_of
 from marid.replay.reachable import is_plain
 
@@ -72,12 +73,14 @@ class Call:
             put(_first(self.lazy, arg))
             put((arg.requires_grad, arg.grad_fn is None, arg.is_inference()))
             self.lazy.append(arg)
+            self._read_attributes(arg)
         elif isinstance(arg, torch.Tensor):
             if kind not in (torch.Tensor, torch.nn.Parameter) or arg.layout is not torch.strided:
                 raise Unreadable
             put((kind, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.device, arg.requires_grad))
             put(_first(self.host, arg))
             self.host.append(arg)
+            self._read_attributes(arg)
         elif kind is tuple or kind is list:
             put((kind, len(arg)))
             for item in arg:
@@ -102,6 +105,11 @@ class Call:
         else:
             put((kind, id(arg)))
             self.others.append(arg)
+
+    def _read_attributes(self, tensor: Any) -> None:
+        own = module.attributes_of(tensor)
+        if own is not None:
+            self._read(own)
 
 
 def _is_geometry(part: Any) -> bool:

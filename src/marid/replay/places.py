@@ -9,6 +9,7 @@ from marid.frontend import handles
 from marid.frontend.observe import Upload
 from marid.graph.node import Draw, Node, Output, Spec, Value, root_of
 from marid.graph.program import Task
+from marid.native import module
 from marid.replay.gradients import graph_of
 from marid.replay.recording import GRAD, MADE, OUTPUT, TENSOR, UPLOAD, Made, Ref
 
@@ -78,6 +79,8 @@ class Places:
         """The place in ``made`` of a tensor that the run has made."""
         index = self._handles.get(id(tensor))
         if index is None:
+            if module.attributes_of(tensor) is not None:
+                raise Refused(f"it makes a Parameter, or a tensor with attributes ({_line(tensor._value)})")
             value, base = tensor._value, None
             if tensor._is_view() and not tensor.requires_grad and tensor._base is not None:
                 base = self.of_tensor(tensor._base)

@@ -9,9 +9,11 @@ packages' functions are taken as they are. Where the state is given by the user,
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dis
 import enum
 import functools
+import importlib.util
 import io
 import logging
 import os
@@ -22,12 +24,13 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from marid.frontend import handles
+from marid.native import module as native
 from marid.semantics.source_files import is_of_a_package
 
 MISSING = object()
@@ -39,6 +42,9 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, slice),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, np.generic),
 )
+# What code looks a name up with that it does not spell: anything of its own module, or of one that it names.
+_LOOKS_UP_GLOBALS = {"globals", "eval", "exec"}
+_LOOKS_UP_ATTRIBUTES = {"getattr", "vars", "attrgetter", *_LOOKS_UP_GLOBALS}
 # Objects that hold nothing that a tensor program could depend on.
 _OPAQUE = (
     *(logging.Logger, logging.Handler, threading.Thread, type(threading.Lock()), type(threading.RLock())),
@@ -48,6 +54,7 @@ _OPAQUE = (
 _NAMED = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CODE = (type, types.FunctionType, staticmethod, classmethod, property)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 _DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 _FOLDERS = tuple(
     os.path.normpath(folder) + os.sep
@@ -62,12 +69,14 @@ _FOLDERS = tuple(
 class Reached:
     """What was found: containers by kind, each with a name for messages, and tensors.
 
-    ``dicts`` and ``lists`` are compared whole; ``names`` are mappings of which only some keys count; ``cells`` are
-    variables of closures; ``arrays`` are compared by content. ``lazy`` and ``host`` are the tensors, ``generators``,
-    ``optimizers`` and ``schedules`` those of PyTorch, ``drawing`` those of Python and numpy; ``paused`` are generator
-    functions that have begun. ``paths`` are the names of tensors, modules and optimizers, by identity. ``too_much``
-    says what makes this function none to replay. Code is followed if ``follows_code``; ``looks_at_rates`` says whether
-    some of it looks at an optimizer's learning rate, ``group["lr"]``, or at what a schedule counts.
+    ``dicts`` and ``lists`` are compared whole; ``names`` are mappings, or functions, of which only some keys, or
+    attributes, count; ``cells`` are variables of closures; of ``instances`` their class counts, of ``classes``, seen
+    as mappings, how many attributes they have; ``arrays`` are compared by content. ``lazy`` and ``host`` are the
+    tensors, ``generators``, ``optimizers`` and ``schedules`` those of PyTorch, ``drawing`` those of Python and numpy;
+    ``paused`` are generator functions that have begun. ``paths`` are the names of tensors, modules and optimizers, by
+    identity. ``too_much`` says what makes this function none to replay. Code is followed if ``follows_code``;
+    ``looks_at_rates`` says whether some of it looks at an optimizer's learning rate, ``group["lr"]``, or at what a
+    schedule counts.
     """
 
     def __init__(self, follows_code: bool) -> None:
@@ -76,6 +85,8 @@ class Reached:
         self.lists: list[tuple[str, Any]] = []
         self.names: list[tuple[str, Any, tuple[str, ...]]] = []
         self.cells: list[tuple[str, types.CellType]] = []
+        self.instances: list[tuple[str, Any]] = []
+        self.classes: list[Any] = []
         self.arrays: list[tuple[str, np.ndarray]] = []
         self.lazy: list[Any] = []
         self.host: list[torch.Tensor] = []
@@ -84,7 +95,7 @@ class Reached:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedules: list[torch.optim.lr_scheduler.LRScheduler] = []
         self.paused: list[types.GeneratorType[Any, Any, Any]] = []
-        self.modules: set[tuple[int, tuple[str, ...]]] = set()
+        self.modules: set[tuple[int, tuple[str, ...], bool]] = set()
         self.seen: dict[int, Any] = {}
         self.paths: dict[int, str] = {}
         self.too_much: str | None = None
@@ -128,6 +139,9 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", getattr(thing, name)
     elif isinstance(thing, torch.Tensor):
         (found.lazy if handles.is_lazy(thing) else found.host).append(thing)
+        own = native.attributes_of(thing)
+        if own is not None:
+            yield path, own
         yield from _hooks(path, thing)
     elif isinstance(thing, np.ndarray):
         found.arrays.append((path, thing))
@@ -149,12 +163,17 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         if len(thing) <= LONG:
             for key, value in list(thing.items()):
                 yield f"{path}[{key!r}]" if is_plain(key) else f"{path}[...]", value
-    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
+        yield from _of_subclass(path, thing, found)
+    elif isinstance(thing, _CONTAINERS):
         if not isinstance(thing, (tuple, frozenset)):
             found.lists.append((path, thing))
         if len(thing) <= LONG:
             for index, value in enumerate(list(thing)):
                 yield f"{path}[{index}]", value
+        yield from _of_subclass(path, thing, found)
+    elif isinstance(thing, contextvars.ContextVar):
+        found.names.append((path, _ValueInContext(thing), ("its value",)))
+        yield path, thing.get(None)
     elif isinstance(thing, _CODE) and not found.follows_code:
         return
     elif isinstance(thing, Wrapper):
@@ -205,44 +224,58 @@ def _function(path: str, function: types.FunctionType, found: Reached) -> Iterat
         found.cells.append((name, cell))
         with contextlib.suppress(ValueError):  # not bound yet
             yield name, cell.cell_contents
+    found.names.append((path, function, ("__code__", "__defaults__", "__kwdefaults__")))  # which tools exchange
     for value in (function.__defaults__, function.__kwdefaults__):
         if value:
             yield f"{path}'s defaults", value
     if function.__dict__:
         yield path, function.__dict__
     if _is_users(function.__code__.co_filename):
-        names, attributes = _named(function.__code__)
+        named = _named(function.__code__)
         found.looks_at_rates |= _looks_at_rates(function.__code__)
         scope = function.__globals__
-        names = tuple([name for name in names if name in scope])
-        found.names.append(("global", scope, names))
+        names = tuple([name for name in named.names if name in scope])
+        builtin = set(named.names) - set(names)
+        anything = not builtin.isdisjoint(_LOOKS_UP_ATTRIBUTES) or "attrgetter" in named.attributes
+        watched = names if builtin.isdisjoint(_LOOKS_UP_GLOBALS) else _all_names(scope)
+        found.names.append(("global", scope, watched))
         for name in names:
             value = scope[name]
             if isinstance(value, types.ModuleType):
-                yield from _module(name, value, attributes, found)
+                yield from _module(name, value, named.attributes, anything, found)
             else:
                 yield name, value
+        for name, level in named.imports:
+            with contextlib.suppress(ImportError):
+                full = importlib.util.resolve_name("." * level + name, scope.get("__package__"))
+                if full in sys.modules:
+                    yield from _module(full, sys.modules[full], named.attributes, anything, found)
 
 
 def _module(
-    path: str, module: types.ModuleType, attributes: tuple[str, ...], found: Reached
+    path: str, module: types.ModuleType, attributes: tuple[str, ...], anything: bool, found: Reached
 ) -> Iterator[tuple[str, Any]]:
-    """What code that names these attributes may take of a module. Of an installed one, functions and objects are as
-    they are; what names stand for, and what is in containers (``sys.argv``), counts there too."""
-    if (id(module), attributes) in found.modules:
+    """What code that names these attributes, or perhaps ``anything``, may take of a module. Of an installed one,
+    functions and objects are as they are; what names stand for, and what is in containers (``sys.argv``), counts there
+    too."""
+    if (id(module), attributes, anything) in found.modules:
         return
-    found.modules.add((id(module), attributes))
+    found.modules.add((id(module), attributes, anything))
     file = getattr(module, "__file__", None)
-    users = file is not None and _is_users(file)
+    users = module.__spec__ is None if file is None else _is_users(file)  # one that was made, as in a notebook
     scope = vars(module)
     names = tuple([name for name in attributes if name in scope])
-    found.names.append((path, scope, names))
+    found.names.append((path, scope, _all_names(scope) if users and anything else names))
     for name in names:
         value = scope[name]
         if isinstance(value, types.ModuleType):
-            yield from _module(f"{path}.{name}", value, attributes, found)
+            yield from _module(f"{path}.{name}", value, attributes, anything, found)
         elif users or isinstance(value, (list, dict, set)):
             yield f"{path}.{name}", value
+
+
+def _all_names(scope: dict[str, Any]) -> tuple[str, ...]:
+    return tuple([name for name in scope if type(name) is str and not name.startswith("__")])
 
 
 def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:
@@ -252,6 +285,7 @@ def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:
         return
     names = tuple([name for name in vars(kind) if not name.startswith("__") or name in ("__call__", "__init__")])
     found.names.append((path, vars(kind), names))
+    found.classes.append(vars(kind))
     for name in names:
         yield f"{path}.{name}", vars(kind)[name]
     for base in kind.__bases__:
@@ -263,6 +297,7 @@ def _object(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         found.optimizers.append(thing)
     if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
         found.schedules.append(thing)
+    found.instances.append((path, thing))
     yield type(thing).__qualname__, type(thing)
     own = getattr(thing, "__dict__", None)
     if type(own) is dict:
@@ -275,6 +310,12 @@ def _object(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         found.names.append((path, _Attributes(thing), tuple(slots)))
         for name in slots:
             yield f"{path}.{name}", getattr(thing, name, None)
+
+
+def _of_subclass(path: str, container: Any, found: Reached) -> Iterator[tuple[str, Any]]:
+    """The attributes of a container of a class that is not Python's own."""
+    if type(container).__module__ not in ("builtins", "collections"):
+        yield from _object(path, container, found)
 
 
 def _slots(kind: type) -> list[str]:
@@ -292,6 +333,16 @@ class _Attributes:
         return getattr(self._thing, name, default)
 
 
+class _ValueInContext:
+    """A variable of a context, as a mapping."""
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def get(self, _: str, default: Any) -> Any:
+        return self._variable.get(default)
+
+
 def _is_users(file: str) -> bool:
     return not file.startswith(_FOLDERS) and not file.startswith("<frozen ") and not is_of_a_package(file)
 
@@ -306,17 +357,31 @@ def _looks_at_rates(code: types.CodeType) -> bool:
     return "lr" in code.co_consts or not _OF_SCHEDULES.isdisjoint(code.co_names) or any(inside)
 
 
+class _Named(NamedTuple):
+    """What code (functions inside included) looks up: global names, all names in it, and what it imports, with the
+    level of relative imports."""
+
+    names: tuple[str, ...]
+    attributes: tuple[str, ...]
+    imports: tuple[tuple[str, int], ...]
+
+
 @functools.lru_cache(4096)
-def _named(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The global names that code (functions inside included) looks up, and all names in it."""
+def _named(code: types.CodeType) -> _Named:
     names: dict[str, None] = {}
     attributes: dict[str, None] = {}
+    imports: dict[tuple[str, int], None] = {}
     pending = [code]
     while pending:
         one = pending.pop()
         attributes.update(dict.fromkeys(one.co_names))
+        loaded: deque[Any] = deque(maxlen=2)  # an import is of two constants: its level, and the names
         for instruction in dis.get_instructions(one):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
                 names[instruction.argval] = None
+            elif instruction.opname == "IMPORT_NAME":
+                level = next((value for value in loaded if type(value) is int), 0)
+                imports[instruction.argval, level] = None
+            loaded.append(instruction.argval)
         pending += [const for const in one.co_consts if isinstance(const, types.CodeType)]
-    return tuple(names), tuple(attributes)
+    return _Named(tuple(names), tuple(attributes), tuple(imports))

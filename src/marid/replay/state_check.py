@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -70,9 +70,11 @@ class Snapshot:
         self._dicts = [one for one in dicts if 0 < len(one) <= LONG]
         self._lists = [one for one in lists if 0 < len(one) <= LONG]
         self._empty = [one for one in (*dicts, *lists) if not one]
-        self._long = [(one, len(one)) for one in (*dicts, *lists) if len(one) > LONG]
+        self._counted = [(one, len(one)) for one in (*dicts, *lists) if len(one) > LONG]
+        self._counted += [(one, len(one)) for one in reached.classes]
         self._names = [(scope, name) for _, scope, names in reached.names for name in names]
         self._cells = [cell for _, cell in reached.cells]
+        self._instances = [one for _, one in reached.instances]
         self._arrays = [(one, one.shape, one.dtype, _bytes(one)) for _, one in reached.arrays]
         groups, counts = set(map(id, rated)), {id(schedule.__dict__) for schedule in schedules}
         keys = enumerate((id(one), key) for one in self._dicts for key in one)
@@ -85,8 +87,9 @@ class Snapshot:
             chain.from_iterable(map(dict.values, self._dicts)),
             chain.from_iterable(map(dict.keys, self._dicts)),
             chain.from_iterable(self._lists),
-            [scope.get(name, MISSING) for scope, name in self._names],
+            [_named(scope, name) for scope, name in self._names],
             [_content(cell) for cell in self._cells],
+            map(type, self._instances),
         )
 
     def _now(self) -> list[Any]:
@@ -106,7 +109,7 @@ class Snapshot:
             if len(now) != len(self._kept) or not all(map(_unchanged, self._kept, now)):
                 return self._what_changed()
             self._kept = now
-        for one, length in self._long:
+        for one, length in self._counted:
             if len(one) != length:
                 return f"a container of {length} entries changed"
         for (path, _), (one, shape, dtype, content) in zip(self._reached.arrays, self._arrays, strict=True):
@@ -116,7 +119,8 @@ class Snapshot:
 
     def _is_same(self) -> bool:
         """Whether all objects are those that were there."""
-        return module.same_objects(self._dicts, self._lists, self._names, self._cells, self._kept, self._free, MISSING)
+        containers = self._dicts, self._lists, self._names, self._cells, self._instances
+        return module.same_objects(*containers, self._kept, self._free, MISSING)
 
     def differences(self) -> list[tuple[int, Any, Any]]:
         """The objects that are others now: position, before and now. None of them where there are more or fewer."""
@@ -148,6 +152,7 @@ class Snapshot:
             yield from ((one, position) if type(one) is list else None for position in range(len(one)))
         yield from ((scope, name) if type(scope) is dict else None for scope, name in self._names)
         yield from ((cell, None) for cell in self._cells)
+        yield from (None for _ in self._instances)
 
     def _what_changed(self) -> str:
         for path, one in (*self._reached.dicts, *self._reached.lists):
@@ -171,7 +176,12 @@ class Snapshot:
             places += [f"{names[id(one)]}[{position}]" for position in range(len(one))]
         places += [name for _, name in self._names]
         places += [name for name, _ in self._reached.cells]
+        places += [f"the class of {path}" for path, _ in self._reached.instances]
         return places[index] if index < len(places) else "a container"
+
+
+def _named(scope: Any, name: str) -> Any:
+    return getattr(scope, name) if isinstance(scope, FunctionType) else scope.get(name, MISSING)
 
 
 def _content(cell: Any) -> Any:
