@@ -182,3 +182,17 @@ def test_results_that_are_parameters() -> None:
         assert found.requires_grad
     [reason] = compiled.stats().fallbacks
     assert "Parameter" in reason
+
+
+def test_a_global_in_place_of_a_builtin(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, x = marid.compile(lambda x: x * max(1.0, 2.0)), torch.ones(1, device=DEVICE)
+    assert [compiled(x).item() for _ in range(4)] == [2.0] * 4
+    monkeypatch.setitem(globals(), "max", lambda *_: 7.0)
+    assert [compiled(x).item() for _ in range(4)] == [7.0] * 4
+    assert compiled.stats().replays == 4
+
+
+def test_empty_ranges_that_are_equal() -> None:
+    compiled, x = marid.compile(lambda x, numbers: x * numbers.start), torch.ones(1, device=DEVICE)
+    assert [compiled(x, range(start, 0)).item() for start in (0, 0, 0, 5, 5, 5, 0)] == [0, 0, 0, 5, 5, 5, 0]
+    assert compiled.stats().replays == 3

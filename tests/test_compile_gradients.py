@@ -168,3 +168,50 @@ def test_what_autograd_keeps_is_found_without_a_look_at_the_heap(name: str, monk
         pytest.skip("this PyTorch does not show what hooks have packed, and the function runs as Python")
     monkeypatch.setattr(gc, "get_objects", None)
     _check(KEEPING[name], [torch.sum] * CALLS)
+
+
+def test_hooks_on_one_of_several_results() -> None:
+    """They run where a gradient comes, and only there."""
+
+    def run(device: str) -> list[Any]:
+        function = _several if device == "cpu" else marid.compile(_several)
+        found: list[Any] = []
+        for call in range(6):
+            x = torch.linspace(-1, 1, 5).to(device).requires_grad_()
+            results = function(x)
+            for index, result in enumerate(results):
+                result.register_hook(
+                    lambda grad, index=index: found.append((index, grad.contiguous().cpu())) or grad * 3
+                )
+            found.append([result.output_nr for result in results])
+            sum(result.sum() for result in results[call % 3 :]).backward()  # pyright: ignore[reportAttributeAccessIssue]
+            found.append(x.grad.cpu() if x.grad is not None else None)
+        return found
+
+    assert_same(run(DEVICE), run("cpu"))
+
+
+def _several(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.exp(), x * 2, x.sin()
+
+
+@pytest.mark.parametrize("written", range(3))
+def test_writing_to_one_of_several_results(written: int) -> None:
+    """The backward of the exponential has saved it."""
+
+    def run(device: str) -> list[Any]:
+        function = _several if device == "cpu" else marid.compile(_several)
+        found: list[Any] = []
+        for _ in range(4):
+            x = torch.linspace(-1, 1, 5).to(device).requires_grad_()
+            results = function(x)
+            results[written].mul_(2)
+            found += [[result.detach().cpu(), result._version] for result in results]
+            try:
+                sum(result.sum() for result in results).backward()  # pyright: ignore[reportAttributeAccessIssue]
+            except RuntimeError as error:
+                found.append("modified by an inplace operation" in str(error))
+            found.append(None if x.grad is None else x.grad.cpu())
+        return found
+
+    assert_same(run(DEVICE), run("cpu"))

@@ -12,7 +12,7 @@
 
 namespace marid {
 
-bool has_marked_zeros = false;
+std::atomic<bool> has_marked_zeros{false};
 
 namespace {
 

@@ -11,6 +11,8 @@
 #include <ATen/core/stack.h>
 #include <c10/core/Scalar.h>
 
+#include <atomic>
+
 namespace marid {
 
 // Mark a tensor that was just made.
@@ -18,10 +20,12 @@ void mark_zero(const at::Tensor& made);
 
 bool is_marked_zero(const at::Tensor& tensor);
 
-extern bool has_marked_zeros;  // whether there ever was one
+extern std::atomic<bool> has_marked_zeros;  // whether there ever was one
 
 // Whether a tensor is marked, and was not written to since.
-inline bool is_zero(const at::Tensor& tensor) { return has_marked_zeros && is_marked_zero(tensor); }
+inline bool is_zero(const at::Tensor& tensor) {
+  return has_marked_zeros.load(std::memory_order_relaxed) && is_marked_zero(tensor);
+}
 
 // Whether a call, whose arguments are on the stack, returns views of zeros; afterwards, mark them.
 bool views_zero(const c10::OperatorHandle& op, const torch::jit::Stack& stack);

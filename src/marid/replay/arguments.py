@@ -91,6 +91,8 @@ class Call:
                 self._read(item)
         elif kind is float or kind is complex:
             put((kind, repr(arg)))  # 0.0 is not -0.0, and NaN is itself
+        elif kind is range:
+            put((kind, arg.start, arg.stop, arg.step))  # empty ones are equal
         elif is_plain(arg):
             put((kind, arg) if kind.__hash__ is not None else (kind, repr(arg)))
         elif _pytree.is_namedtuple_class(kind):

@@ -172,6 +172,20 @@ class _Replayed(torch.autograd.Function):
         return (None, *ctx.connection.backward(ctx.saved_tensors, grads))
 
 
+class _Result(torch.autograd.Function):
+    """One of several results, for autograd a tensor of a function of its own, as in eager PyTorch: hooks on it run only
+    where a gradient comes. It counts its writes with what the backward has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return output.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Any) -> Any:
+        return grad
+
+
 def connect(
     inputs: list[Any],
     make: Callable[[], list[Any]],
@@ -185,7 +199,8 @@ def connect(
     ``tensors`` are the tensors that somebody outside has, ``values`` all values, by where they are.
     """
     with torch.enable_grad():
-        return list(_Replayed.apply(_Connection(make, places, tensors, values, backwards), *inputs))  # pyright: ignore
+        outputs: Any = _Replayed.apply(_Connection(make, places, tensors, values, backwards), *inputs)
+        return [_Result.apply(output) for output in outputs] if len(outputs) > 1 else [*outputs]
 
 
 class _Connection:

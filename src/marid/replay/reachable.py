@@ -237,7 +237,7 @@ def _function(path: str, function: types.FunctionType, found: Reached) -> Iterat
         names = tuple([name for name in named.names if name in scope])
         builtin = set(named.names) - set(names)
         anything = not builtin.isdisjoint(_LOOKS_UP_ATTRIBUTES) or "attrgetter" in named.attributes
-        watched = names if builtin.isdisjoint(_LOOKS_UP_GLOBALS) else _all_names(scope)
+        watched = named.names if builtin.isdisjoint(_LOOKS_UP_GLOBALS) else (*_all_names(scope), *builtin)
         found.names.append(("global", scope, watched))
         for name in names:
             value = scope[name]
