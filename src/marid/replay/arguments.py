@@ -73,14 +73,14 @@ class Call:
             put(_first(self.lazy, arg))
             put((arg.requires_grad, arg.grad_fn is None, arg.is_inference()))
             self.lazy.append(arg)
-            self._read_attributes(arg)
+            self._read_attributes(arg, self.lazy)
         elif isinstance(arg, torch.Tensor):
             if kind not in (torch.Tensor, torch.nn.Parameter) or arg.layout is not torch.strided:
                 raise Unreadable
             put((kind, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.device, arg.requires_grad))
             put(_first(self.host, arg))
             self.host.append(arg)
-            self._read_attributes(arg)
+            self._read_attributes(arg, self.host)
         elif kind is tuple or kind is list:
             put((kind, len(arg)))
             for item in arg:
@@ -108,9 +108,9 @@ class Call:
             put((kind, id(arg)))
             self.others.append(arg)
 
-    def _read_attributes(self, tensor: Any) -> None:
+    def _read_attributes(self, tensor: Any, found: list[Any]) -> None:
         own = module.attributes_of(tensor)
-        if own is not None:
+        if own is not None and _first(found, tensor) == len(found) - 1:  # they may lead to it again
             self._read(own)
 
 

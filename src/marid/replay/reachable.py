@@ -86,7 +86,7 @@ class Reached:
         self.names: list[tuple[str, Any, tuple[str, ...]]] = []
         self.cells: list[tuple[str, types.CellType]] = []
         self.instances: list[tuple[str, Any]] = []
-        self.classes: list[Any] = []
+        self.classes: list[tuple[str, Any]] = []
         self.arrays: list[tuple[str, np.ndarray]] = []
         self.lazy: list[Any] = []
         self.host: list[torch.Tensor] = []
@@ -285,7 +285,7 @@ def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:
         return
     names = tuple([name for name in vars(kind) if not name.startswith("__") or name in ("__call__", "__init__")])
     found.names.append((path, vars(kind), names))
-    found.classes.append(vars(kind))
+    found.classes.append((path, vars(kind)))
     for name in names:
         yield f"{path}.{name}", vars(kind)[name]
     for base in kind.__bases__:

@@ -70,8 +70,8 @@ class Snapshot:
         self._dicts = [one for one in dicts if 0 < len(one) <= LONG]
         self._lists = [one for one in lists if 0 < len(one) <= LONG]
         self._empty = [one for one in (*dicts, *lists) if not one]
-        self._counted = [(one, len(one)) for one in (*dicts, *lists) if len(one) > LONG]
-        self._counted += [(one, len(one)) for one in reached.classes]
+        long = [(path, one) for path, one in (*reached.dicts, *reached.lists) if len(one) > LONG]
+        self._counted = [(path, one, len(one)) for path, one in (*long, *reached.classes)]
         self._names = [(scope, name) for _, scope, names in reached.names for name in names]
         self._cells = [cell for _, cell in reached.cells]
         self._instances = [one for _, one in reached.instances]
@@ -109,9 +109,9 @@ class Snapshot:
             if len(now) != len(self._kept) or not all(map(_unchanged, self._kept, now)):
                 return self._what_changed()
             self._kept = now
-        for one, length in self._counted:
+        for path, one, length in self._counted:
             if len(one) != length:
-                return f"a container of {length} entries changed"
+                return f"{path} had {length} entries and has {len(one)}"
         for (path, _), (one, shape, dtype, content) in zip(self._reached.arrays, self._arrays, strict=True):
             if one.shape != shape or one.dtype != dtype or _bytes(one) != content:
                 return f"the array {path} changed"
