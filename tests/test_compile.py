@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import threading
-from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -676,8 +676,13 @@ def test_reads_inside(read: Callable[[torch.Tensor], Any]) -> None:
 
 def test_fullgraph_refuses_what_changes() -> None:
     """Also without a read, once it is clear that there will be no replay."""
-    numbers = array("d", range(100))
-    compiled = marid.compile(lambda x: x + numbers.pop(), fullgraph=True)
+    number = ctypes.c_double()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        number.value += 1
+        return x + number.value
+
+    compiled = marid.compile(function, fullgraph=True)
     for _ in range(marid.settings.compile_recordings - 1):
         compiled(torch.ones(1, device=DEVICE))
     with pytest.raises(UnsupportedOperationError, match="a number changed"):
@@ -1005,7 +1010,7 @@ def test_backward_of_a_replay_has_the_errors_of_pytorch() -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
     (first,) = torch.autograd.grad(compiled(x).sum(), w, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="a second derivative"):
         first.sum().backward()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import ctypes
 import datetime
 import gc
@@ -330,7 +329,7 @@ class _Odd:
 
 class _Elements:
     def __init__(self) -> None:
-        self._numbers = array.array("d", [1.0])
+        self._numbers = (ctypes.c_double * 1)(1.0)
 
     scale = property(lambda self: self._numbers[0])
     other = scale

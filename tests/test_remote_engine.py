@@ -465,3 +465,15 @@ def test_the_summary_of_a_script_shows_what_was_moved(tmp_path: Any) -> None:
     assert done.stdout == "2000.0\n", done.stderr
     assert "1 round trips" in done.stderr
     assert "script.py:3 (input)" in done.stderr
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 3), (2, 1)])
+def test_attention_with_fewer_heads_of_keys(heads: tuple[int, int]) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, n, 8, 16).to(device).requires_grad_() for n in (heads[0], *heads[1:] * 2))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        attend(query, key, value, is_causal=True, enable_gqa=True).square().sum().backward()
+        return [one.grad for one in (query, key, value) if one.grad is not None]
+
+    assert_same(run("remote_accelerator:6"), run("cpu"))

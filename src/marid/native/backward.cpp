@@ -163,7 +163,9 @@ PyObject* run_on_this_thread(PyObject* of, PyObject* const* given, Py_ssize_t co
   {
     OnThisThread whole;
     if (may_pass(PyTuple_GET_ITEM(of, 2))) found = Ref(run_pass(given, count, names));
-    if (!found && PyErr_Occurred() == nullptr) {
+    if (!found && PyErr_Occurred() == nullptr && has_backward_ends()) {
+      PyErr_SetString(PyExc_RuntimeError, "autograd's engine would go through the histories of its inputs");
+    } else if (!found && PyErr_Occurred() == nullptr) {
       found = Ref(PyObject_Vectorcall(PyTuple_GET_ITEM(of, 0), given, static_cast<size_t>(count), names));
     }
     if (found && !give_classes(found.get())) found = Ref();
@@ -184,7 +186,30 @@ PyObject* on_this_thread(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 }  // namespace
 
+namespace {
+
+std::vector<at::Tensor> unpacked(PyObject* tensors) {
+  std::vector<at::Tensor> found;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
+    found.push_back(THPVariable_Unpack(PyList_GET_ITEM(tensors, i)));
+  }
+  return found;
+}
+
+// end_backwards_at(tensors): backwards of this thread go no further than to the functions that made these.
+PyObject* end_at(PyObject*, PyObject* tensors) {
+  end_backwards_at(unpacked(tensors));
+  Py_RETURN_NONE;
+}
+
+// meets_hooks(tensors): whether a function that a backward from these goes through has hooks.
+PyObject* has_hooked(PyObject*, PyObject* tensors) { return PyBool_FromLong(meets_hooks(unpacked(tensors))); }
+
+}  // namespace
+
 PyMethodDef backward_functions[] = {
+    {"end_backwards_at", end_at, METH_O, nullptr},
+    {"meets_hooks", has_hooked, METH_O, nullptr},
     {"on_this_thread", fast(on_this_thread), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -65,6 +65,8 @@ bool has_hooks(Node& function) {
       !function.retains_grad_hooks().empty();
 }
 
+thread_local std::unordered_set<const Node*> ends;
+
 // Whether a function computes with tensors of a class whose operations are Python (`__torch_dispatch__`), which sees gradients.
 bool is_of_subclass(Node& function) {
   for (uint32_t i = 0; i < function.num_inputs(); i++) {
@@ -90,6 +92,33 @@ variable_list call_tensor_hooks(Node& function, variable_list gradients) {
 }
 
 }  // namespace
+
+void end_backwards_at(const std::vector<Tensor>& tensors) {
+  ends.clear();
+  for (const Tensor& tensor : tensors) {
+    if (tensor.grad_fn() != nullptr) ends.insert(&*tensor.grad_fn());
+  }
+}
+
+bool has_backward_ends() { return !ends.empty(); }
+
+bool meets_hooks(const std::vector<Tensor>& tensors) {
+  std::unordered_set<Node*> seen;
+  std::vector<Node*> pending;
+  auto meet = [&](Node* function) {
+    if (function != nullptr && ends.count(function) == 0 && seen.insert(function).second) pending.push_back(function);
+  };
+  for (const Tensor& tensor : tensors) {
+    if (tensor.grad_fn() != nullptr) meet(&*tensor.grad_fn());
+  }
+  while (!pending.empty()) {
+    Node* function = pending.back();
+    pending.pop_back();
+    if (has_hooks(*function)) return true;
+    for (const Edge& edge : function->next_edges()) meet(edge.function.get());
+  }
+  return false;
+}
 
 bool is_python(const Node& function) { return std::strcmp(typeid(function).name(), "N5torch8autograd6PyNodeE") == 0; }
 
@@ -191,7 +220,8 @@ bool BackwardGraph::reach(Node* root) {
   while (!way.empty()) {
     auto& [step, edge] = way.back();
     const edge_list& edges = steps_[step].function->next_edges();
-    if (edge == edges.size() || steps_[step].function->topological_nr() < least_) {
+    bool is_end = !ends.empty() && ends.count(steps_[step].function) != 0;
+    if (edge == edges.size() || is_end || steps_[step].function->topological_nr() < least_) {
       leave(step, edge);
       way.pop_back();
       continue;

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <queue>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,13 @@ bool shows_python(torch::autograd::Node& function);
 
 // Whether a gradient is what the function that it goes to expects, so that autograd would take it as it is.
 bool fits(const at::Tensor& gradient, const torch::autograd::InputMetadata& expected);
+
+// From now on, backwards of this thread go no further than to the functions that made these tensors.
+void end_backwards_at(const std::vector<at::Tensor>& tensors);
+bool has_backward_ends();
+
+// Whether a function that a backward from these tensors goes through has hooks.
+bool meets_hooks(const std::vector<at::Tensor>& tensors);
 
 class BackwardGraph {
  public:

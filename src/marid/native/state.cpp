@@ -5,6 +5,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <string>
 #include <unordered_map>
 
 namespace {
@@ -104,7 +105,9 @@ enum Flag { kRequiresGrad = 1, kHasHooks = 2, kHasAttributes = 4 };
 
 char flags_of(PyObject* tensor) {
   bool requires_grad = THPVariable_Unpack(tensor).requires_grad();
-  bool has_hooks = reinterpret_cast<THPVariable*>(tensor)->backward_hooks != nullptr;
+  auto* own = reinterpret_cast<THPVariable*>(tensor);
+  auto has = [](PyObject* hooks) { return hooks != nullptr && (!PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) > 0); };
+  bool has_hooks = has(own->backward_hooks) || has(own->post_accumulate_grad_hooks);
   bool has_attributes = attributes(tensor) != nullptr;
   return static_cast<char>(
       (requires_grad ? kRequiresGrad : 0) | (has_hooks ? kHasHooks : 0) | (has_attributes ? kHasAttributes : 0));
@@ -118,6 +121,31 @@ PyObject* tensor_flags(PyObject*, PyObject* tensors) {
     PyBytes_AS_STRING(made.get())[i] = flags_of(PyList_GET_ITEM(tensors, i));
   }
   return made.release();
+}
+
+// host_looks(tensors): what Python can see of tensors of the host, but for their values, as bytes.
+PyObject* host_looks(PyObject*, PyObject* tensors) {
+  std::string looks;
+  auto put = [&looks](int64_t number) { looks.append(reinterpret_cast<const char*>(&number), sizeof number); };
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
+    PyObject* object = PyList_GET_ITEM(tensors, i);
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    put(flags_of(object));
+    put(static_cast<int64_t>(tensor.scalar_type()));
+    put(tensor.is_leaf() ? reinterpret_cast<int64_t>(tensor.grad().unsafeGetTensorImpl()) : 0);  // which tensor it is
+    put(tensor.layout() == at::kStrided ? tensor.dim() : -1);
+    if (tensor.layout() != at::kStrided) continue;
+    for (int64_t size : tensor.sizes()) put(size);
+    for (int64_t stride : tensor.strides()) put(stride);
+  }
+  return PyBytes_FromStringAndSize(looks.data(), static_cast<Py_ssize_t>(looks.size()));
+}
+
+// share_version(tensor, with): from now on, writes to either are counted for both, as for a tensor and its view.
+PyObject* share_version(PyObject*, PyObject* const* given, Py_ssize_t) {
+  THPVariable_Unpack(given[0]).unsafeGetTensorImpl()->set_version_counter(
+      THPVariable_Unpack(given[1]).unsafeGetTensorImpl()->version_counter());
+  Py_RETURN_NONE;
 }
 
 // same_tensors(tensors, specs, flags): whether tensors of the device have these specs and flags.
@@ -185,9 +213,11 @@ namespace marid {
 PyMethodDef state_functions[] = {
     {"attributes_of", attributes_of, METH_O, nullptr},
     {"grads_of", fast(grads_of), METH_FASTCALL, nullptr},
+    {"host_looks", host_looks, METH_O, nullptr},
     {"same_objects", fast(same_objects), METH_FASTCALL, nullptr},
     {"same_tensors", fast(same_tensors), METH_FASTCALL, nullptr},
     {"share_as", fast(share_as), METH_FASTCALL, nullptr},
+    {"share_version", fast(share_version), METH_FASTCALL, nullptr},
     {"tensor_flags", tensor_flags, METH_O, nullptr},
     {"values_of", values_of, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -8,44 +8,54 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 
 from marid.frontend import handles
+from marid.frontend.tensor import LazyTensor
 from marid.graph.node import Spec
 from marid.native import module
 from marid.replay.dynamic import dynamic_dims_of
 from marid.replay.reachable import is_plain
 
+HOOKS = 2
+"""What ``module.tensor_flags`` says of a tensor with hooks."""
+
 
 class Unreadable(Exception):
-    """A call that is not one to replay: inside of a transform, say, or with tensors of another kind."""
+    """A call that is not one to replay: inside of a transform, say, or with tensors that have hooks."""
 
 
 class Call:
-    """The arguments of one call: ``lazy`` and ``host`` are its tensors, ``others`` what is known by identity."""
+    """The arguments of one call: ``lazy`` and ``host`` are its tensors, ``others`` what is known by identity,
+    ``containers`` the identities of its lists and dicts."""
 
-    __slots__ = ("_parts", "host", "key", "lazy", "others")
+    __slots__ = ("_parts", "containers", "host", "key", "lazy", "others")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.lazy: list[Any] = []
         self.host: list[torch.Tensor] = []
         self.others: list[Any] = []
-        self._parts: list[Any] = [surroundings()]
-        for arg in args:
-            self._read(arg)
-        for name in sorted(kwargs) if kwargs else ():
-            self._parts.append(name)
-            self._read(kwargs[name])
+        self.containers: set[int] = set()
+        self._parts: list[Any] = [surroundings(), tuple(kwargs)]
+        try:
+            for arg in (*args, *kwargs.values()):
+                self._read(arg)
+        except RecursionError:  # one leads to itself
+            raise Unreadable from None
         self.key = tuple(self._parts)
 
     def is_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the arguments are others than they were when they were read, but for values of tensors."""
         try:
-            return Call(args, kwargs).key != self.key
+            now = Call(args, kwargs)
         except Unreadable:
             return True
+        tensors = zip((*now.lazy, *now.host), (*self.lazy, *self.host), strict=False)
+        return now.key != self.key or any(one is not other for one, other in tensors)
 
     def family(self) -> tuple[Any, ...]:
         """The key without the sizes of dimensions that are marked as dynamic."""
@@ -71,7 +81,11 @@ class Call:
         if handles.is_lazy(arg):
             put(arg._value.spec)
             put(_first(self.lazy, arg))
-            put((arg.requires_grad, arg.grad_fn is None, arg.is_inference()))
+            put((kind, arg.requires_grad, arg.grad_fn is None, arg.is_inference()))
+            if kind is not LazyTensor:
+                self.others.append(kind)
+            if module.tensor_flags([arg])[0] & HOOKS:
+                raise Unreadable
             self.lazy.append(arg)
             self._read_attributes(arg, self.lazy)
         elif isinstance(arg, torch.Tensor):
@@ -83,13 +97,15 @@ class Call:
             self._read_attributes(arg, self.host)
         elif kind is tuple or kind is list:
             put((kind, len(arg)))
+            self.containers.add(id(arg))
             for item in arg:
                 self._read(item)
         elif kind is dict:
-            put((dict, tuple(arg)))
+            self.containers.add(id(arg))
+            put((dict, tuple(arg), tuple(map(type, arg))))
             for item in arg.values():
                 self._read(item)
-        elif kind is float or kind is complex:
+        elif kind is float or kind is complex or isinstance(arg, np.generic):
             put((kind, repr(arg)))  # 0.0 is not -0.0, and NaN is itself
         elif kind is range:
             put((kind, arg.start, arg.stop, arg.step))  # empty ones are equal
@@ -97,11 +113,14 @@ class Call:
             put((kind, arg) if kind.__hash__ is not None else (kind, repr(arg)))
         elif _pytree.is_namedtuple_class(kind):
             put((kind, len(arg)))
+            self.others.append(kind)
             for item in arg:
                 self._read(item)
         elif kind in _pytree.SUPPORTED_NODES:
             children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(arg)
             put((kind, len(children), repr(context)))
+            self.containers.add(id(arg))
+            self.others.append(kind)
             for item in children:
                 self._read(item)
         else:
@@ -126,16 +145,27 @@ def _first(found: list[Any], arg: Any) -> int:
     return len(found)
 
 
+def same_as_state(lazy: list[Any], places: dict[int, int]) -> tuple[int, ...]:
+    """For each tensor of a call, which one of the state it is (``places_of``); -1 for another one."""
+    return tuple([places.get(id(arg), -1) for arg in lazy])
+
+
+def places_of(state: list[Any]) -> dict[int, int]:
+    """Where each tensor of the state is in it, by identity."""
+    return {id(one): index for index, one in enumerate(state)}
+
+
 def surroundings() -> Any:
     """What decides, beside arguments and state, what PyTorch does: modes and defaults of this thread.
 
-    Raises ``Unreadable`` inside of transforms, of dispatch modes and under hooks on saved tensors.
+    Raises ``Unreadable`` inside of transforms, forward derivatives, dispatch modes and hooks on saved tensors.
     """
     if (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack()
         or torch.is_anomaly_enabled()
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        or forward_ad._current_level >= 0
     ):
         raise Unreadable
     modes: Any = None

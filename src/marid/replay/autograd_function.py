@@ -7,12 +7,12 @@ tensors: changed in place in between, they raise PyTorch's error.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from marid.frontend import handles, random
 from marid.frontend.engines import engine_of
@@ -21,6 +21,7 @@ from marid.graph.node import Node, Spec, Storage, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task, bind
 from marid.graph.tape import Tape
+from marid.native import module
 from marid.replay.pending import run_needed
 from marid.replay.places import Places, Refused, numbers_of
 from marid.replay.recording import GIVEN, OUTPUT, TENSOR, Derivative, Ref
@@ -73,8 +74,35 @@ def _used(places: Places, index: int) -> Ref:
     return TENSOR, index
 
 
-def record_backwards(live: list[Any], tensors: list[Any], tape: Tape) -> list[Backward]:
+def independent_among(live: list[Any]) -> list[list[int]]:
+    """Groups of outputs, by position, whose histories share no function: what a backward of one group frees, the
+    others do not need."""
+    groups: list[tuple[list[int], set[Any]]] = []
+    for index, output in enumerate(live):
+        own, functions = [index], _functions_behind(output)
+        for group in [one for one in groups if not one[1].isdisjoint(functions)]:
+            groups.remove(group)
+            own, functions = sorted([*group[0], *own]), functions | group[1]
+        groups.append((own, functions))
+    return [own for own, _ in groups]
+
+
+def _functions_behind(output: Any) -> set[Any]:
+    """The functions of a history that have something to free, without those that gradients end at."""
+    found: set[Any] = set()
+    pending = [output.grad_fn]
+    while pending:
+        function = pending.pop()
+        if function is None or function in found or hasattr(function, "variable"):
+            continue
+        found.add(function)
+        pending += [following for following, _ in function.next_functions]
+    return found
+
+
+def record_backwards(live: list[Any], independent: list[list[int]], tensors: list[Any], tape: Tape) -> list[Backward]:
     """Record the backward of ``live`` outputs to those of ``tensors`` that their graph leads to; the graph stays.
+    Gradients may come for each choice of outputs among those of one ``independent`` group.
 
     Raises ``Refused`` where it leads elsewhere.
     """
@@ -82,9 +110,23 @@ def record_backwards(live: list[Any], tensors: list[Any], tape: Tape) -> list[Ba
         raise Refused(f"it returns {len(live)} tensors that gradients can be taken of", for_good=True)
     wanted = _reached(live, tensors)
     inputs = [tensors[index] for index in wanted]
+    # What an input was computed of may be another input: that is the history of the user's, and stays.
+    module.end_backwards_at([tensor for tensor in inputs if tensor.grad_fn is not None])
+    try:
+        if module.meets_hooks(live):
+            raise Refused("gradients of what it returns go through hooks", for_good=True)
+        return _recorded(live, independent, wanted, inputs, tape)
+    finally:
+        module.end_backwards_at([])
+
+
+def _recorded(
+    live: list[Any], independent: list[list[int]], wanted: list[int], inputs: list[Any], tape: Tape
+) -> list[Backward]:
     found: list[Backward] = []
-    for count in range(1, len(live) + 1):
-        for given in itertools.combinations(range(len(live)), count):
+    for among in independent:
+        choices = (itertools.combinations(among, count) for count in range(1, len(among) + 1))
+        for given in itertools.chain.from_iterable(choices):
             grads = [_stand_in(live[index]) for index in given]
             start = next(tape.sequence)
             with observing(False) as seen:
@@ -167,9 +209,22 @@ class _Replayed(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, *ctx.connection.backward(ctx.saved_tensors, grads))
+        with torch.no_grad():
+            found = ctx.connection.backward(ctx.saved_tensors, grads)
+        return (None, *(map(_not_again, found) if torch.is_grad_enabled() else found))
+
+
+def _not_again(grad: Any) -> Any:
+    """A gradient from ``create_graph=True``: what is computed of it can be differentiated, up to it."""
+    return None if grad is None else _DelayedError(_ONCE, 1)(grad.requires_grad_())
+
+
+_DelayedError: Any = torch._C._functions.DelayedError
+_ONCE = (
+    "a second derivative of what a function under marid.compile returns: its backward was recorded, and has no "
+    "history. Call the function without marid.compile, or take both derivatives in it"
+)
 
 
 class _Result(torch.autograd.Function):
@@ -188,19 +243,29 @@ class _Result(torch.autograd.Function):
 
 def connect(
     inputs: list[Any],
-    make: Callable[[], list[Any]],
+    independent: list[list[int]],
     places: list[Ref],
+    make: Callable[[list[int]], list[Any]],
     tensors: dict[Ref, Any],
     values: dict[Ref, Value],
+    versions: dict[Value, Any],
     backwards: list[tuple[Derivative, Prepared]],
 ) -> list[Any]:
-    """The outputs that ``make`` makes, whose values are at ``places``, with a history that leads to ``inputs``.
+    """The outputs whose values are at ``places``, with a history that leads to ``inputs``; ``make`` makes those of the
+    ``independent`` groups.
 
-    ``tensors`` are the tensors that somebody outside has, ``values`` all values, by where they are.
+    ``tensors`` are the tensors that somebody outside has, ``values`` all values, by where they are; ``versions`` has
+    for memory a tensor that counts what is written to it.
     """
+    found: dict[int, Any] = {}
     with torch.enable_grad():
-        outputs: Any = _Replayed.apply(_Connection(make, places, tensors, values, backwards), *inputs)
-        return [_Result.apply(output) for output in outputs] if len(outputs) > 1 else [*outputs]
+        for among in independent:
+            own = [(one, prepared) for one, prepared in backwards if not {*one.given}.isdisjoint(among)]
+            connection = _Connection(among, places, make, tensors, values, versions, own)
+            outputs: Any = _Replayed.apply(connection, *inputs)
+            one_each = [_Result.apply(output) for output in outputs] if len(outputs) > 1 else outputs
+            found.update(zip(among, one_each, strict=True))
+    return [found[index] for index in range(len(places))]
 
 
 class _Connection:
@@ -208,18 +273,22 @@ class _Connection:
 
     def __init__(
         self,
-        make: Callable[[], list[Any]],
+        among: list[int],
         places: list[Ref],
+        make: Callable[[list[int]], list[Any]],
         tensors: dict[Ref, Any],
         values: dict[Ref, Value],
+        versions: dict[Value, Any],
         backwards: list[tuple[Derivative, Prepared]],
     ) -> None:
-        self.make = make
+        self.make: Callable[[], list[Any]] = functools.partial(make, among)
+        self._among = among
+        self._versions = versions
         self._backwards = {derivative.given: (derivative, prepared) for derivative, prepared in backwards}
         self._wanted = len(backwards[0][0].wanted)
         needed = {ref for derivative, _ in backwards for ref in _needed(derivative)}
         self._needed = sorted(needed)
-        self._places = places
+        self._places = [places[index] for index in among]
         self._tensors = {ref: tensors.get(_outer(ref)) for ref in self._needed}
         self._values = {ref: values[_outer(ref)] for ref in self._needed}
 
@@ -234,19 +303,24 @@ class _Connection:
             if tensor is None:
                 value = self._values[ref]
                 tensor = handles.wrap(value, value.spec)  # pyright: ignore[reportArgumentType]
+                same = [self._versions.get(root_of(value)), *(one for one in outputs if _share(one._value, value))]
+                for counted in [one for one in same if one is not None][:1]:
+                    module.share_version(tensor, counted)
             found.append(tensor)
         self._tensors.clear()
         self._values.clear()
+        self._versions.clear()
         self.make = list
         return found
 
     def backward(self, saved: tuple[Any, ...], grads: tuple[Any, ...]) -> list[Any]:
         """The gradients of the inputs."""
-        given = tuple([index for index, grad in enumerate(grads) if grad is not None])
+        came = {index: grad for index, grad in zip(self._among, grads, strict=True) if grad is not None}
+        given = tuple(came)
         if not given:  # autograd calls a function also where no gradient comes, as from one that returns None
             return [None] * self._wanted
         derivative, prepared = self._backwards[given]
-        present = [_restrided(grads[index], spec) for index, spec in zip(given, derivative.given_specs, strict=True)]
+        present = [_restrided(came[index], spec) for index, spec in zip(given, derivative.given_specs, strict=True)]
         tensors: dict[Ref, Any] = dict(zip(self._needed, saved, strict=True))
         tensors.update({(GIVEN, index): grad for index, grad in enumerate(present)})
         used = [tensors[ref] for ref in derivative.inputs]
@@ -257,6 +331,10 @@ class _Connection:
                 tensor.materialize()  # raises what made it fail
         buffers = engine_of(derivative.given_specs[0].device).replay(prepared, inputs, derivative.numbers)
         return _handed_out(derivative, tensors, buffers)
+
+
+def _share(one: Value, other: Value) -> bool:
+    return root_of(one) is root_of(other)
 
 
 def _needed(derivative: Derivative) -> set[Ref]:
@@ -294,11 +372,17 @@ def _handed_out(derivative: Derivative, tensors: dict[Ref, Any], buffers: list[t
     tape.note_resident(nodes)
     shared: dict[Value, Storage] = {}
 
+    # One for several inputs is one tensor: so autograd makes copies of it.
+    found: dict[Ref, Any] = {}
+
     def tensor(ref: Ref | None) -> Any:
-        if ref is None:
-            return None
+        if ref is not None and ref not in found:
+            found[ref] = made(ref)
+        return None if ref is None else found[ref]
+
+    def made(ref: Ref) -> Any:
         if ref[0] != OUTPUT:
-            return tensors[ref].detach()
+            return tensors[ref] if ref[0] == GIVEN else tensors[ref].detach()
         node = nodes[ref[1]]
         storage = storages.get(node)
         if storage is None:

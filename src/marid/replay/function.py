@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from marid import policy
@@ -86,12 +88,25 @@ class _Kind:
             self.templates.insert(0, template)
 
 
+_OWN = {"_function", "_state", "_fullgraph", "_dynamic_dims", "_families", "_kinds", "_lock", "_given_up", "_said"}
+_OWN |= {"_stats", "_sees_order", *functools.WRAPPER_ASSIGNMENTS, "__wrapped__"}
+
+
+def _sees_order(function: Callable[..., Any]) -> bool:
+    """Whether a function can see in which order its keyword arguments were given."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # one in C
+        return True
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
 class Compiled(Wrapper):
     """A function under ``marid.compile``; called like the function."""
 
     def __init__(self, function: Callable[..., Any], state: Any, fullgraph: bool, dynamic_dims: Any) -> None:
-        functools.update_wrapper(self, function, updated=())
         self._function = function
+        functools.update_wrapper(self, function, updated=())
         self._state = state
         self._fullgraph = fullgraph
         self._dynamic_dims = dynamic_dims
@@ -100,6 +115,7 @@ class Compiled(Wrapper):
         self._lock = threading.RLock()
         self._given_up = False
         self._said: set[str] = set()
+        self._sees_order = _sees_order(function)
         self._stats = FunctionStats(getattr(function, "__qualname__", type(function).__qualname__))
         functions.add(self._stats)
         _made.add(self)
@@ -108,6 +124,8 @@ class Compiled(Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if observer() is not None:  # part of a function that is being recorded
             return self._function(*args, **kwargs)
+        if len(kwargs) > 1 and not self._sees_order:
+            kwargs = dict(sorted(kwargs.items()))
         with self._lock:
             self._stats.calls += 1
             if not self._given_up:
@@ -147,6 +165,19 @@ class Compiled(Wrapper):
         if name.startswith("__") or name == "_function":
             raise AttributeError(name)
         return getattr(self._function, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes are those of the function, as far as it can have any; that is where they are watched, too."""
+        if name in _OWN or not hasattr(self._function, "__dict__") or isinstance(self._function, MethodType):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._function, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._function, name)
 
     def stats(self) -> FunctionStats:
         """What became of the calls so far; a snapshot."""

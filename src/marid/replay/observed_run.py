@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from marid.graph.node import Node, Spec, root_of
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, bind
 from marid.graph.tape import Tape
-from marid.replay.arguments import Call
-from marid.replay.autograd_function import record_backwards
+from marid.native import module
+from marid.replay.arguments import Call, places_of, same_as_state
+from marid.replay.autograd_function import independent_among, record_backwards
 from marid.replay.conversions import converting
 from marid.replay.counters import rated_groups
 from marid.replay.draws import Streams
@@ -36,6 +38,13 @@ from marid.replay.returned_reads import returned_reads
 from marid.replay.schedules import ScheduleLog, is_followed
 from marid.replay.state_check import Place, Snapshot
 from marid.replay.waiting import Computed, ReturnedRead, Waiting, reads_in
+
+_GLOBAL_HOOKS = [
+    (f"torch's {name}", hooks)
+    for kind in (torch.nn.Module, torch.optim.Optimizer)
+    for name, hooks in vars(sys.modules[kind.__module__]).items()
+    if name.startswith("_global_") and isinstance(hooks, dict)
+]
 
 
 def grad_of(tensor: Any) -> Any:
@@ -62,7 +71,8 @@ class Run:
         self.recording: Recording | None = None
         self.refusal: Refused | None = None
         root = ("the function", function) if state is None else ("state", state)
-        self._reached = reach([root, *[("an argument", other) for other in call.others]], state is None)
+        arguments = [("an argument", other) for other in call.others]
+        self._reached = reach([root, *arguments, *_GLOBAL_HOOKS], state is None)
         self._follows_rates = not (for_file or self._reached.looks_at_rates)
         follows = self._follows_rates
         rated = rated_groups(self._reached.optimizers) if follows else []
@@ -80,6 +90,8 @@ class Run:
         self._histories = [tensor.grad_fn for tensor in self._tensors]
         self._versions = [_version(tensor) for tensor in (*self._tensors, *self._grads)]
         self._host_versions = [_version(tensor) for tensor in self._host]
+        self._flags = module.tensor_flags(self._tensors)
+        self._looks = module.host_looks(self._reached.host)
         self._task: Task | None = None
         self._backwards: list[Task] = []
         self._replaced: list[tuple[Place, int, Any]] = []
@@ -113,7 +125,8 @@ class Run:
             self._check(seen, host, impure)
             if self._call.is_other(args, kwargs):
                 raise Refused("it changes a list or dict among its arguments, or a mode of PyTorch")
-            leaves, structure = _pytree.tree_flatten(result)
+            self._refuse_known(result)
+            leaves, structure = _pytree.tree_flatten(result, is_leaf=lambda one: isinstance(one, torch.Size))
             if {id(one()) for one in waiting} - {id(one) for leaf in leaves for one in reads_in(leaf)} - {id(None)}:
                 raise Refused("it keeps a value that it reads")
             with self._engine().lock:
@@ -164,6 +177,8 @@ class Run:
         changed = self._snapshot.change() or self._schedules.rate_changed()
         if changed is not None:
             raise ChangesState(f"it changes Python state: {changed}")
+        if module.tensor_flags(self._tensors) != self._flags or module.host_looks(self._reached.host) != self._looks:
+            raise ChangesState("it changes which tensors require gradients, have hooks or have attributes")
         written = host.counters.written
         first = len(self._call.host)
         for index, (tensor, before) in enumerate(zip(self._host, self._host_versions, strict=True)):
@@ -177,6 +192,18 @@ class Run:
                 raise Refused("it gives a tensor other memory or another shape in place")
             if tensor.grad_fn is not history:
                 raise Refused("it changes in place a tensor that has a history of gradients")
+
+    def _refuse_known(self, result: Any) -> None:
+        """Refuse a result with a list or dict that is there without it, or is in it twice: a replay makes new ones."""
+        pending, met = [result], set[int]()
+        while pending:
+            one = pending.pop()
+            if isinstance(one, (list, dict)):
+                if id(one) in met or id(one) in self._reached.seen or id(one) in self._call.containers:
+                    raise Refused("it returns a list or dict that is an argument or state, or returns one twice")
+                met.add(id(one))
+            if isinstance(one, (list, tuple, dict)):
+                pending += one.values() if isinstance(one, dict) else one
 
     def _replaced_state(self) -> list[tuple[Place, int, Any]]:
         """The places where there was a tensor of the device, nowhere else, and is another one now: with its position
@@ -200,9 +227,12 @@ class Run:
     def _describe(self, leaves: list[Any], structure: Any, seen: Observer, host: HostWatch) -> bool:
         """Whether all results that live on are held by what is known; else nothing is noted the first time."""
         live: dict[int, Any] = {id(leaf): leaf for leaf in leaves if handles.is_lazy(leaf) and self._is_live(leaf)}
+        if len({root_of(leaf._value) for leaf in live.values()}) < len(live):
+            raise Refused("it returns tensors with a history of gradients that share memory", for_good=True)
         tape = self._tape()
         end = next(tape.sequence)
-        backwards = record_backwards([*live.values()], self._tensors, tape) if live else []
+        independent = independent_among([*live.values()])
+        backwards = record_backwards([*live.values()], independent, self._tensors, tape) if live else []
         task = bind(self._recorded(tape, end))
         if _ran() != self._ran:
             raise Refused("another thread has run what was pending")
@@ -246,8 +276,12 @@ class Run:
             shared=shared,
             snapshot=self._snapshot,
             reached=self._reached,
+            flags=self._flags[len(self._call.lazy) :],
+            looks=self._looks,
+            same=same_as_state(self._call.lazy, places_of(self._reached.lazy)),
             grads_before=[None if grad is None else grad._value.spec for grad in self._grads],
             derivatives=derivatives,
+            independent=independent,
             counters=host.counters,
             outcomes=outcomes_of(task.nodes),
             schedules=self._schedules.steps,

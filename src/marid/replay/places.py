@@ -7,10 +7,12 @@ from typing import Any
 
 from marid.frontend import handles
 from marid.frontend.observe import Upload
+from marid.frontend.tensor import LazyTensor
 from marid.graph.node import Draw, Node, Output, Spec, Value, root_of
 from marid.graph.program import Task
 from marid.native import module
-from marid.replay.gradients import graph_of
+from marid.replay.arguments import HOOKS
+from marid.replay.gradients import LEAF, graph_of
 from marid.replay.recording import GRAD, MADE, OUTPUT, TENSOR, UPLOAD, Made, Ref
 
 
@@ -81,15 +83,22 @@ class Places:
         if index is None:
             if module.attributes_of(tensor) is not None:
                 raise Refused(f"it makes a Parameter, or a tensor with attributes ({_line(tensor._value)})")
-            value, base = tensor._value, None
-            if tensor._is_view() and not tensor.requires_grad and tensor._base is not None:
-                base = self.of_tensor(tensor._base)
-                if base is not None and not _is_plain_view(_spec(tensor._base._value), _spec(value)):
-                    base = None
-            self.made.append(Made(self.of(value), _spec(value), self._storage(tensor), base, graph_of(tensor)))
+            graph = graph_of(tensor)
+            if type(tensor) is not LazyTensor or (graph == LEAF and module.tensor_flags([tensor])[0] & HOOKS):
+                raise Refused(f"it makes a tensor of a class of its own, or with hooks ({_line(tensor._value)})")
+            value, base = tensor._value, self._base(tensor)
+            version = tensor._version if base is None else 0
+            self.made.append(Made(self.of(value), _spec(value), self._storage(tensor), base, graph, version))
             self._explained.add(value)
             self._handles[id(tensor)] = index = len(self.made) - 1
         return MADE, index
+
+    def _base(self, tensor: Any) -> Ref | None:
+        """The tensor that another one is a view of for autograd too."""
+        base = tensor._base if tensor._is_view() and not tensor.requires_grad else None
+        if base is None or base.requires_grad or not _is_plain_view(_spec(base._value), _spec(tensor._value)):
+            return None
+        return self.of_tensor(base) or (self.make(base) if base._value in self._outputs else None)
 
     def _storage(self, tensor: Any) -> Ref | int | None:
         storage = tensor._storage

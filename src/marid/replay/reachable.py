@@ -8,30 +8,30 @@ packages' functions are taken as they are. Where the state is given by the user,
 
 from __future__ import annotations
 
+import array
 import contextlib
 import contextvars
-import dis
 import enum
 import functools
 import importlib.util
 import io
 import logging
-import os
+import queue
 import random
 import sys
 import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from marid.frontend import handles
 from marid.native import module as native
-from marid.semantics.source_files import is_of_a_package
+from marid.replay.code_names import is_of_user, looks_at_rates, names_in
 
 MISSING = object()
 _LIMIT = 200_000  # things looked at; beyond it a function is not one to replay
@@ -45,9 +45,13 @@ _PLAIN = (
 # What code looks a name up with that it does not spell: anything of its own module, or of one that it names.
 _LOOKS_UP_GLOBALS = {"globals", "eval", "exec"}
 _LOOKS_UP_ATTRIBUTES = {"getattr", "vars", "attrgetter", *_LOOKS_UP_GLOBALS}
+_VALUES = (int, float, complex, str, bytes)
+# Objects that hold what nobody is told of when it changes.
+_MUTABLE = (bytearray, array.array, memoryview, types.MappingProxyType, queue.SimpleQueue)
+_MUTABLE += (type({}.keys()), type({}.values()), type({}.items()))
 # Objects that hold nothing that a tensor program could depend on.
 _OPAQUE = (
-    *(logging.Logger, logging.Handler, threading.Thread, type(threading.Lock()), type(threading.RLock())),
+    *(logging.Handler, threading.Thread, type(threading.Lock()), type(threading.RLock())),
     *(weakref.ref, types.CodeType, types.FrameType, torch._ops.OpOverload, torch._ops.OpOverloadPacket),
     *(torch.UntypedStorage, torch.Stream, torch.Event, np.random.BitGenerator),
 )
@@ -56,14 +60,6 @@ _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CODE = (type, types.FunctionType, staticmethod, classmethod, property)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
-_FOLDERS = tuple(
-    os.path.normpath(folder) + os.sep
-    for folder in (
-        os.path.dirname(torch.__file__),
-        os.path.dirname(os.path.dirname(__file__)),
-        os.path.dirname(os.__file__),
-    )
-)
 
 
 class Reached:
@@ -108,6 +104,11 @@ class Wrapper:
     _function: Any
 
 
+def _has_more(thing: Any) -> bool:
+    """Whether something plain is of a class of the user's: a number, or a member of an enumeration, with attributes."""
+    return isinstance(thing, enum.Enum) or (isinstance(thing, _VALUES) and type(thing).__dictoffset__ != 0)
+
+
 def is_plain(thing: Any) -> bool:
     """Whether ``thing`` is all there is to it: equal ones can stand for each other."""
     return isinstance(thing, _PLAIN)
@@ -120,15 +121,19 @@ def reach(roots: list[tuple[str, Any]], follows_code: bool) -> Reached:
     pending = deque(roots)
     while pending:
         path, thing = pending.popleft()
-        if is_plain(thing) or id(thing) in found.seen:
-            continue
-        found.seen[id(thing)] = thing
-        if isinstance(thing, _NAMED):
-            found.paths[id(thing)] = path
         if len(found.seen) > _LIMIT:
             found.too_much = f"more than {_LIMIT} Python objects"
             break
-        pending.extend(_inside(path, thing, found))
+        try:
+            if id(thing) in found.seen or (is_plain(thing) and not _has_more(thing)):
+                continue
+            found.seen[id(thing)] = thing
+            if isinstance(thing, _NAMED):
+                found.paths[id(thing)] = path
+            pending.extend(_inside(path, thing, found))
+        except Exception as error:  # from the user's code: a class can answer as it likes when it is looked at
+            found.too_much = f"an object that cannot be looked at ({path}: {type(error).__name__})"
+            break
     return found
 
 
@@ -142,11 +147,16 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         own = native.attributes_of(thing)
         if own is not None:
             yield path, own
+        if not handles.is_lazy(thing) and thing.is_leaf and thing.grad is not None:
+            yield f"{path}.grad", thing.grad
         yield from _hooks(path, thing)
+        yield type(thing).__qualname__, type(thing)
     elif isinstance(thing, np.ndarray):
         found.arrays.append((path, thing))
         if thing.nbytes > _LARGE or thing.dtype.hasobject:
             found.too_much = f"a numpy array of {thing.nbytes} bytes ({path})"
+    elif isinstance(thing, _MUTABLE):
+        found.too_much = f"a {type(thing).__name__}, which cannot be watched ({path})"
     elif isinstance(thing, torch.Generator):
         found.generators.append(thing)
     elif isinstance(thing, types.GeneratorType):
@@ -163,6 +173,9 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
         if len(thing) <= LONG:
             for key, value in list(thing.items()):
                 yield f"{path}[{key!r}]" if is_plain(key) else f"{path}[...]", value
+                yield f"a key of {path}", key
+        if isinstance(thing, OrderedDict):
+            found.lists.append((f"the order of {path}", thing))
         yield from _of_subclass(path, thing, found)
     elif isinstance(thing, _CONTAINERS):
         if not isinstance(thing, (tuple, frozenset)):
@@ -190,10 +203,16 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, (staticmethod, classmethod)):
         yield path, thing.__func__
     elif isinstance(thing, property):
-        yield path, thing.fget
+        for function in (thing.fget, thing.fset, thing.fdel):
+            yield path, function
     elif isinstance(thing, type):
         yield from _class(path, thing, found)
-    elif not isinstance(thing, (types.ModuleType, *_OPAQUE)) and not _is_ours(thing):
+    elif isinstance(thing, types.ModuleType):
+        if _is_of_user(thing):
+            yield from _module(path, thing, _all_names(vars(thing)), True, found)
+    elif isinstance(thing, logging.Logger):
+        found.names.append((path, _Attributes(thing), ("level", "disabled")))
+    elif not isinstance(thing, _OPAQUE) and not _is_ours(thing):
         yield from _object(path, thing, found)
 
 
@@ -230,9 +249,9 @@ def _function(path: str, function: types.FunctionType, found: Reached) -> Iterat
             yield f"{path}'s defaults", value
     if function.__dict__:
         yield path, function.__dict__
-    if _is_users(function.__code__.co_filename):
-        named = _named(function.__code__)
-        found.looks_at_rates |= _looks_at_rates(function.__code__)
+    if is_of_user(function.__code__.co_filename):
+        named = names_in(function.__code__)
+        found.looks_at_rates |= looks_at_rates(function.__code__)
         scope = function.__globals__
         names = tuple([name for name in named.names if name in scope])
         builtin = set(named.names) - set(names)
@@ -245,11 +264,11 @@ def _function(path: str, function: types.FunctionType, found: Reached) -> Iterat
                 yield from _module(name, value, named.attributes, anything, found)
             else:
                 yield name, value
-        for name, level in named.imports:
+        for imported, level in named.imports:
             with contextlib.suppress(ImportError):
-                full = importlib.util.resolve_name("." * level + name, scope.get("__package__"))
-                if full in sys.modules:
-                    yield from _module(full, sys.modules[full], named.attributes, anything, found)
+                full = importlib.util.resolve_name("." * level + imported, scope.get("__package__"))
+                for name in {full, full.partition(".")[0]} & sys.modules.keys():
+                    yield from _module(name, sys.modules[name], named.attributes, anything, found)
 
 
 def _module(
@@ -261,11 +280,10 @@ def _module(
     if (id(module), attributes, anything) in found.modules:
         return
     found.modules.add((id(module), attributes, anything))
-    file = getattr(module, "__file__", None)
-    users = module.__spec__ is None if file is None else _is_users(file)  # one that was made, as in a notebook
+    users = _is_of_user(module)
     scope = vars(module)
     names = tuple([name for name in attributes if name in scope])
-    found.names.append((path, scope, _all_names(scope) if users and anything else names))
+    found.names.append((path, scope, (*attributes, *_all_names(scope)) if users and anything else names))
     for name in names:
         value = scope[name]
         if isinstance(value, types.ModuleType):
@@ -274,21 +292,30 @@ def _module(
             yield f"{path}.{name}", value
 
 
+def _is_of_user(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return module.__spec__ is None if file is None else is_of_user(file)  # or one that was made, as in a notebook
+
+
 def _all_names(scope: dict[str, Any]) -> tuple[str, ...]:
     return tuple([name for name in scope if type(name) is str and not name.startswith("__")])
+
+
+_OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__slots__"}
+_OF_CLASSES |= {"__abstractmethods__", "_abc_impl", "__annotations_cache__", "__static_attributes__", "__firstlineno__"}
 
 
 def _class(path: str, kind: type, found: Reached) -> Iterator[tuple[str, Any]]:
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
-    if kind.__module__ == "builtins" or (file is not None and not _is_users(file)):
+    if kind.__module__ == "builtins" or (file is not None and not is_of_user(file)):
         return
-    names = tuple([name for name in vars(kind) if not name.startswith("__") or name in ("__call__", "__init__")])
+    names = tuple([name for name in vars(kind) if name not in _OF_CLASSES])
     found.names.append((path, vars(kind), names))
     found.classes.append((path, vars(kind)))
     for name in names:
         yield f"{path}.{name}", vars(kind)[name]
-    for base in kind.__bases__:
+    for base in (*kind.__bases__, type(kind)):
         yield path, base
 
 
@@ -320,7 +347,11 @@ def _of_subclass(path: str, container: Any, found: Reached) -> Iterator[tuple[st
 
 def _slots(kind: type) -> list[str]:
     slots = vars(kind).get("__slots__", ())
-    return [name for name in ([slots] if isinstance(slots, str) else slots) if not name.startswith("__")]
+    names = [slots] if isinstance(slots, str) else slots
+    private = f"_{kind.__name__.lstrip('_')}"
+    hidden = [name.startswith("__") and not name.endswith("__") for name in names]
+    names = [private + name if is_hidden else name for name, is_hidden in zip(names, hidden, strict=True)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 class _Attributes:
@@ -341,47 +372,3 @@ class _ValueInContext:
 
     def get(self, _: str, default: Any) -> Any:
         return self._variable.get(default)
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith(_FOLDERS) and not file.startswith("<frozen ") and not is_of_a_package(file)
-
-
-_OF_SCHEDULES = {"last_epoch", "get_lr", "get_last_lr", "base_lrs", "_last_lr", "_step_count"}
-_OF_SCHEDULES |= {"state_dict", "load_state_dict"}
-
-
-@functools.lru_cache(4096)
-def _looks_at_rates(code: types.CodeType) -> bool:
-    inside = (_looks_at_rates(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return "lr" in code.co_consts or not _OF_SCHEDULES.isdisjoint(code.co_names) or any(inside)
-
-
-class _Named(NamedTuple):
-    """What code (functions inside included) looks up: global names, all names in it, and what it imports, with the
-    level of relative imports."""
-
-    names: tuple[str, ...]
-    attributes: tuple[str, ...]
-    imports: tuple[tuple[str, int], ...]
-
-
-@functools.lru_cache(4096)
-def _named(code: types.CodeType) -> _Named:
-    names: dict[str, None] = {}
-    attributes: dict[str, None] = {}
-    imports: dict[tuple[str, int], None] = {}
-    pending = [code]
-    while pending:
-        one = pending.pop()
-        attributes.update(dict.fromkeys(one.co_names))
-        loaded: deque[Any] = deque(maxlen=2)  # an import is of two constants: its level, and the names
-        for instruction in dis.get_instructions(one):
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-                names[instruction.argval] = None
-            elif instruction.opname == "IMPORT_NAME":
-                level = next((value for value in loaded if type(value) is int), 0)
-                imports[instruction.argval, level] = None
-            loaded.append(instruction.argval)
-        pending += [const for const in one.co_consts if isinstance(const, types.CodeType)]
-    return _Named(tuple(names), tuple(attributes), tuple(imports))

@@ -35,7 +35,8 @@ class Made:
     """A tensor that a run makes: its value, the storage it shares, and what autograd knows of it.
 
     ``storage`` is a tensor whose storage it has, or a number that is equal for those that share a new one; ``base`` a
-    tensor that it is a view of for autograd too; ``graph`` is None, ``LEAF``, ``SPENT`` or ``LIVE``.
+    tensor that it is a view of for autograd too, known or made as well; ``graph`` is None, ``LEAF``, ``SPENT`` or
+    ``LIVE``; ``version`` is how often it was written.
     """
 
     value: Ref
@@ -43,6 +44,7 @@ class Made:
     storage: Ref | int | None
     base: Ref | None
     graph: str | None
+    version: int
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,14 @@ class Recording:
     """What a run did.
 
     ``numbers`` are the program's parameters, those of ``draws`` given by position; ``sites`` the line of each.
-    ``lines`` are the names of the program's operations, and the line of each.
-    ``outputs`` are specs and roots of the program's outputs. ``grads`` says which gradients change to what, ``bumps``
-    which versions grow by how much, ``assigned`` which state is replaced. ``grads_before`` are the specs of the
-    gradients that were there, ``used`` the tensors that must share memory as they did: ``shared``. ``outcomes`` says
-    how the tests of numbers came out that guards repeat, ``schedules`` which schedules are moved on behind it all.
+    ``lines`` are the names of the program's operations, and the line of each. ``outputs`` are specs and roots of the
+    program's outputs. ``grads`` says which gradients change to what, ``bumps`` which versions grow by how much,
+    ``assigned`` which state is replaced. ``grads_before`` are the specs of the gradients that were there, ``used``
+    the tensors that must share memory as they did: ``shared``. ``flags`` are those of the state's tensors of the
+    device (``module.tensor_flags``), ``looks`` those of the host (``module.host_looks``), ``same`` says which
+    arguments are tensors of the state (``same_as_state``). ``independent`` are the groups of results with a history
+    whose histories have nothing in common, by position among such results. ``outcomes`` says how the tests of numbers
+    came out that guards repeat, ``schedules`` which schedules are moved on behind it all.
     """
 
     key: tuple[Any, ...]
@@ -145,8 +150,12 @@ class Recording:
     shared: tuple[int, ...]
     snapshot: Snapshot
     reached: Reached
+    flags: bytes
+    looks: bytes
+    same: tuple[int, ...]
     grads_before: list[Spec | None]
     derivatives: list[Derivative]
+    independent: list[list[int]]
     counters: CounterLog
     outcomes: tuple[bool, ...]
     schedules: list[LRScheduler]

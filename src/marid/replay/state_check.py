@@ -6,6 +6,7 @@ difference are they looked at: a number that was computed again and is equal is 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,7 +26,9 @@ def same_number(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(same_number(a, b) for a, b in zip(one, other, strict=True))
-    return repr(one) == repr(other) if isinstance(one, (float, complex)) else bool(one == other)
+    if isinstance(one, float):  # a class of one's own may print it otherwise
+        return float.__repr__(one) == float.__repr__(other)
+    return repr(one) == repr(other) if isinstance(one, (complex, range)) else bool(one == other)
 
 
 def _bytes(array: np.ndarray[Any, Any]) -> bytes:
@@ -145,7 +148,7 @@ class Snapshot:
 
     def _places(self) -> Iterator[tuple[Any, Any] | None]:
         for one in self._dicts:
-            yield from ((one, key) for key in one)
+            yield from ((one, key) if type(one) in (dict, OrderedDict) else None for key in one)
         for one in self._dicts:
             yield from (None for _ in one)
         for one in self._lists:

@@ -15,7 +15,7 @@ from marid.frontend.materialize import bytes_of
 from marid.graph.node import Node, Storage, Value, root_of
 from marid.graph.prepared import GuardFailed, Prepared
 from marid.native import module
-from marid.replay.arguments import Call
+from marid.replay.arguments import Call, places_of, same_as_state
 from marid.replay.autograd_function import connect
 from marid.replay.draws import take_again
 from marid.replay.gradients import LEAF, LIVE, SPENT, with_spent_graph
@@ -76,8 +76,9 @@ class Template:
         own = recording.reached.lazy
         for assigned in recording.assigned:  # whose memory the next one may need
             recording.reached.seen.pop(id(own[assigned.position]), None)
+        self._places = places_of(own)
         self._state_specs = [tensor._value.spec for tensor in own]
-        self._state_flags = module.tensor_flags(own)
+        self._state_flags = recording.flags
         tensors = arguments + len(own)
         asked = {index for kind, index in recording.used if kind == GRAD} | {index for index, _ in recording.grads}
         asked |= {index for index, spec in enumerate(recording.grads_before) if spec is not None}
@@ -100,6 +101,8 @@ class Template:
         recording = self.recording
         self._note_replaced()
         if recording.snapshot.change() is not None or not self._is_state_alike():
+            return None
+        if call.lazy and same_as_state(call.lazy, self._places) != recording.same:
             return None
         tensors = [*call.lazy, *recording.reached.lazy]
         grads = self._grads_of(tensors)
@@ -164,13 +167,18 @@ class Template:
     def _note_replaced(self) -> None:
         """Take what is in the places that the function assigns to for what is to be there, if it is a tensor."""
         for assigned in self.recording.assigned:
-            now = assigned.place.get()
-            if handles.is_lazy(now) and type(now) is type(self.recording.reached.lazy[assigned.position]):
+            now, before = assigned.place.get(), self.recording.reached.lazy[assigned.position]
+            if handles.is_lazy(now) and type(now) is type(before):
                 self.recording.snapshot.expect(assigned.place.index, now)
                 self.recording.reached.lazy[assigned.position] = now
+                if self._places.get(id(before)) == assigned.position:
+                    del self._places[id(before)]
+                self._places[id(now)] = assigned.position
 
     def _is_state_alike(self) -> bool:
-        return module.same_tensors(self.recording.reached.lazy, self._state_specs, self._state_flags)
+        reached = self.recording.reached
+        alike = module.same_tensors(reached.lazy, self._state_specs, self._state_flags)
+        return alike and module.host_looks(reached.host) == self.recording.looks
 
     def _grads_of(self, tensors: list[Any]) -> dict[int, Any] | None:
         grads = module.grads_of(tensors, self._grads_asked)
@@ -221,11 +229,14 @@ class _HandOut:
         self._note(buffers)
         for refs in rounds:
             torch.autograd.graph.increment_version([self._known(ref) for ref in refs])
+        self._first: dict[Value, Any] = {}  # of the tensors in one memory, for autograd their writes count for all
         with handles.below_autograd():
             later = (SPENT, LIVE)  # made where autograd sees it
             self._made = [None if made.graph in later else self._handle(made) for made in recording.made]
         for index, made in enumerate(recording.made):
             self._made[index] = self._with_graph(made, self._made[index])
+            if made.version:
+                self._raise_version(index, made.version)
         if backwards:
             self._connect(backwards)
         for index, ref in recording.grads:
@@ -237,21 +248,31 @@ class _HandOut:
         leaves = [self._leaf(kind, of) for kind, of in self._recording.results]
         return leaves[0] if simple else _pytree.tree_unflatten(leaves, self._recording.structure)
 
+    def _raise_version(self, index: int, by: int) -> None:
+        made = self._made[index]
+        for _ in range(by if made is not None else 0):
+            torch.autograd.graph.increment_version(made)  # pyright: ignore[reportArgumentType]
+
     def _connect(self, backwards: list[tuple[Derivative, Prepared]]) -> None:
         """Give the tensors that gradients can be taken of a history: the recorded backward."""
         places = [index for index, made in enumerate(self._recording.made) if made.graph == LIVE]
         inputs = [self._known(ref) for ref in backwards[0][0].wanted]
 
-        def make() -> list[Any]:
-            return [self._handle(self._recording.made[index]) for index in places]
-
         known = {ref: self._known(ref) for ref in self._recording.used}
         made = {self._recording.made[i].value: tensor for i, tensor in enumerate(self._made) if tensor is not None}
         live = connect(
-            inputs, make, [self._recording.made[i].value for i in places], {**made, **known}, self._values, backwards
+            inputs,
+            self._recording.independent,
+            [self._recording.made[index].value for index in places],
+            lambda among: [self._handle(self._recording.made[places[index]]) for index in among],
+            {**made, **known},
+            self._values,
+            {**{root_of(tensor._value): tensor for tensor in known.values()}, **self._first},
+            backwards,
         )
         for index, tensor in zip(places, live, strict=True):
             self._made[index] = tensor
+            self._raise_version(index, self._recording.made[index].version)
 
     def _note(self, buffers: list[torch.Tensor]) -> None:
         site, scope, sequence = current_site(), current_scope(), self._tape.sequence
@@ -297,7 +318,13 @@ class _HandOut:
                 storage = self._groups[number] = Storage(next(self._tape.sequence))
         elif storage is not None:
             storage = handles.storage_of(self._known(storage))
-        return handles.new_handle(self._values[made.value], made.spec, storage)
+        value = self._values[made.value]
+        handle = handles.new_handle(value, made.spec, storage)
+        of = made.storage
+        first = self._known(of) if isinstance(of, tuple) else self._first.setdefault(root_of(value), handle)
+        if first is not handle:
+            module.share_version(handle, first)
+        return handle
 
     def _with_graph(self, made: Made, handle: Any) -> Any:
         if made.graph == SPENT:
@@ -307,8 +334,8 @@ class _HandOut:
             return handle.requires_grad_()
         if made.base is None:
             return handle
-        base = self._known(made.base)
+        base = self._tensor(made.base)
         with torch.no_grad():
-            if made.value == made.base:
+            if self._values[made.value] is base._value:
                 return base.detach()
             return torch.as_strided(base, made.spec.shape, made.spec.stride, made.spec.offset)

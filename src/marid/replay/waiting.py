@@ -129,11 +129,19 @@ class Conversion:
         if not isinstance(given, Waiting):
             return _CONVERSIONS[self.name](*args, **kwargs)
         made = Computed(self.name, given)
-        return made if all(self._takes(read.tensor) for read in reads_in(given)) else made.value
+        waits = _is_whole(given) if self.name == "int" else all(self._takes(read.tensor) for read in reads_in(given))
+        return made if waits else made.value
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         """Whether the number in a tensor can be converted, whatever it is."""
         return not tensor.is_complex() and (self.name == "float" or not tensor.is_floating_point())
+
+
+def _is_whole(one: Any) -> bool:
+    """Whether it is a whole number, whatever is read: ``int`` leaves it as it is."""
+    if isinstance(one, Computed):
+        return one.function == "int" or (one.function not in ("truediv", "float") and all(map(_is_whole, one.sides)))
+    return type(one) is int or (isinstance(one, ReturnedRead) and not one.tensor.is_floating_point())
 
 
 def reads_in(thing: Any) -> list[ReturnedRead]:

@@ -18,6 +18,7 @@ from marid.errors import LazyTensorError, WireError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.graph.node import Spec, root_of
+from marid.native import module
 from marid.replay.reachable import Reached
 from marid.replay.recording import CONSTANT, HOST, MADE, OUTPUT, TENSOR, UPLOAD, Made, Origin, Recording, Ref
 from marid.replay.state_check import Snapshot, same_number
@@ -188,8 +189,12 @@ class SavedProgram:
             shared=tuple(range(len(used))),
             snapshot=Snapshot(reached, [], []),
             reached=reached,
+            flags=module.tensor_flags(reached.lazy),
+            looks=module.host_looks(reached.host),
+            same=(-1,) * len(self._given),
             grads_before=[],
             derivatives=[],
+            independent=[],
             counters=plan.counting.log(counters),
             outcomes=(),
             schedules=[],
@@ -219,7 +224,7 @@ class SavedProgram:
                 known = refs.get(root)
                 storage = root if known is None or known[0] == UPLOAD else known
                 value = refs[slot] if leaf.kind == "input" else (OUTPUT, outputs[slot])
-                made.setdefault(slot, Made(value, _spec(plan, slot), storage, None, None))
+                made.setdefault(slot, Made(value, _spec(plan, slot), storage, None, None, 0))
                 results.append((MADE, list(made).index(slot)))
             elif leaf.kind == "argument":
                 results.append((HOST, leaf.of))  # the very object
