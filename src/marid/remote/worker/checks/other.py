@@ -40,7 +40,7 @@ def _fused(of: Given) -> None:
 
 
 # Whether PyTorch's kernel takes several heads of the query for each of the keys; before, that was taken apart.
-_GROUPED = TorchVersion(torch.__version__) >= (2, 13)
+_GROUPED = TorchVersion(torch.__version__) >= "2.13"
 
 
 def _attention(of: Given) -> None:
