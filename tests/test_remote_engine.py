@@ -477,3 +477,12 @@ def test_attention_with_fewer_heads_of_keys(heads: tuple[int, int]) -> None:
         return [one.grad for one in (query, key, value) if one.grad is not None]
 
     assert_same(run("remote_accelerator:6"), run("cpu"))
+
+
+def test_a_number_is_unfolded() -> None:
+    def run(device: str) -> torch.Tensor | None:
+        x = torch.zeros((), device=device).requires_grad_()
+        x.unfold(0, 1, 1).sum().backward()
+        return x.grad
+
+    assert_same(run(FIRST), run("cpu"))

@@ -595,3 +595,22 @@ def test_lies_that_are_told(before: str, after: str, message: str, tmp_path: Pat
     _rewritten(tmp_path / "step", tmp_path / "bad", text.replace(before, after))
     with pytest.raises(ValueError, match=f"bad is no program that can be run: .*({message})"):
         marid.load_program(tmp_path / "bad")
+
+
+def test_an_argument_that_is_only_read_in_memory_that_is_written(tmp_path: Path) -> None:
+    """The function sees what it has written; a copy would not."""
+    count = torch.zeros(4, device=DEVICE)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * 2 + count
+
+    marid.save_program(tmp_path / "f", function, torch.ones(4, device=DEVICE))
+    program = marid.load_program(tmp_path / "f", DEVICE)
+    assert program(torch.ones(4, device=DEVICE)).tolist() == [3.0] * 4
+    [own] = program.state.values()
+    for given in (own, own[:]):
+        with pytest.raises(LazyTensorError, match="share memory"):
+            program(given)
+    assert own.tolist() == [1.0] * 4
+    assert program(own.clone()).tolist() == [4.0] * 4

@@ -242,6 +242,7 @@ class SavedProgram:
             call = _Given([self._placed(i, given[of]) for i, (_, of) in enumerate(self._given)], given)
             fit = self._template.fit(call)  # pyright: ignore[reportArgumentType]
             if fit is None:
+                self._refuse_shared(call)
                 call.lazy = [one if self._written[i] else _copy(one) for i, one in enumerate(call.lazy)]
                 fit = self._template.fit(call)  # pyright: ignore[reportArgumentType]
             if fit is None:
@@ -274,6 +275,15 @@ class SavedProgram:
         with concretely():
             buffer = engine_of(spec.device).adopt(_laid(tensor, spec))
         return handles.wrap(handles.source(buffer, spec), spec)
+
+    def _refuse_shared(self, call: _Given) -> None:
+        """Raise where an argument that is only read lies in memory that is written: a copy would not be written."""
+        recording = self._template.recording
+        tensors = [*call.lazy, *recording.reached.lazy]
+        written = {root_of(tensors[index]._value) for (_, index), _ in recording.bumps}
+        read = [one for i, one in enumerate(call.lazy) if not self._written[i]]
+        if any(root_of(one._value) in written for one in read):
+            raise LazyTensorError(self._why_not(call))
 
     def _why_not(self, call: _Given) -> str:
         roots = [root_of(tensor._value) for tensor in (*call.lazy, *self._template.recording.reached.lazy)]

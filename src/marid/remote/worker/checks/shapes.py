@@ -22,8 +22,12 @@ def _reshape_alias(of: Given) -> None:
 
 def _unfold_backward(of: Given) -> None:
     grad, sizes, dim, size, step = of["grad_in"], list(of["input_sizes"]), of["dim"], of["size"], of["step"]
-    dimension(dim, len(sizes))
-    need(bool(sizes) and min(sizes) >= 0 and step > 0 and 0 <= size <= sizes[dim], "a view")
+    dimension(dim, max(len(sizes), 1))
+    if not sizes:  # a number is unfolded like a tensor of one
+        need(step > 0 and 0 <= size <= 1, "a view")
+        shaped(grad, [size], "a gradient")
+        return
+    need(min(sizes) >= 0 and step > 0 and 0 <= size <= sizes[dim], "a view")
     wanted = [*sizes, size]
     wanted[dim % len(sizes)] = (sizes[dim] - size) // step + 1
     shaped(grad, wanted, "a gradient")
