@@ -189,6 +189,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         {"emb.weight": torch.zeros(3)},
         {"blocks.0.att.r_k": torch.zeros(7, 64)},
         {"blocks.1.ffn.key.weight": torch.zeros(5, 5)},
+        {"blocks.0.ffn.value.weight": tensors["blocks.0.ffn.value.weight"].t()},
         {"blocks.99.ffn.key.weight": torch.zeros(5, 5)},
     ):
         with pytest.raises(ValueError):

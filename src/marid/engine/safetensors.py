@@ -126,6 +126,8 @@ def _entry(path: Any, name: str, entry: Any, data: mmap.mmap, start: int) -> Ent
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {name!r} in {path} is malformed")
     count = math.prod(shape)
+    if math.prod(max(size, 1) for size in shape) >= 1 << 63:  # PyTorch's limit, also where one of them is 0
+        raise ValueError(f"tensor {name!r} in {path} has a shape that no tensor can have")
     if offsets[1] - offsets[0] != count * dtype.itemsize or start + offsets[1] > len(data):
         raise ValueError(f"tensor {name!r} in {path} has more or fewer bytes than its elements take")
     offset = start + offsets[0]

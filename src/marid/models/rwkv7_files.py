@@ -166,14 +166,15 @@ def _sizes(tensor: Tensor, name: str, rank: int) -> tuple[int, ...]:
 
 def filled(config: Config, tensors: Mapping[str, Tensor]) -> RWKV7:
     """A model of these sizes whose parameters are these tensors, by our names. Raises ``ValueError`` where a tensor has
-    another number of elements than the parameter."""
+    another number of elements than the parameter, or is another matrix."""
     with torch.device("meta"):
         model = RWKV7(config)
     for name, parameter in list(model.named_parameters()):
         owner, _, last = name.rpartition(".")
         tensor = tensors[name]
         if tensor.shape != parameter.shape:
-            if tensor.numel() != parameter.numel():
+            matrices = all(sum(size != 1 for size in one.shape) > 1 for one in (tensor, parameter))
+            if tensor.numel() != parameter.numel() or matrices:
                 raise ValueError(f"{name} has the shape {list(tensor.shape)} in place of {list(parameter.shape)}")
             tensor = tensor.reshape(parameter.shape)
         packed = type(tensor) is not Tensor and hasattr(tensor, "packing")  # which has no gradient
