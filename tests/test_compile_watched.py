@@ -89,6 +89,22 @@ def _a_view_of_what_is_saved(device: str, compiled: Any) -> list[Any]:
     return found
 
 
+def _versions(device: str, compiled: Any) -> list[Any]:
+    def function(x: Tensor) -> list[Tensor]:
+        h = (x * 2).add_(1).mul_(3)
+        return [x.detach(), x[1:], h, h.detach(), h[0], x]
+
+    run, found = compiled(function), []
+    x = _ones(3, device)
+    for _ in range(5):
+        x.add_(1)
+        y = x * torch.ones(3, device=device, requires_grad=True)
+        results = run(x)
+        y.sum().backward()  # which has saved x: it was not written
+        found += [[one._version, one._is_view()] for one in (*results, x)]
+    return found
+
+
 def _separate_losses(device: str, compiled: Any) -> list[Any]:
     a, b = (_ones(2, device, requires_grad=True) for _ in range(2))
     run, found = compiled(lambda x: ((a * x).exp().sum(), (b * x).exp().sum())), []
@@ -285,7 +301,14 @@ def _classes_of_tensors(device: str, compiled: Any) -> list[Any]:
 
 _PROGRAMS: list[Program] = [
     *(_weight_seen_through_a_view, _results_that_share_memory, _views_among_results, _a_view_of_what_is_saved),
-    *(_separate_losses, _inputs_of_each_other, _a_block_called_twice, _equal_gradients, _forward_derivatives),
+    *(
+        _versions,
+        _separate_losses,
+        _inputs_of_each_other,
+        _a_block_called_twice,
+        _equal_gradients,
+        _forward_derivatives,
+    ),
     *(_hooks_between_calls, _hooks_that_it_registers, _hooks_that_write, _gradients_switched, _whole_numbers),
     *(_the_same_tensor, _order_of_keywords, _swapped_in_a_list, _containers_that_are_there, _sizes),
     *(_tensors_of_the_host, _classes_of_tensors),

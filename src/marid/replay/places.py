@@ -87,8 +87,11 @@ class Places:
             if type(tensor) is not LazyTensor or (graph == LEAF and module.tensor_flags([tensor])[0] & HOOKS):
                 raise Refused(f"it makes a tensor of a class of its own, or with hooks ({_line(tensor._value)})")
             value, base = tensor._value, self._base(tensor)
-            version = tensor._version if base is None else 0
-            self.made.append(Made(self.of(value), _spec(value), self._storage(tensor), base, graph, version))
+            new = len(self._groups)
+            storage = self._storage(tensor)
+            first = storage is None or len(self._groups) > new  # in its memory, whose writes are counted together
+            version = tensor._version if first else 0
+            self.made.append(Made(self.of(value), _spec(value), storage, base, graph, version))
             self._explained.add(value)
             self._handles[id(tensor)] = index = len(self.made) - 1
         return MADE, index
