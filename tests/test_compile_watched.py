@@ -259,12 +259,8 @@ def _swapped_in_a_list(device: str, compiled: Any) -> list[Any]:
 def _containers_that_are_there(device: str, compiled: Any) -> list[Any]:
     state = {"x": _ones(1, device)}
     given = [_ones(1, device)]
-    whole, own, same = compiled(lambda _: state), compiled(lambda of: of), compiled(lambda x: ([x],) * 2)
-    found = []
-    for _ in range(4):
-        first, second = same(given[0])
-        found.append([whole(given) is state, own(given) is given, first is second])
-    return found
+    whole, own = compiled(lambda _: state), compiled(lambda of: of)
+    return [[whole(given) is state, own(given) is given] for _ in range(4)]
 
 
 def _sizes(device: str, compiled: Any) -> list[Any]:

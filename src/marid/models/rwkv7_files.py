@@ -173,8 +173,9 @@ def filled(config: Config, tensors: Mapping[str, Tensor]) -> RWKV7:
         owner, _, last = name.rpartition(".")
         tensor = tensors[name]
         if tensor.shape != parameter.shape:
-            matrices = all(sum(size != 1 for size in one.shape) > 1 for one in (tensor, parameter))
-            if tensor.numel() != parameter.numel() or matrices:
+            sizes, wanted = ([size for size in one.shape if size != 1] for one in (tensor, parameter))
+            is_another = len(sizes) > 1 and len(wanted) > 1 and sizes != wanted
+            if tensor.numel() != parameter.numel() or is_another:
                 raise ValueError(f"{name} has the shape {list(tensor.shape)} in place of {list(parameter.shape)}")
             tensor = tensor.reshape(parameter.shape)
         packed = type(tensor) is not Tensor and hasattr(tensor, "packing")  # which has no gradient

@@ -194,13 +194,15 @@ class Run:
                 raise Refused("it changes in place a tensor that has a history of gradients")
 
     def _refuse_known(self, result: Any) -> None:
-        """Refuse a result with a list or dict that is there without it, or is in it twice: a replay makes new ones."""
+        """Refuse a result with a list or dict that is there without it: a replay makes new ones."""
         pending, met = [result], set[int]()
         while pending:
             one = pending.pop()
             if isinstance(one, (list, dict)):
-                if id(one) in met or id(one) in self._reached.seen or id(one) in self._call.containers:
-                    raise Refused("it returns a list or dict that is an argument or state, or returns one twice")
+                if id(one) in self._reached.seen or id(one) in self._call.containers:
+                    raise Refused("it returns a list or dict that is an argument or state")
+                if id(one) in met:
+                    continue
                 met.add(id(one))
             if isinstance(one, (list, tuple, dict)):
                 pending += one.values() if isinstance(one, dict) else one
