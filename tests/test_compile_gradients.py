@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -174,11 +174,8 @@ def test_hooks_on_one_of_several_results() -> None:
     """They run where a gradient comes, and only there."""
 
     def run(device: str) -> list[Any]:
-        function = _several if device == "cpu" else marid.compile(_several)
         found: list[Any] = []
-        for call in range(6):
-            x = torch.linspace(-1, 1, 5).to(device).requires_grad_()
-            results = function(x)
+        for call, (x, results) in enumerate(_calls_of_several(device, 6)):
             for index, result in enumerate(results):
                 result.register_hook(
                     lambda grad, index=index: found.append((index, grad.contiguous().cpu())) or grad * 3
@@ -195,16 +192,21 @@ def _several(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x.exp(), x * 2, x.sin()
 
 
+def _calls_of_several(device: str, count: int) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    """Inputs and results; on the device under ``marid.compile``."""
+    function = _several if device == "cpu" else marid.compile(_several)
+    for _ in range(count):
+        x = torch.linspace(-1, 1, 5).to(device).requires_grad_()
+        yield x, function(x)
+
+
 @pytest.mark.parametrize("written", range(3))
 def test_writing_to_one_of_several_results(written: int) -> None:
     """The backward of the exponential has saved it."""
 
     def run(device: str) -> list[Any]:
-        function = _several if device == "cpu" else marid.compile(_several)
         found: list[Any] = []
-        for _ in range(4):
-            x = torch.linspace(-1, 1, 5).to(device).requires_grad_()
-            results = function(x)
+        for x, results in _calls_of_several(device, 4):
             results[written].mul_(2)
             found += [[result.detach().cpu(), result._version] for result in results]
             try:

@@ -46,6 +46,29 @@ def _weight_seen_through_a_view(device: str, compiled: Any) -> list[Any]:
     return found
 
 
+def _weights_of_separate_results(device: str, compiled: Any) -> list[Any]:
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 1, bias=False) for _ in range(2)]).to(device)
+    run, found = compiled(lambda x, y: (layers[0](x).sum(), layers[1](y).sum())), []
+    for call in range(8):
+        results = run(*(_ones(2, device, requires_grad=True)[None] for _ in range(2)))
+        with torch.no_grad():
+            layers[call % 2].get_parameter("weight").add_(10)
+        found += [_outcome(result.backward) for result in results]
+    return found
+
+
+def _gradients_given(device: str, compiled: Any) -> list[Any]:
+    """With ``create_graph``, a gradient that goes through as it is stays what it is."""
+    weight, run = _ones(2, device, requires_grad=True), compiled(lambda x: x + 1)
+    found = []
+    for _ in range(4):
+        given = _ones(2, device)
+        run(weight).backward(given, create_graph=True)
+        found += [given.requires_grad, given.is_leaf]
+        weight.grad = None
+    return found
+
+
 def _results_that_share_memory(device: str, compiled: Any) -> list[Any]:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x * 2
@@ -296,7 +319,8 @@ def _classes_of_tensors(device: str, compiled: Any) -> list[Any]:
 
 
 _PROGRAMS: list[Program] = [
-    *(_weight_seen_through_a_view, _results_that_share_memory, _views_among_results, _a_view_of_what_is_saved),
+    *(_weight_seen_through_a_view, _weights_of_separate_results, _gradients_given),
+    *(_results_that_share_memory, _views_among_results, _a_view_of_what_is_saved),
     *(
         _versions,
         _separate_losses,

@@ -88,7 +88,7 @@ def independent_among(live: list[Any]) -> list[list[int]]:
 
 
 def _functions_behind(output: Any) -> set[Any]:
-    """The functions of a history that have something to free, without those that gradients end at."""
+    """The functions of a history, without those that gradients end at."""
     found: set[Any] = set()
     pending = [output.grad_fn]
     while pending:
@@ -217,7 +217,7 @@ class _Replayed(torch.autograd.Function):
 
 def _not_again(grad: Any) -> Any:
     """A gradient from ``create_graph=True``: what is computed of it can be differentiated, up to it."""
-    return None if grad is None else _DelayedError(_ONCE, 1)(grad.requires_grad_())
+    return None if grad is None else _DelayedError(_ONCE, 1)(grad.detach().requires_grad_())
 
 
 _DelayedError: Any = torch._C._functions.DelayedError
@@ -309,7 +309,7 @@ class _Connection:
             found.append(tensor)
         self._tensors.clear()
         self._values.clear()
-        self._versions.clear()
+        self._versions = {}  # the others of the call have the same
         self.make = list
         return found
 
