@@ -231,6 +231,28 @@ def test_kept_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held < 3 << 20
 
 
+def test_copies_do_not_fill_a_memory_limit() -> None:
+    """Of a loop of copies nothing is left on a worker but what lives, however quick it is."""
+    workers = start_workers(2, options=("--memory-limit", "24m"))
+    first, second = "remote_accelerator:5", "remote_accelerator:6"
+    marid.connect(*[worker.address for worker in workers], first=5)
+    try:
+        for number in range(40):  # of which none is needed
+            copied = torch.full((250_000,), float(number), device=first).to(second) * 2
+            assert copied[0].item() == 2 * number
+        x = torch.zeros(250_000, device=first)
+        for number in range(30):  # of which each needs the one before
+            x = ((x + 1).to(second) * 1.0).to(first)
+            if number % 5 == 4:
+                assert x[0].item() == number + 1
+        del x, copied
+        assert torch.zeros(3_000_000, device=first).sum().item() == 0.0
+    finally:
+        connecting.disconnect(5, 6, force=True)
+        for worker in workers:
+            worker.stop()
+
+
 # --- who may collect -------------------------------------------------------------------------------------------------
 
 

@@ -111,7 +111,8 @@ class Settings:
     journal_memory: int = min(4 << 30, _memory() // 8)
     """How many of them are kept in memory; what is older goes to files."""
     copies_bytes: int = 1 << 30
-    """How many bytes workers keep of tensors that were copied from one to another, for a worker that is lost."""
+    """How many bytes workers keep of tensors that were copied from one to another, for a worker that is lost; at most
+    a quarter of a worker's ``--memory-limit``."""
     progress: bool = True
     """Show a bar while much is uploaded to a worker, if standard error is a terminal."""
     cache_dir: Path = Path(platformdirs.user_cache_dir("marid"))

@@ -11,6 +11,7 @@ host, and steps before that are forgotten. When, is a matter of cost (``is_due``
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
 
 _FEWEST = 256  # steps that are kept before it is looked at which of them are still needed
 _MOST = 4096  # steps after which there is a checkpoint, whatever it costs
+_EVERY = 1.0  # seconds between such looks, at least, where there are waits
+_BANDWIDTH = 200e6  # bytes a second, until one was measured
 _NUMBER = 64  # bytes of a number or handle that a run was given
 _WORTH = 10  # times the cost of a checkpoint that doing again may cost
+_SHARE = 4  # of the memory of the worker that keeps a copy: a part of so many is for copies that may be needed again
 
 
 class Journal:
@@ -43,12 +47,18 @@ class Journal:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self._looked_at = 0
+        self.bandwidth = _BANDWIDTH
+        """Of checkpoints, in bytes a second."""
+        self._looked_at = 0  # the number of steps then
+        self._looked = 0.0  # when
+        self._copied = 0  # bytes that other workers keep for steps since then
+        self._room: float = math.inf  # bytes that they have for such copies
 
     def add(self, step: Step) -> None:
         """A step was given to the worker."""
         if step.lasting:
             self.steps.append(step)
+            self._note_copy(step)
 
     def remove(self, steps: Iterable[Step]) -> None:
         """Steps were taken back."""
@@ -75,13 +85,26 @@ class Journal:
         pending = [step for step in self.steps if not step.answered]
         handles = [*handles, *[handle for step in pending for handle in (*step.inputs, *step.handles)]]
         blocks = [*blocks, *[block for step in pending for block in (*step.reads, *step.writes, *step.makes)]]
-        self.steps = self.needed(handles, blocks)
-        self._looked_at = len(self.steps)
+        self._begin(self.needed(handles, blocks))
 
-    @property
-    def is_long(self) -> bool:
-        """Whether it is time to prune."""
-        return len(self.steps) > 2 * self._looked_at + _FEWEST
+    def _begin(self, steps: list[Step]) -> None:
+        self.steps = steps
+        self._looked_at, self._looked, self._room = len(steps), time.monotonic(), math.inf
+        for step in steps:
+            self._note_copy(step)
+        self._copied = 0
+
+    def _note_copy(self, step: Step) -> None:
+        self._copied += step.held
+        for source in step.sources if step.held else ():
+            limit = source.link.welcome["limits"].get("memory")
+            self._room = min(self._room, limit // _SHARE if limit else math.inf)
+
+    def is_to_be_pruned(self) -> bool:
+        """Whether it is time to look at which steps are still needed."""
+        if len(self.steps) > 2 * self._looked_at + _FEWEST or time.monotonic() - self._looked >= _EVERY:
+            return True
+        return self._copied > min(settings.copies_bytes, self._room) / 2
 
     @property
     def seconds(self) -> float:
@@ -101,14 +124,13 @@ class Journal:
         ``settings.replay_seconds``; or too much is kept for it."""
         if len(self.steps) > _MOST or self.nbytes > settings.journal_bytes:
             return True
-        if sum(step.held for step in self.steps) > settings.copies_bytes:
+        if sum(step.held for step in self.steps) > min(settings.copies_bytes, self._room):
             return True
         return self.seconds > max(settings.replay_seconds, _WORTH * checkpoint_seconds)
 
     def checkpoint(self, replaced: Iterable[Step], kept: Iterable[Step]) -> None:
         """Begin anew with these."""
-        self.steps = [*kept, *replaced]
-        self._looked_at = len(self.steps)
+        self._begin([*kept, *replaced])
 
     def written(self) -> set[int]:
         """The blocks, by identity, whose content is more than what was uploaded or kept for them."""
@@ -119,30 +141,25 @@ class Journal:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-_BANDWIDTH = 200e6  # bytes a second, until one was measured
-_EVERY = 1.0  # seconds between looks at what the journal costs
-
-
-class _Pace:
-    looked_at = 0.0
-    bandwidth = _BANDWIDTH
-
-
 def compact(delivery: Delivery) -> None:
     """To be called when a wait has ended: prune, and take a checkpoint if it is time."""
-    journal, now = delivery.queue.journal, time.monotonic()
-    if not journal.is_long and now - _Pace.looked_at < _EVERY:
+    journal = delivery.queue.journal
+    if not journal.is_to_be_pruned() or any(isinstance(step, RunStep) for step in delivery.queue.steps()):
         return
-    _Pace.looked_at = now
-    if any(isinstance(step, RunStep) for step in delivery.queue.steps()):
-        return
-    delivery.queue.drop()
-    blocks = [block for block, _ in delivery.queue.memory.alive.values()]
-    journal.prune(delivery.queue.memory.alive, blocks)
+    blocks = prune(delivery)
     written = journal.written()
     nbytes = sum(block.nbytes for block in {b.identity: b for b in blocks}.values() if block.identity in written)
-    if journal.is_due(nbytes / _Pace.bandwidth):
+    if journal.is_due(nbytes / journal.bandwidth):
         take_checkpoint(delivery)
+
+
+def prune(delivery: Delivery) -> list[Block]:
+    """Forget the steps that nothing depends on which lives; the blocks that live, once for each handle."""
+    delivery.queue.drop()
+    alive = delivery.queue.memory.alive
+    blocks = [block for block, _ in alive.values()]
+    delivery.queue.journal.prune(alive, blocks)
+    return blocks
 
 
 def take_checkpoint(delivery: Delivery) -> None:
@@ -156,7 +173,7 @@ def take_checkpoint(delivery: Delivery) -> None:
         delivery.queue.holding = False
     seconds = max(time.monotonic() - started, 1e-6)
     if total:
-        _Pace.bandwidth = total / seconds
+        delivery.queue.journal.bandwidth = total / seconds
     traffic.add(checkpoints=1, checkpoint_bytes=total)
 
 

@@ -22,6 +22,7 @@ from marid.errors import MaterializationError
 from marid.graph.node import Spec
 from marid.remote.client.blocks import Block, Memory, RemoteBuffer
 from marid.remote.client.delivery import Delivery
+from marid.remote.client.journal import compact
 from marid.remote.client.link import Link
 from marid.remote.client.queue import StepQueue
 from marid.remote.client.steps import Peer, Sent, Step
@@ -214,6 +215,7 @@ def take(target: Device, source: Device, buffer: RemoteBuffer) -> RemoteBuffer |
     packed = pack(source, buffer)
     with target.lock:
         target.delivery.settle()
+        compact(target.delivery)  # so that what is kept for it elsewhere does not fill the other workers
         taken = _made(target, _from_its_start(buffer.geometry))
         is_first = before is None or before[0] != links
         step = TakeStep(source, target, packed, taken, current_site(), is_first)
