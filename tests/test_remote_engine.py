@@ -486,3 +486,23 @@ def test_a_number_is_unfolded() -> None:
         return x.grad
 
     assert_same(run(FIRST), run("cpu"))
+
+
+@pytest.mark.parametrize("shapes", [((2, 1, 3, 4), (5, 6, 4)), ((1, 3, 4), (5, 6, 4)), ((3, 4), (6, 4))])
+def test_gradients_of_distances_of_broadcast_batches(shapes: tuple[tuple[int, ...], ...]) -> None:
+    def run(device: str) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        one, other = (torch.randn(shape).to(device).requires_grad_() for shape in shapes)
+        torch.cdist(one, other).square().sum().backward()
+        return [one.grad, other.grad]
+
+    assert_same(run(FIRST), run("cpu"))
+
+
+def test_what_is_done_along_nothing() -> None:
+    def run(device: str) -> list[torch.Tensor | None]:
+        rows = torch.ones(4, 0).to(device).requires_grad_()
+        torch.nn.functional.pdist(rows).sum().backward()
+        return [rows.grad, torch.fft.fftn(torch.arange(6.0).to(device), dim=())]
+
+    assert_same(run(FIRST), run("cpu"))

@@ -185,7 +185,10 @@ class StepQueue:
     def fail(self, following: list[Step], failure: dict[str, Any]) -> None:
         """The first of these steps has failed, or was cancelled: raise that, and take back the others."""
         failed = following.pop(0) if failure.get("type") != "Cancelled" or isinstance(following[0], RunStep) else None
-        error = error_named(failure.get("type"), failure.get("text"))
+        text = f"{failure.get('text')}"
+        if isinstance(failed, UploadStep):  # which whoever waits for something else hears of, too
+            text += f"\n  uploaded at {failed.site}"
+        error = error_named(failure.get("type"), text)
         raised: BaseException = error
         gone: list[Step] = []
         if isinstance(failed, RunStep):

@@ -13,7 +13,8 @@ from marid.remote.worker.checks.requirements import Given, alike, dimension, is_
 def _fft(of: Given) -> None:
     tensor, dims = of["self"], list(of["dim"])
     need(all(0 <= dim < tensor.dim() for dim in dims) and len(set(dims)) == len(dims), "dimensions")
-    need(bool(dims) and of.get("last_dim_size", 1) >= 1, "dimensions")
+    need(bool(dims) or "forward" in of, "dimensions")  # from complex to complex, none is a copy
+    need(of.get("last_dim_size", 1) >= 1, "dimensions")
     need(all(tensor.shape[dim] > 0 for dim in dims), "sizes")
     if "last_dim_size" in of:
         need(of["last_dim_size"] // 2 + 1 == tensor.shape[dims[-1]], "sizes")
@@ -140,7 +141,7 @@ def _not_repeated(of: Given) -> None:
 
 def _pdist_backward(of: Given) -> None:
     grad, tensor, found = of["grad"], of["self"], of["pdist"]
-    need(tensor.dim() == 2 and tensor.numel() > 0 and tensor.is_contiguous() and found.is_contiguous(), "distances")
+    need(tensor.dim() == 2 and len(tensor) > 0 and tensor.is_contiguous() and found.is_contiguous(), "distances")
     count = tensor.shape[0] * (tensor.shape[0] - 1) // 2
     need(grad.dim() == 1 == found.dim() and grad.numel() == count == found.numel(), "distances")
     alike(tensor, grad, found)
@@ -153,8 +154,7 @@ def _pdist_forward(of: Given) -> None:
 def _cdist_backward(of: Given) -> None:
     first, second = of["x1"], of["x2"]
     need(first.dim() >= 2 <= second.dim() and first.shape[-1] == second.shape[-1], "distances")
-    need(first.shape[:-2] == second.shape[:-2], "distances")
-    wanted = (*first.shape[:-1], second.shape[-2])
+    wanted = (*torch.broadcast_shapes(first.shape[:-2], second.shape[:-2]), first.shape[-2], second.shape[-2])
     shaped(of["grad"], wanted, "a gradient")
     shaped(of["cdist"], wanted, "distances")
     alike(first, second, of["grad"], of["cdist"])
