@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import marid
 from marid.errors import AuthenticationError, WireError, WorkerLostError
 from marid.remote.client.link import Link
 from marid.remote.client.window import LinkLost, RequestFailed
@@ -558,9 +561,26 @@ def test_addresses() -> None:
     assert endpoint("gpu.example.org:7070") == ("tcp://gpu.example.org:7070", False)
     assert endpoint("127.example.org:7070") == ("tcp://127.example.org:7070", False)  # a name like any other
     assert endpoint("[::1]:7070") == ("tcp://[::1]:7070", True)
-    for wrong in ("", "7070", "host", "host:port"):
+    for wrong in ("", "7070", "host", "host:port", "host:65536", "http://host:70"):
         with pytest.raises(ValueError, match="HOST:PORT"):
             endpoint(wrong)
+    with pytest.raises(ValueError, match="too long"):
+        endpoint(f"ipc:///tmp/{'a' * 110}")
+    with pytest.raises(ValueError, match="has no port"):
+        marid.connect("tcp://localhost:0", first=4)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--lease=0", "--lease=nan", "--memory-limit=-5", "--chunk-memory=inf", "--device=nowhere", "--bind=nowhere"],
+)
+def test_wrong_options(option: str) -> None:
+    command = [sys.executable, "-m", "marid", "worker", option]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "Error: " in done.stderr
+    assert option.partition("=")[2] in done.stderr
 
 
 assert WireError is not None

@@ -202,8 +202,19 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "list.pth")
     with pytest.raises(ValueError, match="no tensors by names"):
         load(tmp_path / "list.pth")
+    torch.save({1: torch.zeros(2)}, tmp_path / "numbers.pth")
+    with pytest.raises(ValueError, match="no tensors by names"):
+        load(tmp_path / "numbers.pth")
+    with pytest.raises(ValueError, match=r"torch\.int64"):
+        from_blinkdl({**tensors, "head.weight": tensors["head.weight"].long()})
+    torch.save(tensors, tmp_path / "whole.pth")
+    whole = (tmp_path / "whole.pth").read_bytes()
+    for name, content in (("part.pth", whole[: len(whole) // 2]), ("empty.pth", b""), ("part.safetensors", whole[:99])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match="or not all of it"):
+            load(tmp_path / name)
     torch.save({"emb.weight": Path}, tmp_path / "code.pth")
-    with pytest.raises(Exception, match=r"weights_only|Unsupported"):
+    with pytest.raises(ValueError, match=r"weights_only|Unsupported"):
         load(tmp_path / "code.pth")
 
 

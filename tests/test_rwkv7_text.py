@@ -99,6 +99,26 @@ def test_the_command(path: Path) -> None:
     assert "no GGUF file" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--worker", "garbage"], "'garbage' is no address"),
+        (["--key", "client.key"], "--key is for a worker"),
+        (["--temperature", "nan"], "'nan' is no finite number"),
+    ],
+    ids=["address", "key", "temperature"],
+)
+def test_wrong_use_of_the_command(path: Path, options: list[str], error: str) -> None:
+    result = CliRunner().invoke(commands, ["rwkv", str(path), "--prompt", "Hello", *options])
+    assert result.exit_code != 0
+    assert error in result.output
+
+
+def test_a_model_of_other_tokens() -> None:
+    with pytest.raises(ValueError, match="the model knows 100 tokens"):
+        Talk(random_model(Config(layers=2, width=64, vocabulary=100, hidden=128, ranks=(8, 8, 8, 8))))
+
+
 def test_the_example_on_a_worker(path: Path) -> None:
     (worker,) = start_workers(1, transport="tcp")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,12 +78,20 @@ def report(output: str, as_cuda: bool, script: str, arguments: tuple[str, ...]) 
     return runner.Job(script, arguments, as_cuda=as_cuda, summary=False, report=path)
 
 
+class _Finite(click.FloatRange):
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return found
+
+
 @commands.command()
 @click.option("--prompt", help="Go on from this text; without it, chat.")
 @click.option("--worker", metavar="ADDRESS", help="Compute there: tcp://host:7070. Weights and state stay there.")
 @click.option("--key", type=click.Path(dir_okay=False, path_type=Path), help="The client's key file.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0: no chance.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.7, show_default=True)
+@click.option("--temperature", type=_Finite(min=0), default=1.0, show_default=True, help="0: no chance.")
+@click.option("--top-p", type=_Finite(0, 1, min_open=True), default=0.7, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Say so many at most.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of weights that are not packed.")
 @click.option("--seed", type=int, help="Draw the same tokens each time.")
@@ -169,7 +178,13 @@ class _Bytes(click.ParamType):
     "--spill", type=_Bytes(), default=0, help="Bytes of that which may wait on the host when it is full: 32g."
 )
 @click.option("--chunk-memory", type=_Bytes(), default=4 << 30, help="Bytes of uploads kept to be recognised: 4g.")
-@click.option("--lease", type=float, default=300.0, show_default=True, help="Seconds before a client is forgotten.")
+@click.option(
+    "--lease",
+    type=_Finite(0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="Seconds before a client is forgotten.",
+)
 @click.option("--owners", type=click.IntRange(1), default=16, show_default=True, help="Keys that are served at a time.")
 @click.option("--until-eof", is_flag=True, help="End when standard input does.")
 @click.pass_context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -179,7 +180,9 @@ def filled(config: Config, tensors: Mapping[str, Tensor]) -> RWKV7:
                 raise ValueError(f"{name} has the shape {list(tensor.shape)} in place of {list(parameter.shape)}")
             tensor = tensor.reshape(parameter.shape)
         packed = type(tensor) is not Tensor and hasattr(tensor, "packing")  # which has no gradient
-        made = nn.Parameter(tensor.contiguous(), requires_grad=not packed and tensor.is_floating_point())
+        if not packed and not tensor.is_floating_point():
+            raise ValueError(f"{name} has numbers of type {tensor.dtype}, which are no weights")
+        made = nn.Parameter(tensor.contiguous(), requires_grad=not packed)
         setattr(model.get_submodule(owner), last, made)
     return model
 
@@ -211,14 +214,9 @@ def load(
     is named. ``seen(done, all)`` is told how many tensors were read. Raises ``ValueError`` for other files."""
     kind = Path(path).suffix
     if kind == ".pth":
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if type(tensors) is not dict or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-            raise ValueError(f"{path} holds no tensors by names")
-        return from_blinkdl(_moved(tensors, device, dtype, seen))
+        return from_blinkdl(_moved(_in_pth(path), device, dtype, seen))
     if kind == ".safetensors":
-        from safetensors.torch import load_file
-
-        return from_blinkdl(_moved(load_file(path), device, dtype, seen))
+        return from_blinkdl(_moved(_in_safetensors(path), device, dtype, seen))
     if kind == ".gguf":
         found = marid.load_file(path, device)
         moved = {name: tensor if dtype is None else _typed(tensor, dtype) for name, tensor in found.items()}
@@ -226,6 +224,29 @@ def load(
             seen(len(moved), len(moved))
         return from_gguf(moved, found.metadata)
     raise ValueError(f"{path} is neither a .pth, nor a .safetensors, nor a .gguf file")
+
+
+def _in_pth(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is no file of torch.save, or not all of it: {error}") from None
+    named = type(tensors) is dict and all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    )
+    if not named:
+        raise ValueError(f"{path} holds no tensors by names")
+    return tensors
+
+
+def _in_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or not all of it: {error}") from None
 
 
 def _typed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

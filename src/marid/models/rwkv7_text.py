@@ -30,7 +30,8 @@ class Talk:
     """A conversation with a model on a lazy device.
 
     State and weights stay there: a token is one program, and its number is all that is read. ``temperature`` 0 takes
-    the likeliest token each time.
+    the likeliest token each time. Raises ``ValueError`` for a model of other tokens, ``ImportError`` without the
+    tokenizer.
     """
 
     def __init__(self, model: RWKV7, temperature: float = 1.0, top_p: float = 0.7) -> None:
@@ -40,6 +41,9 @@ class Talk:
         """How long it took for them, without the prompts."""
         self._model, self._temperature, self._top_p = model, temperature, top_p
         self._words = tokenizer()
+        known, largest = model.config.vocabulary, max(self._words.idx2token)
+        if known <= largest:
+            raise ValueError(f"the model knows {known} tokens, not token {largest} of the world models'")
         self._state: State | None = None
         self._said: int | None = None  # which the model has not read yet
         self._step = marid.compile(self._next)

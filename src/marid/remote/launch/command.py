@@ -112,7 +112,10 @@ def _bound(address: str) -> Iterator[None]:
 def _import(name: str) -> None:
     """Import a module, and admit the operators of the namespaces that are new then."""
     before = _namespaces()
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"--import {name}: {error}") from None
     for namespace in _namespaces() - before:
         admit_namespace(namespace)
 
@@ -132,7 +135,10 @@ def _namespaces() -> set[str]:
 
 
 def _device(name: str) -> torch.device:
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise click.ClickException(f"--device {name}: a worker runs on cpu or cuda:N") from None
     # Not ``is_available``, which begins to use CUDA: the processes that are forked from this one could not.
     if device.type == "cuda" and torch.cuda.device_count() <= (device.index or 0):
         raise click.ClickException(f"--device {name}: PyTorch finds no CUDA device here")
@@ -155,7 +161,10 @@ def keygen(directory: Path, client: str) -> tuple[Path, Path]:
 
 
 def parse_bytes(text: str) -> int:
-    """``8g``, ``512M``, ``1000``. Raises ``ValueError``."""
+    """``8g``, ``512M``, ``1000``. Raises ``ValueError``, also for what is negative or not finite."""
     text = text.strip().lower().removesuffix("ib").removesuffix("b")
     unit = text[-1:] if text[-1:] in _UNITS and text[-1:] else ""
-    return int(float(text.removesuffix(unit)) * _UNITS[unit])
+    count = float(text.removesuffix(unit)) * _UNITS[unit]
+    if not 0 <= count < 1 << 62:
+        raise ValueError(f"{text!r} is no number of bytes")
+    return int(count)

@@ -17,7 +17,7 @@ from marid.remote.client.engine import RemoteEngine
 from marid.remote.client.link import Link
 from marid.remote.launch.local import LocalWorker, start_workers
 from marid.remote.launch.ray_cluster import workers_on_ray
-from marid.remote.wire.endpoints import ClientKey
+from marid.remote.wire.endpoints import ClientKey, reached_endpoint
 from marid.semantics.tracebacks import folded
 from marid.settings import settings
 
@@ -29,7 +29,7 @@ class _Address:
 
     def __init__(self, address: str, key: ClientKey | None) -> None:
         self.name = f"worker at {address}"
-        self._address = address
+        self._address, _ = reached_endpoint(address)
         self._key = key
 
     def open(self) -> Link:
@@ -103,8 +103,8 @@ def connect(
     resources (a GPU where the cluster has as many, else a CPU); "ray:auto" is the cluster of this machine, or a new one
     for as long as it is needed.
 
-    Raises ``LazyTensorError`` when tensors live on one of these devices already, ``WorkerLostError`` when nobody
-    answers, and ``AuthenticationError`` when a worker does not accept the key.
+    Raises ``ValueError`` for what is no address, ``LazyTensorError`` when tensors live on one of these devices already,
+    ``WorkerLostError`` when nobody answers, and ``AuthenticationError`` when a worker does not accept the key.
     """
     on_ray = len(addresses) == 1 and addresses[0].startswith("ray:")
     count = workers if on_ray else len(addresses) + workers

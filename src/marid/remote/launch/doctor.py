@@ -15,7 +15,7 @@ from marid.errors import LazyTensorError
 from marid.remote.client.link import Link
 from marid.remote.client.window import LinkLost, RequestFailed
 from marid.remote.wire import requests as ask
-from marid.remote.wire.endpoints import ClientKey, endpoint
+from marid.remote.wire.endpoints import ClientKey, reached_endpoint
 from marid.remote.wire.tensors import CHUNK_BYTES
 from marid.report.units import bytes_text
 
@@ -37,7 +37,7 @@ def examine(address: str, key: str | os.PathLike[str] | None, say: Callable[[str
 
 
 def _steps(address: str, key: str | os.PathLike[str] | None) -> Iterator[str]:
-    target, is_here = endpoint(address)
+    target, is_here = reached_endpoint(address)
     if target.startswith("ipc://"):
         if not Path(target.removeprefix("ipc://")).exists():
             raise FileNotFoundError(f"there is no socket at {address}: is the worker running, on this machine?")

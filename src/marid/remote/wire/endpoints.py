@@ -32,18 +32,32 @@ from marid.remote.wire.codec import HEADER_BYTES, SEGMENT_BYTES, SEGMENTS
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 
+_PATH_BYTES = 107  # sockaddr_un, which ends in a zero
+
+
 def endpoint(bind: str) -> tuple[str, bool]:
     """The ZeroMQ endpoint of ``HOST:PORT``, ``tcp://...`` or ``ipc://...``, and whether only this machine reaches it.
 
     Raises ``ValueError``.
     """
     if bind.startswith("ipc://"):
+        if len(os.fsencode(bind.removeprefix("ipc://"))) > _PATH_BYTES:
+            raise ValueError(f"{bind!r} is too long: the path of a socket has at most {_PATH_BYTES} bytes")
         return bind, True
     host, _, port = bind.removeprefix("tcp://").rpartition(":")
-    if not host or not (port.isdigit() or port == "*"):
+    known = port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)
+    if not host or "/" in host or not known:
         raise ValueError(f"{bind!r} is no address: give HOST:PORT, for example 127.0.0.1:7070")
     shown = "127.0.0.1" if host == "localhost" else host
     return f"tcp://{shown}:{'*' if port == '0' else port}", is_loopback(host.strip("[]"))
+
+
+def reached_endpoint(address: str) -> tuple[str, bool]:
+    """The same of an address to connect to, which has a port."""
+    found, is_here = endpoint(address)
+    if found.endswith(":*"):
+        raise ValueError(f"{address!r} has no port: give that at which the worker listens, for example 127.0.0.1:7070")
+    return found, is_here
 
 
 def served_endpoint(bind: str, has_keys: bool) -> str:
