@@ -48,8 +48,8 @@ try:
     from marid.frontend.weights import load_file
     from marid.graph.computation import ComputationGraph
     from marid.guest import uninstall
+    from marid.replay.compile import compile
     from marid.replay.dynamic import mark_dynamic
-    from marid.replay.function import compile
     from marid.report.document import report
     from marid.report.explain import Explanation
     from marid.report.nans import FirstNan, first_nan

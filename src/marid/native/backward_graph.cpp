@@ -8,6 +8,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/python_hook.h>
 
 #include <algorithm>
 #include <cstring>
@@ -60,8 +61,22 @@ void add(Node* function, variable_list& inputs, uint32_t at, Tensor&& gradient) 
   inputs = std::move(buffer.buffer);
 }
 
+// Whether hooks of a tensor are an empty dictionary: each was removed, or the tensor was unpickled, which gives it one.
+bool is_idle(const torch::autograd::FunctionPreHook& hooks) {
+  if (std::strcmp(typeid(hooks).name(), "N5torch8autograd23PyFunctionTensorPreHookE") != 0) return false;
+  PyObject* given = static_cast<const torch::autograd::PyFunctionTensorPreHook&>(hooks).dict;
+  return PyDict_Check(given) && PyDict_GET_SIZE(given) == 0;
+}
+
+bool has_tensor_hooks(Node& function) {
+  for (const auto& hook : function.tensor_pre_hooks()) {
+    if (!is_idle(*hook)) return true;
+  }
+  return false;
+}
+
 bool has_hooks(Node& function) {
-  return !function.pre_hooks().empty() || !function.post_hooks().empty() || !function.tensor_pre_hooks().empty() ||
+  return !function.pre_hooks().empty() || !function.post_hooks().empty() || has_tensor_hooks(function) ||
       !function.retains_grad_hooks().empty();
 }
 
@@ -86,7 +101,9 @@ bool may_run(Node& function) {
 
 // The gradients of a function's results, after the hooks of these tensors.
 variable_list call_tensor_hooks(Node& function, variable_list gradients) {
-  for (const auto& hook : function.tensor_pre_hooks()) gradients = (*hook)(gradients);
+  for (const auto& hook : function.tensor_pre_hooks()) {
+    if (!is_idle(*hook)) gradients = (*hook)(gradients);
+  }
   for (const auto& [_, hook] : function.retains_grad_hooks()) gradients = (*hook)(gradients);
   return gradients;
 }

@@ -48,14 +48,22 @@ class Backward:
         given = {grad._value: (GIVEN, index) for index, grad in enumerate(self._grads)}
         by_slot = {slot: value for value, slot in self.task.slots.items()}
 
+        def outward(ref: Ref) -> Ref:
+            return ("forward" if ref[0] == OUTPUT else ref[0]), ref[1]
+
         def outside(value: Value) -> Ref:
             if value in given:
                 return given[value]
-            kind, index = places.of(value)
-            return ("forward" if kind == OUTPUT else kind), index
+            return outward(places.of(value))
 
         def of(value: Value) -> Ref:
             return mine[value] if value in mine else outside(value)
+
+        def memory_of(value: Value) -> Ref | None:
+            if value.root in mine or value.root in given:
+                return of(value.root)
+            ref = places.memory_of(value)
+            return None if ref is None else outward(ref)
 
         return Derivative(
             given=self._given,
@@ -63,7 +71,7 @@ class Backward:
             key=self.task.key,
             numbers=numbers_of(self.task, [])[0],
             inputs=[outside(by_slot[slot]) for slot in self.task.input_slots],
-            outputs=[(value.spec, None if value.root is None else of(value.root)) for value in self.task.outputs],  # pyright: ignore
+            outputs=[(value.spec, memory_of(value)) for value in self.task.outputs],  # pyright: ignore
             results=[None if result is None else of(result._value) for result in self._results],
             given_specs=[grad._value.spec for grad in self._grads],
         )

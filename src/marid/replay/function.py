@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from marid import policy
@@ -88,7 +90,19 @@ class _Kind:
             self.templates.insert(0, template)
 
 
-_OWN = {"_function", "_state", "_fullgraph", "_dynamic_dims", "_families", "_kinds", "_lock", "_given_up", "_said"}
+_WAIT = 0.005  # seconds between looks at what another thread does with a function
+_OWN = {
+    "_function",
+    "_state",
+    "_fullgraph",
+    "_dynamic_dims",
+    "_families",
+    "_kinds",
+    "_lock",
+    "_runs_python",
+    "_given_up",
+    "_said",
+}
 _OWN |= {"_stats", "_sees_order", *functools.WRAPPER_ASSIGNMENTS, "__wrapped__"}
 
 
@@ -113,6 +127,7 @@ class Compiled(Wrapper):
         self._families: set[Any] = set()
         self._kinds: dict[Any, _Kind] = {}
         self._lock = threading.RLock()
+        self._runs_python = False
         self._given_up = False
         self._said: set[str] = set()
         self._sees_order = _sees_order(function)
@@ -126,7 +141,12 @@ class Compiled(Wrapper):
             return self._function(*args, **kwargs)
         if len(kwargs) > 1 and not self._sees_order:
             kwargs = dict(sorted(kwargs.items()))
-        with self._lock:
+        while not self._lock.acquire(timeout=_WAIT):
+            if self._runs_python:  # which may wait for this thread
+                self._stats.calls += 1
+                self._stats.plain += 1
+                return self._function(*args, **kwargs)
+        try:
             self._stats.calls += 1
             if not self._given_up:
                 if self._dynamic_dims:
@@ -156,10 +176,34 @@ class Compiled(Wrapper):
                     elif not kind.given_up:
                         return values_read(self._recorded(kind, call, args, kwargs))
             self._stats.plain += 1
+        finally:
+            self._lock.release()
         return self._function(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        """What it is as an attribute of a class: a method, if the function would be one."""
+        is_one = instance is not None and type(self._function) in (FunctionType, Compiled)
+        return MethodType(self, instance) if is_one else self
+
+    def __copy__(self) -> Any:
+        return self._like(copy.copy(self._function), self._state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._like(copy.deepcopy(self._function, memo), copy.deepcopy(self._state, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        names = str(getattr(self._function, "__qualname__", "")).split(".")
+        scope: Any = sys.modules.get(getattr(self._function, "__module__", None) or "")
+        for name in names:
+            scope = getattr(scope, name, None)
+        if scope is self:  # as functions are pickled: by their names
+            return ".".join(names)
+        return _made_anew, (type(self), self._function, self._state, self._fullgraph, self._dynamic_dims)
+
+    def _like(self, function: Any, state: Any) -> Any:
+        """What the same call of ``marid.compile`` makes of a copy; functions are their own copies."""
+        same = function is self._function and state is self._state
+        return self if same else type(self)(function, state, self._fullgraph, self._dynamic_dims)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_function":
@@ -259,7 +303,11 @@ class Compiled(Wrapper):
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, Any]:
         run = Run(self._function, call, self._state)
-        result = run.call(args, kwargs, self._fullgraph)
+        self._runs_python = True
+        try:
+            result = run.call(args, kwargs, self._fullgraph)
+        finally:
+            self._runs_python = False
         self._stats.recordings += 1
         return run, result
 
@@ -317,20 +365,5 @@ class Compiled(Wrapper):
             logger.warning("%s", text)
 
 
-def compile(
-    fn: Callable[..., Any] | None = None, *, state: Any = None, fullgraph: bool = False, dynamic_dims: Any = None
-) -> Any:
-    """``fn``, recorded when it is called, and replayed without its Python once two recordings did the same.
-
-    A replay does what the Python did: results of its own, state written in place, gradients, random numbers. It is
-    made only while everything that the Python could see is as it was; see ``docs/compile.md`` for what that covers.
-    What cannot be replayed runs as Python, and ``stats()`` of the returned object says why; with ``fullgraph`` it
-    raises instead: ``SyncForbiddenError`` where a value is read, else ``UnsupportedOperationError``.
-
-    ``state`` gives the objects that hold what ``fn`` works on beside its arguments, such as ``(model, optimizer)``, in
-    place of what ``fn`` can reach; all else counts as fixed. ``dynamic_dims`` gives, by position or name of an
-    argument, a dimension or several whose size varies (``mark_dynamic``). Without ``fn``, a decorator.
-    """
-    if fn is None:
-        return lambda function: Compiled(function, state, fullgraph, dynamic_dims)
-    return Compiled(fn, state, fullgraph, dynamic_dims)
+def _made_anew(kind: type[Compiled], function: Any, state: Any, fullgraph: bool, dynamic_dims: Any) -> Compiled:
+    return kind(function, state, fullgraph, dynamic_dims)

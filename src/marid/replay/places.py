@@ -39,10 +39,12 @@ class Places:
         self.made: list[Made] = []
         self._uploaded = uploads
         self._known: dict[Value, list[Ref]] = {}
+        self._in_memory: dict[Value, Ref] = {}
         for kind, group in ((TENSOR, tensors), (GRAD, grads)):
             for index, tensor in enumerate(group):
                 if tensor is not None:
                     self._known.setdefault(tensor._value, []).append((kind, index))
+                    self._in_memory.setdefault(root_of(tensor._value), (kind, index))
         self._outputs: dict[Value, int] = {value: index for index, value in enumerate(task.outputs)}
         self._explained: set[Value] = set()
         self._handles: dict[int, int] = {}
@@ -50,7 +52,7 @@ class Places:
         self._used: dict[Ref, None] = {}
         by_slot = {slot: value for value, slot in task.slots.items()}
         self.inputs = [self.of(by_slot[slot]) for slot in task.input_slots]
-        self.outputs = [(_spec(value), None if value.root is None else self.of(value.root)) for value in task.outputs]
+        self.outputs = [(_spec(value), self.memory_of(value)) for value in task.outputs]
 
     def of(self, value: Value) -> Ref:
         """Where ``value`` is known from. Raises ``Refused`` for one that nobody knows."""
@@ -67,6 +69,17 @@ class Places:
         spec = value.spec
         shape = list(spec.shape) if spec is not None else "unknown shape"
         raise Refused(f"it uses a tensor of shape {shape} that is neither an argument nor reachable ({_line(value)})")
+
+    def memory_of(self, view: Value) -> Ref | None:
+        """Where the memory that ``view`` lies in is known from: what it belongs to, or a tensor in it, such as one of
+        the parameters that share a vector which nobody holds. None for a value with memory of its own."""
+        root = view.root
+        if root is None or root in self._outputs or root not in self._in_memory:
+            return None if root is None else self.of(root)
+        if root not in self._known:
+            self._used[self._in_memory[root]] = None
+            return self._in_memory[root]
+        return self.of(root)
 
     def of_tensor(self, tensor: Any) -> Ref | None:
         """Which known tensor, or gradient from before, this very object is."""
