@@ -605,3 +605,50 @@ def test_reentrant_checkpoints_refuse_to_be_asked() -> None:
         return [x.grad, *asked]
 
     on_both(run)
+
+
+def test_hooks_of_a_root_that_leads_to_nothing_asked_for() -> None:
+    """A single root is begun with all the same; of several, each only where it leads there."""
+
+    def run(device: str) -> Any:
+        p, q = (torch.ones(2).to(device).requires_grad_() for _ in range(2))
+        needed = q * 2  # q can gather gradients from here on
+        called: list[str] = []
+
+        def ask(*roots: Tensor) -> None:
+            weights = [torch.ones(2).to(device) for _ in roots]
+            torch.autograd.grad(roots, (q,), weights, allow_unused=True, retain_graph=True)
+            called.extend(str(weight.tolist()) for weight in weights)
+
+        triple = p * 3
+        triple.register_hook(lambda grad: (called.append("root"), grad * 7)[1])
+        removed = p * 3
+        handle = removed.register_hook(lambda grad: (handle.remove(), grad * 7)[1])
+        p.register_hook(lambda grad: (called.append("leaf"), grad.mul_(5))[1])
+        for roots in ((p,), (triple,), (removed,), (triple, needed), (needed,), (triple, p)):
+            ask(*roots)
+        (triple + removed).sum().backward()
+        return called, p.grad
+
+    assert run(DEVICE)[0] == run("cpu")[0]
+    assert_same(run(DEVICE)[1], run("cpu")[1])
+
+
+def test_hooks_that_ask_which_functions_run() -> None:
+    def run(device: str) -> list[Any]:
+        found: list[Any] = []
+        p = torch.ones(2).to(device).requires_grad_()
+        loss = (p * 2).sum()
+        for tensors in ((loss, p), (p,)):
+            torch.autograd.graph.register_multi_grad_hook(
+                tensors, lambda grads: found.append([None if grad is None else grad.tolist() for grad in grads])
+            )
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(p, p, torch.ones(2).to(device))
+        p.backward(torch.ones(2).to(device))
+        torch.autograd.backward((loss, p), (None, torch.ones(2).to(device)), retain_graph=True)
+        loss.register_hook(lambda _grad: found.append(torch._C._will_engine_execute_node(loss.grad_fn)))
+        loss.backward()
+        return found
+
+    assert run(DEVICE) == run("cpu")

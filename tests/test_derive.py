@@ -200,6 +200,14 @@ _REFUSED: list[Callable[[int, str], Any]] = [
     lambda n, device: torch.addmm(torch.ones(2, n, device=device), *torch.ones(2, 2, 2, device=device)),
     lambda n, device: torch.ones(2, device=device).add_(torch.ones(n, 1, device=device).squeeze(1)),
     lambda n, device: torch.ones(3, n, device=device).index_select(n - 1, torch.zeros(1, 1, dtype=int, device=device)),
+    lambda n, device: torch.ones(2, 2, device=device).masked_fill_(torch.ones(2, n, device=device) > 0, 2),
+    lambda n, device: torch.ones(2, 2, device=device).masked_scatter_(
+        torch.ones(2, n, device=device) > 0, torch.ones(2, 2, device=device)
+    ),
+    lambda n, device: torch.ones(2, 2, device=device).floor_divide_(torch.ones(2, n, device=device)),
+    lambda n, device: torch.ones(2, 2, device=device).addbmm_(
+        torch.ones(3, 2, n, device=device), torch.ones(3, 2, 2, device=device)
+    ),
     lambda n, device: torch.ones(3, n, device=device).index_put_(
         (torch.zeros(1, dtype=int, device=device),), torch.ones(2, device=device)
     ),

@@ -3,8 +3,9 @@
 Where a kernel in C++ tells what an operator returns (``native/derive.cpp``), or a function in ``rules.py`` does, that
 is asked for each new call, in microseconds. It is believed once a probe (``infer.py``) has agreed with it for a call of
 the same *pattern*: equal but for sizes. A pattern keeps what kernels branch on: operator, dtypes, number of dimensions,
-which sizes are 0 and 1, the order of strides, and all constants that are no sizes. Where a probe has disagreed, or the
-kernel raises, the call is inferred as any other.
+which sizes are 0 and 1, the order of strides, and all constants that are no sizes; of operators that write in place
+and return that, also which sizes are equal. Where a probe has disagreed, or the kernel raises, the call is inferred as
+any other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from marid.frontend.foreach_rules import for_each
 from marid.frontend.rules import rules, same_as
 from marid.frontend.smaller import Smaller, sizes_of
 from marid.frontend.spared_imports import SizesAreNumbers
-from marid.graph.arguments import map_leaves
+from marid.graph.arguments import leaves, map_leaves
 from marid.graph.node import Node, Output, Spec, Value, root_of
 from marid.native import module
 
@@ -59,10 +60,12 @@ def deriver_of(recorder: Recorder) -> Derivation | None:
 class Derivation:
     """How calls of one operator are derived, and the patterns for which that was right, or was not."""
 
-    __slots__ = ("_returned", "_sizes", "_trusted")
+    __slots__ = ("_returned", "_returns_given", "_sizes", "_trusted")
 
     def __init__(self, recorder: Recorder, returned: Callable[[Any, Any], Any]) -> None:
         self._returned = returned
+        returns = recorder.func._schema.returns
+        self._returns_given = all(one.alias_info is not None and one.alias_info.is_write for one in returns)
         self._trusted: dict[Any, bool] = {}
         self._sizes = sizes_of(recorder.func)
 
@@ -108,6 +111,8 @@ class Derivation:
         parts = [_blurred(part, index in sizes) for index, part in enumerate(key[:count])]
         for name, part in zip(key[count::2], key[count + 1 :: 2], strict=True):
             parts += name, _blurred(part, name in sizes)
+        if self._returns_given:  # so a kernel may have looked at no size
+            parts.append(_equal_sizes(key))
         return tuple(parts)
 
     def _confirmed(
@@ -141,6 +146,13 @@ def _blurred(part: Any, is_size: bool) -> Any:
         return max(-2, min(leaf, 2)) if is_size and type(leaf) is int else leaf
 
     return map_leaves(blur, part)
+
+
+def _equal_sizes(key: Any) -> tuple[int, ...]:
+    """Which of the sizes of all tensors in a key are equal."""
+    seen: dict[int, int] = {}
+    sizes = [size for leaf in leaves(key) if type(leaf) is Spec for size in leaf.shape]
+    return tuple([seen.setdefault(size, len(seen)) for size in sizes])
 
 
 def _kind(spec: Spec) -> Any:

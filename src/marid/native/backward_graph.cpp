@@ -184,6 +184,8 @@ bool BackwardGraph::find() {
     if (!reach(&*root.function)) return false;
   }
   for (const Edge& root : roots_) steps_[places_.at(&*root.function)].waiting++;
+  // Autograd's engine begins with a single root whether or not that leads to what is asked for: its hooks are called.
+  if (roots_.size() == 1) steps_[0].runs = true;
   return true;
 }
 
@@ -198,7 +200,9 @@ void BackwardGraph::run(c10::function_ref<void(const Node&, bool)> before) {
   const_cast<std::remove_const_t<std::remove_pointer_t<decltype(asked)>>&>(*asked).merge(info_);
   if (is_shown_) {  // Python may ask which functions will run
     auto* functions = torch::autograd::get_current_graph_task_nodes_in_graph();
-    for (const Step& step : steps_) const_cast<std::unordered_set<Node*>&>(*functions).insert(step.function);
+    for (size_t i = roots_.size() == 1 ? 1 : 0; i < steps_.size(); i++) {  // a single root does not count for the engine
+      const_cast<std::unordered_set<Node*>&>(*functions).insert(steps_[i].function);
+    }
   }
   c10::AutoGradMode mode(creates_);
   for (size_t i = 0; i < roots_.size(); i++) {
