@@ -324,3 +324,25 @@ def test_a_deep_copy_of_a_parameter_is_that_of_pytorch() -> None:
         return made.weight.grad, hasattr(made.weight, "mark"), made.weight.requires_grad
 
     assert copied(DEVICE) == copied("cpu") == (None, False, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.complex32, torch.bfloat16])
+def test_types_without_a_storage_class(dtype: torch.dtype) -> None:
+    x = torch.arange(6, device=DEVICE).to(dtype)
+    for tensor in (x, x.reshape(2, 3).t(), x[1:4]):
+        for weights_only in (True, False):
+            for place in (None, "cpu"):
+                assert_same(
+                    torch.load(_saved(tensor), map_location=place, weights_only=weights_only).cpu(), tensor.cpu()
+                )
+        assert_same(pickle.loads(pickle.dumps(tensor)), tensor.cpu())
+        assert pickle.loads(pickle.dumps(tensor)).stride() == tensor.stride()
+
+
+def test_a_leaf_with_attributes_stays_a_leaf() -> None:
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    x.mark = 1  # pyright: ignore[reportAttributeAccessIssue]
+    for copied in (pickle.loads(pickle.dumps(x)), _through_save(x), torch.load(_saved(x), map_location="cpu")):
+        assert (copied.is_leaf, copied.requires_grad, copied.mark) == (True, True, 1)
+        (copied * 2).sum().backward()
+        assert copied.grad.tolist() == [2.0] * 3

@@ -31,16 +31,26 @@ def reduce(tensor: Any) -> Any:
     buffer = read(tensor, "pickle", whole=True).resolve_conj().resolve_neg()
     storage = buffer.untyped_storage()
     setattr(storage, _LOCATION, str(tensor.device))
-    typed = _DeviceStorage(storage, buffer.dtype)
+    is_new = buffer.dtype in torch.storage._new_dtypes()  # which has no storage class, nor a place in the older call
+    typed = _DeviceStorage(storage, torch.uint8 if is_new else buffer.dtype)
+    rebuild = torch._utils._rebuild_tensor_v3 if is_new else torch._utils._rebuild_tensor_v2
     hooks: OrderedDict[int, Any] = OrderedDict()
-    arguments = (typed, buffer.storage_offset(), tuple(buffer.shape), buffer.stride(), tensor.requires_grad, hooks)
+    whole = typed, buffer.storage_offset(), tuple(buffer.shape), buffer.stride()
+
+    def arguments(requires_grad: bool) -> tuple[Any, ...]:
+        return (*whole, requires_grad, hooks, *([buffer.dtype] if is_new else []))
+
     if not isinstance(tensor, torch.nn.Parameter):
         attributes, cls = handles.user_attributes(tensor), user_class(tensor)
+        if cls is torch.Tensor and attributes and tensor.requires_grad:
+            # The rebuilt one is cast to torch.Tensor, which makes a view: a leaf if it needs no gradients till then.
+            typed_call = rebuild, cls, arguments(False), {**attributes, "requires_grad": True}
+            return torch._tensor._rebuild_from_type_v2, typed_call
         if attributes or cls is not torch.Tensor:
-            rebuild = (torch._utils._rebuild_tensor_v2, cls, arguments, attributes)
-            return torch._tensor._rebuild_from_type_v2, rebuild
-        return torch._utils._rebuild_tensor_v2, arguments
-    data = _Reduced(torch._utils._rebuild_tensor_v2, (*arguments[:4], False, hooks))
+            typed_call = rebuild, cls, arguments(tensor.requires_grad), attributes
+            return torch._tensor._rebuild_from_type_v2, typed_call
+        return rebuild, arguments(tensor.requires_grad)
+    data = _Reduced(rebuild, arguments(False))
     state = {name: value for name, value in handles.user_attributes(tensor).items() if name != "_is_param"}
     if state:
         return torch._utils._rebuild_parameter_with_state, (data, tensor.requires_grad, hooks, state)
