@@ -29,6 +29,7 @@ row("unsafe_split", views_as="aten::split")
 row("unsafe_split_with_sizes", views_as="aten::split_with_sizes")
 row("unsafe_chunk", views_as="aten::chunk")
 row("resize_ resize_as_ _resize_output_", resizes=True)
+row("_fused_moving_avg_obs_fq_helper", resizes=True)  # where it observes each channel for the first time
 row("detach.default lift_fresh.default lift.default", same_value=True)
 row("t_.default", in_place_of="t")
 row("transpose_.default swapaxes_.default swapdims_.default", in_place_of="transpose.int")
