@@ -233,6 +233,9 @@ CHANGES: list[Change] = [
         device.swapping,
     ),
     _replaced("torch.utils.swap_tensors", "the same, whoever refers to it", device.swapping_whoever_holds_them),
+    _replaced(
+        "torch.library.Library.impl", "operators composed of others are left to these", overrides.leaving_composed
+    ),
     _replaced("torch.Tensor.as_subclass", _CLASSES, subclasses.giving(LazyTensor)),
     _replaced("torch.Tensor._make_subclass", _CLASSES, subclasses.making(LazyTensor)),
     _replaced("torch.nn.Parameter.__new__", _CLASSES, subclasses.making_parameters(LazyTensor)),

@@ -199,3 +199,18 @@ def _adds_to_gradients() -> bool:
     """Whether foreach operators would add Nesterov's momentum to the gradients themselves: only the caller of what
     chooses, ``torch.optim.sgd.sgd``, knows of it."""
     return bool(sys._getframe(2).f_locals.get("nesterov"))
+
+
+def leaving_composed(impl: Callable[..., None]) -> Callable[..., None]:
+    """``Library.impl``, which says of an operator defined a moment ago, and so given a kernel of the device, that it is
+    composed of others: they have gradients, and autocast, of their own."""
+
+    @functools.wraps(impl)
+    def implement(self: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        impl(self, op_name, fn, dispatch_key, **options)
+        if (dispatch_key or self.dispatch_key) in ("", "CompositeImplicitAutograd"):
+            name = op_name if isinstance(op_name, str) else op_name.name()
+            name, _, overload = (name if "::" in name else f"{self.ns}::{name}").partition(".")
+            module.leave_composed(name, overload)
+
+    return implement

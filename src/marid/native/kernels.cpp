@@ -204,6 +204,7 @@ void register_kernel(const c10::OperatorName& name) {
 // kernels are registered as soon as Python is back in its loop.
 std::mutex pending_lock;
 std::vector<c10::OperatorName> pending;
+auto& later = *new std::unordered_map<c10::OperatorName, std::vector<c10::RegistrationHandleRAII>>();
 
 int register_pending(void*) {
   std::vector<c10::OperatorName> names;
@@ -212,9 +213,22 @@ int register_pending(void*) {
     names.swap(pending);
   }
   for (const c10::OperatorName& name : names) {
-    if (kernels != nullptr) register_kernel(name);
+    if (kernels == nullptr) break;
+    size_t before = kernels->size();
+    register_kernel(name);
+    for (; kernels->size() > before; kernels->pop_back()) later[name].push_back(std::move(kernels->back()));
   }
   return 0;
+}
+
+// leave_composed(name, overload): an operator that was defined later has just been said to be composed of others, above autograd.
+PyObject* leave_composed(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const char *text = PyUnicode_AsUTF8(given[0]), *overload = PyUnicode_AsUTF8(given[1]);
+  if (text == nullptr || overload == nullptr) return nullptr;
+  c10::OperatorName name(text, overload);
+  auto op = c10::Dispatcher::singleton().findSchema(name);
+  if (op && is_composed(*op) && later.erase(name) != 0) registered.erase(name);
+  Py_RETURN_NONE;
 }
 
 struct Listener final : c10::OpRegistrationListener {
@@ -345,6 +359,7 @@ void register_kernels(PyObject* names_not_recorded) {
 PyMethodDef kernel_functions[] = {
     {"adopt", fast(adopt), METH_FASTCALL, nullptr},
     {"register_factory", fast(register_factory), METH_FASTCALL, nullptr},
+    {"leave_composed", fast(leave_composed), METH_FASTCALL, nullptr},
     {"replace", fast(replace), METH_FASTCALL, nullptr},
     {"compose", fast(compose), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},

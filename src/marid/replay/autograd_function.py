@@ -60,7 +60,7 @@ class Backward:
             return mine[value] if value in mine else outside(value)
 
         def memory_of(value: Value) -> Ref | None:
-            if value.root in mine or value.root in given:
+            if value.root is not None and (value.root in mine or value.root in given):
                 return of(value.root)
             ref = places.memory_of(value)
             return None if ref is None else outward(ref)

@@ -1,0 +1,88 @@
+"""Operators that users define with ``torch.library``, also after the first use of the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import DEVICE
+
+_names = (f"marid_user_operators_{number}" for number in itertools.count())
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    torch.ones(1, device=DEVICE)
+    made = torch.library.Library(next(_names), "DEF")
+    yield made
+    made._destroy()
+
+
+def _operator(library: torch.library.Library, name: str = "f") -> Any:
+    return getattr(getattr(torch.ops, library.ns), name)
+
+
+@pytest.mark.parametrize("key", ["", "CompositeImplicitAutograd"])
+def test_one_that_is_composed_of_others(library: torch.library.Library, key: str) -> None:
+    """Its parts have gradients and are cast by autocast, whatever it was named with."""
+    library.define("f(Tensor x) -> Tensor")
+    library.define("f.twice(Tensor x, int times) -> Tensor")
+    library.impl("f", lambda x: (x @ x.T).sin(), key)
+    library.impl(f"{library.ns}::f.twice", lambda x, times: (x * times).cos(), key)
+
+    def run(device: str) -> list[Any]:
+        found: list[Any] = []
+        for operator, args in ((_operator(library).default, ()), (_operator(library).twice, (3,))):
+            x = torch.linspace(-1, 1, 6).reshape(2, 3).to(device).requires_grad_()
+            for _ in range(12):  # at once, too
+                operator(x, *args).sum().backward()
+                assert x.grad is not None
+                found.append(x.grad.sum().item())
+            with torch.autocast(device, torch.bfloat16):
+                found.append(operator(x, *args).dtype)
+            found.append(torch.func.vmap(lambda row, of=operator, more=args: of(row[None], *more))(x).tolist())
+        return found
+
+    assert run(DEVICE) == run("cpu")
+
+
+def test_one_with_a_kernel_for_the_cpu(library: torch.library.Library) -> None:
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", lambda x: x.clone().fill_(7), "CPU")
+    for _ in range(12):
+        assert _operator(library)(torch.ones(2, device=DEVICE)).tolist() == [7.0, 7.0]
+
+
+def test_one_that_draws_and_says_no_shapes() -> None:
+    name = f"{next(_names)}::noisy"
+
+    @torch.library.custom_op(name, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+    def noisy(x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, device=x.device)
+
+    def run(device: str) -> list[list[float]]:
+        torch.manual_seed(0)
+        return [noisy(torch.zeros(2, device=device)).tolist() for _ in range(4)]
+
+    assert run(DEVICE) == run("cpu")
+
+
+def test_observers_of_channels_that_resize_their_state() -> None:
+    """In a loop that reads, so that it runs at once."""
+    from torch.ao.quantization import default_fused_per_channel_wt_fake_quant as observer
+
+    def run(device: str) -> list[Any]:
+        found: list[Any] = []
+        for _ in range(14):
+            one = observer().to(device)
+            seen = one(torch.linspace(-1, 1, 12).view(3, 4).to(device))
+            state: Callable[[str], Any] = one.state_dict().__getitem__
+            found += [seen.sum().item(), tuple(state("scale").shape), state("zero_point").tolist()]
+        return found
+
+    assert run(DEVICE) == run("cpu")
