@@ -246,6 +246,11 @@ def test_modes_and_other_subclasses_still_see_operators() -> None:
 
     with torch._subclasses.FakeTensorMode() as fake:
         assert type(fake.from_tensor(torch.ones(3)) + 1).__name__ == "FakeTensor"
+        with pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"):
+            fake.from_tensor(x) + x
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        found = fake.from_tensor(x) + x
+    assert (type(found).__name__, found.device, found.shape) == ("FakeTensor", x.device, x.shape)
 
 
 def test_lengths_on_the_cpu() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from marid.frontend import handles
 from marid.frontend.tensor import LazyTensor
@@ -50,14 +50,25 @@ def leave_alone() -> Callable[[], None]:
 
 def beside_fake_tensors(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """``FakeTensorMode.__torch_dispatch__``, which leaves calls with tensors of other classes to these: tensors of the
-    device are computed as ever."""
+    device are computed as ever, or become fake ones beside such."""
+    from torch._subclasses.fake_tensor import FakeTensor
 
     @functools.wraps(dispatch)
     def wrapper(self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         returned = dispatch(self, func, types, args, kwargs)
-        if returned is NotImplemented and any(map(handles.is_lazy, tree_leaves((args, kwargs)))):
-            return func(*args, **(kwargs or {}))
-        return returned
+        leaves = tree_leaves((args, kwargs)) if returned is NotImplemented else []
+        if not any(map(handles.is_lazy, leaves)):
+            return returned
+        if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            if not self.allow_non_fake_inputs:  # as PyTorch says it of its own
+                raise AssertionError(
+                    "Please convert all Tensors to FakeTensors first or instantiate FakeTensorMode with "
+                    f"'allow_non_fake_inputs'. Found in {func}"
+                )
+            args, kwargs = tree_map(
+                lambda leaf: self.from_tensor(leaf) if handles.is_lazy(leaf) else leaf, (args, kwargs)
+            )
+        return func(*args, **(kwargs or {}))
 
     return wrapper
 
