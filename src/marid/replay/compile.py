@@ -18,10 +18,6 @@ class CompiledModule(Compiled):
     def __class__(self) -> type:
         return type(self._function)
 
-    @__class__.setter
-    def __class__(self, kind: type) -> None:
-        self._function.__class__ = kind  # as torch.nn.utils.parametrize does
-
     # Python looks for these in the class, not in the object.
 
     def __len__(self) -> int:

@@ -146,20 +146,13 @@ def compact(delivery: Delivery) -> None:
     journal = delivery.queue.journal
     if not journal.is_to_be_pruned() or any(isinstance(step, RunStep) for step in delivery.queue.steps()):
         return
-    blocks = prune(delivery)
+    delivery.queue.drop()
+    blocks = [block for block, _ in delivery.queue.memory.alive.values()]
+    journal.prune(delivery.queue.memory.alive, blocks)
     written = journal.written()
     nbytes = sum(block.nbytes for block in {b.identity: b for b in blocks}.values() if block.identity in written)
     if journal.is_due(nbytes / journal.bandwidth):
         take_checkpoint(delivery)
-
-
-def prune(delivery: Delivery) -> list[Block]:
-    """Forget the steps that nothing depends on which lives; the blocks that live, once for each handle."""
-    delivery.queue.drop()
-    alive = delivery.queue.memory.alive
-    blocks = [block for block, _ in alive.values()]
-    delivery.queue.journal.prune(alive, blocks)
-    return blocks
 
 
 def take_checkpoint(delivery: Delivery) -> None:
