@@ -239,3 +239,35 @@ def test_parameters_in_memory_that_nobody_holds(way: str) -> None:
     functions, found = run(DEVICE, marid.compile)
     assert found == run("cpu", _same)[1]
     assert all(function.stats().replays >= 3 for function in functions)
+
+
+def test_what_returns_the_module() -> None:
+    """``to``, ``eval`` and the like return the compiled module, and a compiled one can be compiled again."""
+    compiled = marid.compile(marid.compile(nn.Linear(4, 4))).to(DEVICE).eval()
+    assert isinstance(compiled, nn.Linear)
+    for _ in range(5):
+        compiled(torch.ones(3, 4, device=DEVICE))
+    assert compiled.stats().replays == 3
+    assert [name for name, _ in nn.Sequential(compiled).named_parameters()] == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("last", [nn.ReLU(inplace=True), nn.Hardtanh(inplace=True), nn.Identity()])
+def test_a_result_that_was_written_in_place(last: nn.Module) -> None:
+    """By the function, before it is saved for the backward; written afterwards it raises as in eager PyTorch."""
+
+    def run(device: str, compiled: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model, found = compiled(nn.Sequential(nn.Linear(4, 4), last).to(device)), []
+        for number in range(7):
+            out = model(torch.linspace(-1, 1, 12).reshape(3, 4).to(device))
+            found.append(out._version)
+            if number == 5:
+                out.mul_(2)
+            try:
+                out.square().sum().backward()
+            except RuntimeError as error:
+                found.append(str(error)[:60])
+            found.append(model[0].weight.grad.sum().item())
+        return found
+
+    assert run(DEVICE, marid.compile) == run("cpu", _same)

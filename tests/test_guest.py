@@ -223,6 +223,8 @@ def test_the_import_changes_nothing(how: str, count: int) -> None:
         "nn.Linear(2, 2).to(DEVICE)",
         "nn.Linear(2, 2, device=DEVICE)",
         "nn.LazyLinear(2, device=DEVICE)",
+        "nn.LazyLinear(2).to(DEVICE)(torch.ones(3, 2, device=DEVICE))",
+        "nn.LazyBatchNorm1d().to(DEVICE)(torch.ones(3, 2, device=DEVICE))",
         "nn.Linear(2, 2).remote_accelerator()",
         "(torch.set_default_device(DEVICE), torch.ones(2))[1]",
         "in_context()",

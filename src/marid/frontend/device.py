@@ -173,6 +173,10 @@ def swapping_whoever_holds_them(swap: Callable[..., None]) -> Callable[..., None
         if isinstance(t1, LazyTensor) == isinstance(t2, LazyTensor):
             swap(t1, t2)
             return
+        if uninitialized.is_lazy(t1) and t1.device.type == "cpu":  # the first parameter that moves to the device
+            t1.data = t1.data.to(t2.dtype)
+            uninitialized.on_device(t1, t2.device)
+            return
         belongings = _belongings(t1)
         kind = subclasses.user_class(t1) if isinstance(t1, LazyTensor) else type(t1)
         if isinstance(t2, LazyTensor):

@@ -150,7 +150,7 @@ def _fills_fresh_memory(target: Any, source: torch.Tensor) -> bool:
         and node.args is not None
         and node.op is not None
         and facts_of(node.op.func).uninitialized
-        and target.shape == source.shape
+        and target.shape == source.size()  # uninitialised ones have no `shape`
         and not target._value.spec.conj
         and not target._value.spec.neg
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +18,19 @@ class CompiledModule(Compiled):
 
     @property
     def __class__(self) -> type:
-        return type(self._function)
+        return self._function.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if not isinstance(found, MethodType) or found.__self__ is not self._function:
+            return found
+
+        @functools.wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            returned = found(*args, **kwargs)
+            return self if returned is self._function else returned  # as `to` and `eval` return the module
+
+        return method
 
     # Python looks for these in the class, not in the object.
 

@@ -234,9 +234,9 @@ class _HandOut:
             later = (SPENT, LIVE)  # made where autograd sees it
             self._made = [None if made.graph in later else self._handle(made) for made in recording.made]
         for index, made in enumerate(recording.made):
-            self._made[index] = self._with_graph(made, self._made[index])
-            if made.version:
-                self._raise_version(index, made.version)
+            self._made[index] = tensor = self._with_graph(made, self._made[index])
+            if tensor is not None:
+                _write(tensor, made.version)
         if backwards:
             self._connect(backwards)
         for index, ref in recording.grads:
@@ -247,11 +247,6 @@ class _HandOut:
     def result(self, simple: bool) -> Any:
         leaves = [self._leaf(kind, of) for kind, of in self._recording.results]
         return leaves[0] if simple else _pytree.tree_unflatten(leaves, self._recording.structure)
-
-    def _raise_version(self, index: int, by: int) -> None:
-        made = self._made[index]
-        for _ in range(by if made is not None else 0):
-            torch.autograd.graph.increment_version(made)  # pyright: ignore[reportArgumentType]
 
     def _connect(self, backwards: list[tuple[Derivative, Prepared]]) -> None:
         """Give the tensors that gradients can be taken of a history: the recorded backward."""
@@ -264,7 +259,7 @@ class _HandOut:
             inputs,
             self._recording.independent,
             [self._recording.made[index].value for index in places],
-            lambda among: [self._handle(self._recording.made[places[index]]) for index in among],
+            lambda among: [self._written(self._recording.made[places[index]]) for index in among],
             {**made, **known},
             self._values,
             {**{root_of(tensor._value): tensor for tensor in known.values()}, **self._first},
@@ -272,7 +267,6 @@ class _HandOut:
         )
         for index, tensor in zip(places, live, strict=True):
             self._made[index] = tensor
-            self._raise_version(index, self._recording.made[index].version)
 
     def _note(self, buffers: list[torch.Tensor]) -> None:
         site, scope, sequence = current_site(), current_scope(), self._tape.sequence
@@ -326,6 +320,12 @@ class _HandOut:
             module.share_version(handle, first)
         return handle
 
+    def _written(self, made: Made) -> Any:
+        """A handle that was written as often as the Python has written it: before it is saved for the backward."""
+        handle = self._handle(made)
+        _write(handle, made.version)
+        return handle
+
     def _with_graph(self, made: Made, handle: Any) -> Any:
         if made.graph == SPENT:
             make: Callable[[], Any] = lambda: self._handle(made)  # noqa: E731
@@ -339,3 +339,9 @@ class _HandOut:
             if self._values[made.value] is base._value:
                 return base.detach()
             return torch.as_strided(base, made.spec.shape, made.spec.stride, made.spec.offset)
+
+
+def _write(tensor: Any, times: int) -> None:
+    """Count for autograd that a tensor was written so often."""
+    for _ in range(times):
+        torch.autograd.graph.increment_version(tensor)
