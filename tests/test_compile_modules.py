@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -271,3 +273,80 @@ def test_a_result_that_was_written_in_place(last: nn.Module) -> None:
         return found
 
     assert run(DEVICE, marid.compile) == run("cpu", _same)
+
+
+class Stateful(nn.Module):
+    """Its attributes have names that a compiled function has, too, and it gets its weight from its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = 2.0
+        self._stats = {"calls": 0}
+        self.linear = nn.LazyLinear(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self._state
+
+
+def test_attributes_and_identity_are_those_of_the_module() -> None:
+    torch.manual_seed(0)
+    module = Stateful().to(DEVICE)
+    compiled = marid.compile(module)
+    x = torch.ones(2, 4, device=DEVICE)
+    for number in range(8):
+        if number == 5:
+            compiled._state = 3.0
+        assert torch.equal(compiled(x), module(x))
+    assert module._state == compiled._state == 3.0
+    assert compiled._stats == {"calls": 0}
+    assert compiled.stats().replays >= 3
+    assert vars(compiled) is vars(module)
+    outer = nn.Sequential(compiled)
+    assert compiled in list(outer.modules())
+    assert {compiled: 1}[module] == 1
+    assert compiled != marid.compile(nn.Identity())
+
+
+def test_values_of_a_thread() -> None:
+    local = threading.local()
+
+    @marid.compile
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * local.by
+
+    def run(by: float, found: list[float]) -> None:
+        local.by = by
+        found += [scaled(torch.ones(1, device=DEVICE)).item() for _ in range(5)]
+
+    results: dict[float, list[float]] = {2.0: [], 3.0: []}
+    run(2.0, results[2.0])
+    thread = threading.Thread(target=run, args=(3.0, results[3.0]))
+    thread.start()
+    thread.join()
+    run(2.0, results[2.0])
+    assert results == {2.0: [2.0] * 10, 3.0: [3.0] * 5}
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 2.0
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict, metadata={"help": "of layers"})
+
+
+def test_a_dataclass_and_a_read_only_view_of_a_dict() -> None:
+    config, shown = Config(), {"a": 1.0}
+    view = types.MappingProxyType(shown)
+
+    @marid.compile
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * config.scale * sum(view.values())
+
+    x = torch.ones(1, device=DEVICE)
+    assert [scaled(x).item() for _ in range(5)] == [2.0] * 5
+    assert scaled.stats().replays == 3
+    config.scale = 3.0
+    assert scaled(x).item() == 3.0
+    shown["a"] = 2.0
+    assert [scaled(x).item() for _ in range(4)] == [6.0] * 4
+    shown["b"] = 1.0
+    assert [scaled(x).item() for _ in range(4)] == [9.0] * 4

@@ -20,6 +20,10 @@ class CompiledModule(Compiled):
     def __class__(self) -> type:
         return self._function.__class__
 
+    @property
+    def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._function.__dict__
+
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
         if not isinstance(found, MethodType) or found.__self__ is not self._function:
@@ -33,6 +37,12 @@ class CompiledModule(Compiled):
         return method
 
     # Python looks for these in the class, not in the object.
+
+    def __eq__(self, other: object) -> bool:
+        return self._function == (other._function if isinstance(other, CompiledModule) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._function)
 
     def __len__(self) -> int:
         return len(self._function)  # pyright: ignore[reportArgumentType]

@@ -37,12 +37,12 @@ from marid.settings import settings
 logger = logging.getLogger("marid")
 
 
-_made: weakref.WeakSet[Compiled] = weakref.WeakSet()
+_made: weakref.WeakValueDictionary[int, Compiled] = weakref.WeakValueDictionary()
 
 
 def forget_recordings() -> None:
     """Forget what was recorded under ``marid.compile``, by all functions; they record again when they are called."""
-    for function in list(_made):
+    for function in list(_made.values()):
         function.forget()
 
 
@@ -91,19 +91,7 @@ class _Kind:
 
 
 _WAIT = 0.005  # seconds between looks at what another thread does with a function
-_OWN = {
-    "_function",
-    "_state",
-    "_fullgraph",
-    "_dynamic_dims",
-    "_families",
-    "_kinds",
-    "_lock",
-    "_runs_python",
-    "_given_up",
-    "_said",
-}
-_OWN |= {"_stats", "_sees_order", *functools.WRAPPER_ASSIGNMENTS, "__wrapped__"}
+_OWN = {"_function", *functools.WRAPPER_ASSIGNMENTS, "__wrapped__"}
 
 
 def _sees_order(function: Callable[..., Any]) -> bool:
@@ -116,68 +104,69 @@ def _sees_order(function: Callable[..., Any]) -> bool:
 
 
 class Compiled(Wrapper):
-    """A function under ``marid.compile``; called like the function."""
+    """A function under ``marid.compile``; called like the function, whose attributes it has. Its own have private
+    names, so that they hide none."""
 
     def __init__(self, function: Callable[..., Any], state: Any, fullgraph: bool, dynamic_dims: Any) -> None:
         self._function = function
         functools.update_wrapper(self, function, updated=())
-        self._state = state
-        self._fullgraph = fullgraph
-        self._dynamic_dims = dynamic_dims
-        self._families: set[Any] = set()
-        self._kinds: dict[Any, _Kind] = {}
-        self._lock = threading.RLock()
-        self._runs_python = False
-        self._given_up = False
-        self._said: set[str] = set()
-        self._sees_order = _sees_order(function)
-        self._stats = FunctionStats(getattr(function, "__qualname__", type(function).__qualname__))
-        functions.add(self._stats)
-        _made.add(self)
+        self.__state = state
+        self.__fullgraph = fullgraph
+        self.__dynamic_dims = dynamic_dims
+        self.__families: set[Any] = set()
+        self.__kinds: dict[Any, _Kind] = {}
+        self.__lock = threading.RLock()
+        self.__runs_python = False
+        self.__given_up = False
+        self.__said: set[str] = set()
+        self.__sees_order = _sees_order(function)
+        self.__stats = FunctionStats(getattr(function, "__qualname__", type(function).__qualname__))
+        functions.add(self.__stats)
+        _made[id(self)] = self
 
     @folded
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if observer() is not None:  # part of a function that is being recorded
             return self._function(*args, **kwargs)
-        if len(kwargs) > 1 and not self._sees_order:
+        if len(kwargs) > 1 and not self.__sees_order:
             kwargs = dict(sorted(kwargs.items()))
-        while not self._lock.acquire(timeout=_WAIT):
-            if self._runs_python:  # which may wait for this thread
-                self._stats.calls += 1
-                self._stats.plain += 1
+        while not self.__lock.acquire(timeout=_WAIT):
+            if self.__runs_python:  # which may wait for this thread
+                self.__stats.calls += 1
+                self.__stats.plain += 1
                 return self._function(*args, **kwargs)
         try:
-            self._stats.calls += 1
-            if not self._given_up:
-                if self._dynamic_dims:
-                    mark_arguments(self._dynamic_dims, args, kwargs)
+            self.__stats.calls += 1
+            if not self.__given_up:
+                if self.__dynamic_dims:
+                    mark_arguments(self.__dynamic_dims, args, kwargs)
                 try:
                     call = Call(args, kwargs)
                 except Unreadable:
-                    self._stats.count_fallback("inside of a transform, a mode or hooks on saved tensors")
+                    self.__stats.count_fallback("inside of a transform, a mode or hooks on saved tensors")
                 else:
-                    kind = self._kind_of(call)
-                    template, fit = self._fitting(kind, call)
+                    kind = self.__kind_of(call)
+                    template, fit = self.__fitting(kind, call)
                     watched = has_profiler()
                     lost = kind.lost
                     while template is not None and fit is not None and (watched or not kind.checks.is_due()):
                         try:
-                            return self._replayed(kind, template, call, fit)
+                            return self.__replayed(kind, template, call, fit)
                         except GuardFailed as failed:
-                            outcomes = self._guard_failed(kind, template, failed)
-                        template, fit = self._fitting(kind, call, outcomes)
+                            outcomes = self.__guard_failed(kind, template, failed)
+                        template, fit = self.__fitting(kind, call, outcomes)
                     del fit  # it holds values, and what is held counts as a result
                     if kind.lost > lost and template is None:
-                        self._recorded_again(kind)
+                        self.__recorded_again(kind)
                     if watched:
-                        self._stats.count_fallback("another profiler is in its thread: what it reads is not noticed")
+                        self.__stats.count_fallback("another profiler is in its thread: what it reads is not noticed")
                     elif template is not None:
-                        return values_read(self._checked(kind, template, call, args, kwargs))
+                        return values_read(self.__checked(kind, template, call, args, kwargs))
                     elif not kind.given_up:
-                        return values_read(self._recorded(kind, call, args, kwargs))
-            self._stats.plain += 1
+                        return values_read(self.__recorded(kind, call, args, kwargs))
+            self.__stats.plain += 1
         finally:
-            self._lock.release()
+            self.__lock.release()
         return self._function(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -186,10 +175,10 @@ class Compiled(Wrapper):
         return MethodType(self, instance) if is_one else self
 
     def __copy__(self) -> Any:
-        return self._like(copy.copy(self._function), self._state)
+        return self.__like(copy.copy(self._function), self.__state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._like(copy.deepcopy(self._function, memo), copy.deepcopy(self._state, memo))
+        return self.__like(copy.deepcopy(self._function, memo), copy.deepcopy(self.__state, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         names = str(getattr(self._function, "__qualname__", "")).split(".")
@@ -198,12 +187,12 @@ class Compiled(Wrapper):
             scope = getattr(scope, name, None)
         if scope is self:  # as functions are pickled: by their names
             return ".".join(names)
-        return _made_anew, (type(self), self._function, self._state, self._fullgraph, self._dynamic_dims)
+        return _made_anew, (type(self), self._function, self.__state, self.__fullgraph, self.__dynamic_dims)
 
-    def _like(self, function: Any, state: Any) -> Any:
+    def __like(self, function: Any, state: Any) -> Any:
         """What the same call of ``marid.compile`` makes of a copy; functions are their own copies."""
-        same = function is self._function and state is self._state
-        return self if same else type(self)(function, state, self._fullgraph, self._dynamic_dims)
+        same = function is self._function and state is self.__state
+        return self if same else type(self)(function, state, self.__fullgraph, self.__dynamic_dims)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_function":
@@ -212,45 +201,46 @@ class Compiled(Wrapper):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are those of the function, as far as it can have any; that is where they are watched, too."""
-        if name in _OWN or not hasattr(self._function, "__dict__") or isinstance(self._function, MethodType):
+        own = name in _OWN or name.startswith("_Compiled__")
+        if own or not hasattr(self._function, "__dict__") or isinstance(self._function, MethodType):
             object.__setattr__(self, name, value)
         else:
             setattr(self._function, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
+        try:
             object.__delattr__(self, name)
-        else:
+        except AttributeError:
             delattr(self._function, name)
 
     def stats(self) -> FunctionStats:
         """What became of the calls so far; a snapshot."""
-        return self._stats.copy()
+        return self.__stats.copy()
 
     def forget(self) -> None:
         """Forget its recordings."""
-        with self._lock:
-            self._kinds.clear()
-            self._families.clear()
+        with self.__lock:
+            self.__kinds.clear()
+            self.__families.clear()
 
-    def _kind_of(self, call: Call) -> _Kind:
-        kind = self._kinds.get(call.key)
+    def __kind_of(self, call: Call) -> _Kind:
+        kind = self.__kinds.get(call.key)
         if kind is None:
             kind = _Kind(call.others)
             family = call.family()
-            if family not in self._families and len(self._families) >= settings.compile_kinds:
+            if family not in self.__families and len(self.__families) >= settings.compile_kinds:
                 kind.given_up = True
                 reason = f"more than {settings.compile_kinds} kinds of arguments (MARID_COMPILE_KINDS)"
-                self._stats.count_fallback(reason)
-                self._say(reason)
+                self.__stats.count_fallback(reason)
+                self.__say(reason)
             else:
-                self._families.add(family)
-                self._kinds[call.key] = kind
-                while len(self._kinds) > 4 * settings.compile_kinds:  # sizes of dynamic dimensions
-                    self._kinds.pop(next(iter(self._kinds)))
+                self.__families.add(family)
+                self.__kinds[call.key] = kind
+                while len(self.__kinds) > 4 * settings.compile_kinds:  # sizes of dynamic dimensions
+                    self.__kinds.pop(next(iter(self.__kinds)))
         return kind
 
-    def _fitting(self, kind: _Kind, call: Call, outcomes: tuple[bool, ...] = ()) -> tuple[Template | None, Fit | None]:
+    def __fitting(self, kind: _Kind, call: Call, outcomes: tuple[bool, ...] = ()) -> tuple[Template | None, Fit | None]:
         """A template for a call whose first tests of numbers come out so."""
         for template in kind.in_order():
             fit = template.fit(call) if template.is_open_to(outcomes) else None
@@ -258,66 +248,66 @@ class Compiled(Wrapper):
                 return template, fit
         return None, None
 
-    def _replayed(self, kind: _Kind, template: Template, call: Call, fit: Fit) -> Any:
+    def __replayed(self, kind: _Kind, template: Template, call: Call, fit: Fit) -> Any:
         start = time.perf_counter()
         result = template.run(call, fit)
         kind.checks.replayed(time.perf_counter() - start)
         kind.served(template)
         kind.attempts = 0
         kind.replays += 1
-        self._stats.replays += 1
+        self.__stats.replays += 1
         return result
 
-    def _guard_failed(self, kind: _Kind, template: Template, failed: GuardFailed) -> tuple[bool, ...]:
+    def __guard_failed(self, kind: _Kind, template: Template, failed: GuardFailed) -> tuple[bool, ...]:
         """How the first tests of a call have come out, the last of them otherwise than in the template."""
-        self._stats.guard_failures += 1
+        self.__stats.guard_failures += 1
         kind.lost += 1
         kind.failed_at = failed.node.site
         return template.outcomes_until(failed.node)
 
-    def _recorded_again(self, kind: _Kind) -> None:
+    def __recorded_again(self, kind: _Kind) -> None:
         """A call goes on as no recording did."""
         kind.lost += policy.REPLAY_RECORDED_AGAIN
         if kind.lost > kind.replays + policy.REPLAY_LOST:
             kind.attempts = settings.compile_recordings
             kind.clear()
-            self._fall_back(kind, Refused(f"the test at {kind.failed_at} comes out now so, now otherwise"))
+            self.__fall_back(kind, Refused(f"the test at {kind.failed_at} comes out now so, now otherwise"))
 
-    def _checked(
+    def __checked(
         self, kind: _Kind, template: Template, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of the Python, which runs in place of a replay to be compared with it."""
         start = time.perf_counter()
-        run, result = self._run(call, args, kwargs)
+        run, result = self.__run(call, args, kwargs)
         if run.recording is None:  # it did what no replay can: no difference in what could be watched
             kind.templates.remove(template)
             assert run.refusal is not None
-            self._fall_back(kind, run.refusal)
+            self.__fall_back(kind, run.refusal)
             return result
         why = template.departure(run.recording)
         if why is not None and run.recording.outcomes == template.recording.outcomes:
             kind.clear()
-            self._fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
+            self.__fall_back(kind, Refused(f"what is not watched changed: {why}", for_good=True))
         kind.checks.checked(time.perf_counter() - start)
         return result
 
-    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, Any]:
-        run = Run(self._function, call, self._state)
-        self._runs_python = True
+    def __run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, Any]:
+        run = Run(self._function, call, self.__state)
+        self.__runs_python = True
         try:
-            result = run.call(args, kwargs, self._fullgraph)
+            result = run.call(args, kwargs, self.__fullgraph)
         finally:
-            self._runs_python = False
-        self._stats.recordings += 1
+            self.__runs_python = False
+        self.__stats.recordings += 1
         return run, result
 
-    def _recorded(self, kind: _Kind, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run, result = self._run(call, args, kwargs)
+    def __recorded(self, kind: _Kind, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run, result = self.__run(call, args, kwargs)
         kind.attempts += 1
         recording = run.recording
         if recording is None:
             assert run.refusal is not None
-            self._fall_back(kind, run.refusal)
+            self.__fall_back(kind, run.refusal)
             return result
         known = [template.recording for template in kind.templates]
         why = None
@@ -341,27 +331,27 @@ class Compiled(Wrapper):
         kind.recordings.append(recording)
         del kind.recordings[: -policy.REPLAY_RECORDINGS]
         if why is not None:
-            self._fall_back(kind, Refused(why))
+            self.__fall_back(kind, Refused(why))
         return result
 
-    def _fall_back(self, kind: _Kind, refused: Refused) -> None:
+    def __fall_back(self, kind: _Kind, refused: Refused) -> None:
         reason = str(refused)
-        self._stats.count_fallback(reason)
+        self.__stats.count_fallback(reason)
         if refused.for_good:
-            self._given_up = True
+            self.__given_up = True
         elif kind.attempts >= settings.compile_recordings:
             kind.given_up = True
         else:
             return
         kind.recordings.clear()
-        self._say(reason)
+        self.__say(reason)
 
-    def _say(self, reason: str) -> None:
-        text = f"marid.compile: {self._stats.name} runs as plain Python: {reason}"
-        if self._fullgraph:
+    def __say(self, reason: str) -> None:
+        text = f"marid.compile: {self.__stats.name} runs as plain Python: {reason}"
+        if self.__fullgraph:
             raise UnsupportedOperationError(text)
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self.__said:
+            self.__said.add(reason)
             logger.warning("%s", text)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from marid.frontend import handles
 from marid.native import module as native
@@ -47,7 +48,7 @@ _LOOKS_UP_GLOBALS = {"globals", "eval", "exec"}
 _LOOKS_UP_ATTRIBUTES = {"getattr", "vars", "attrgetter", *_LOOKS_UP_GLOBALS}
 _VALUES = (int, float, complex, str, bytes)
 # Objects that hold what nobody is told of when it changes.
-_MUTABLE = (bytearray, array.array, memoryview, types.MappingProxyType, queue.SimpleQueue)
+_MUTABLE = (bytearray, array.array, memoryview, queue.SimpleQueue)
 _MUTABLE += (type({}.keys()), type({}.values()), type({}.items()))
 # Objects that hold nothing that a tensor program could depend on.
 _OPAQUE = (
@@ -139,7 +140,9 @@ def reach(roots: list[tuple[str, Any]], follows_code: bool) -> Reached:
 
 def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
     """Note ``thing``; what it leads to."""
-    if isinstance(thing, torch.Tensor) and hasattr(thing, "__tensor_flatten__"):  # a shell of others
+    if isinstance(thing, UninitializedTensorMixin):
+        found.instances.append((path, thing))  # which gets another class with its shape
+    elif isinstance(thing, torch.Tensor) and hasattr(thing, "__tensor_flatten__"):  # a shell of others
         for name in thing.__tensor_flatten__()[0]:
             yield f"{path}.{name}", getattr(thing, name)
     elif isinstance(thing, torch.Tensor):
@@ -157,6 +160,11 @@ def _inside(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
             found.too_much = f"a numpy array of {thing.nbytes} bytes ({path})"
     elif isinstance(thing, _MUTABLE):
         found.too_much = f"a {type(thing).__name__}, which cannot be watched ({path})"
+    elif isinstance(thing, types.MappingProxyType):
+        found.names.append((path, thing, tuple(thing)))
+        found.classes.append((path, thing))
+        for key in thing:
+            yield f"{path}[{key!r}]", thing[key]
     elif isinstance(thing, torch.Generator):
         found.generators.append(thing)
     elif isinstance(thing, types.GeneratorType):
@@ -327,7 +335,11 @@ def _object(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
     found.instances.append((path, thing))
     yield type(thing).__qualname__, type(thing)
     own = getattr(thing, "__dict__", None)
-    if type(own) is dict:
+    if isinstance(thing, threading.local):
+        found.names.append((path, _Attributes(thing), tuple(own or ())))  # of the thread that calls
+        for name, value in list((own or {}).items()):
+            yield f"{path}.{name}", value
+    elif type(own) is dict:
         found.dicts.append((path, own))
         found.seen[id(own)] = own
         for name, value in list(own.items()):
