@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -231,26 +232,50 @@ def test_kept_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held < 3 << 20
 
 
-def test_copies_do_not_fill_a_memory_limit() -> None:
-    """Of a loop of copies nothing is left on a worker but what lives, however quick it is."""
+@pytest.fixture
+def small() -> Iterator[tuple[str, str]]:
+    """Two workers of 24 MB."""
     workers = start_workers(2, options=("--memory-limit", "24m"))
-    first, second = "remote_accelerator:5", "remote_accelerator:6"
     marid.connect(*[worker.address for worker in workers], first=5)
     try:
-        for number in range(40):  # of which none is needed
-            copied = torch.full((250_000,), float(number), device=first).to(second) * 2
-            assert copied[0].item() == 2 * number
-        x = torch.zeros(250_000, device=first)
-        for number in range(30):  # of which each needs the one before
-            x = ((x + 1).to(second) * 1.0).to(first)
-            if number % 5 == 4:
-                assert x[0].item() == number + 1
-        del x, copied
-        assert torch.zeros(3_000_000, device=first).sum().item() == 0.0
+        yield "remote_accelerator:5", "remote_accelerator:6"
     finally:
         connecting.disconnect(5, 6, force=True)
         for worker in workers:
             worker.stop()
+
+
+def test_copies_do_not_fill_a_memory_limit(small: tuple[str, str]) -> None:
+    """Of a loop of copies nothing is left on a worker but what lives, however quick it is."""
+    first, second = small
+    for number in range(40):  # of which none is needed
+        copied = torch.full((250_000,), float(number), device=first).to(second) * 2
+        assert copied[0].item() == 2 * number
+    x = torch.zeros(250_000, device=first)
+    for number in range(30):  # of which each needs the one before
+        x = ((x + 1).to(second) * 1.0).to(first)
+        if number % 5 == 4:
+            assert x[0].item() == number + 1
+    del x, copied
+    assert torch.zeros(3_000_000, device=first).sum().item() == 0.0
+
+
+def test_reductions_do_not_fill_a_memory_limit(small: tuple[str, str]) -> None:
+    group = marid.process_group(small)
+    for number in range(30):
+        mine, its = torch.full((250_000,), float(number), device=small[0]), torch.ones(250_000, device=small[1])
+        results = marid.all_reduce([mine, its], "sum", group=group)
+        assert [result[0].item() for result in results] == [number + 1.0] * 2
+
+
+def test_what_is_done_again_fits_where_it_did(small: tuple[str, str]) -> None:
+    """Of a chain of steps only one result lives at a time, also on a replacement."""
+    x = torch.zeros(250_000, device=small[0])
+    for number in range(40):
+        x = x + 1
+        assert x[0].item() == number + 1
+    os.kill(engine_of(5).link.welcome["pid"], signal.SIGKILL)  # pyright: ignore[reportAttributeAccessIssue]
+    assert x.sum().item() == 40 * 250_000
 
 
 # --- who may collect -------------------------------------------------------------------------------------------------

@@ -51,6 +51,31 @@ def test_one_that_is_composed_of_others(library: torch.library.Library, key: str
     assert run(DEVICE) == run("cpu")
 
 
+def test_one_without_a_derivative_whose_kernel_is_made_of_others(library: torch.library.Library) -> None:
+    """Autograd goes through what the kernel calls."""
+    library.define("f(Tensor x, Tensor[] more) -> Tensor")
+    library.define("double_(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("f", lambda x, more: (x * x).sin() * sum(more), "CompositeExplicitAutograd")
+    library.impl("double_", lambda x: x.mul_(2), "CompositeExplicitAutograd")
+
+    def run(device: str) -> list[Any]:
+        x, y = (torch.linspace(0, 1, 3).to(device).requires_grad_() for _ in range(2))
+        for _ in range(12):
+            z = _operator(library)(x * 1, [y, y])
+            _operator(library, "double_")(z).sum().backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        (second,) = torch.autograd.grad(_operator(library)(x, [y]).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="leaf"):
+            _operator(library, "double_")(x)
+        with torch.no_grad():
+            plain = _operator(library)(x, [y])
+        found = [x.grad.tolist(), y.grad.tolist(), torch.autograd.grad(second.sum(), x)[0].tolist()]
+        return [*found, plain.tolist(), plain.requires_grad, _operator(library)(x.detach(), []).tolist()]
+
+    assert run(DEVICE) == run("cpu")
+
+
 def test_one_with_a_kernel_for_the_cpu(library: torch.library.Library) -> None:
     library.define("f(Tensor x) -> Tensor")
     library.impl("f", lambda x: x.clone().fill_(7), "CPU")

@@ -120,12 +120,30 @@ bool make_recorder(const c10::OperatorHandle& op) {
   return static_cast<bool>(Ref(PyObject_CallOneArg(make_recorder_of, torch::detail::getTorchApiFunction(op).ptr())));
 }
 
+// Whether an operator of the user's has no derivative, and gradients are needed: autograd goes through what its kernel calls,
+// as PyTorch's fallback lets it on every device.
+static bool is_differentiated_inside(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  const std::string& name = op.schema().name();
+  if (!at::GradMode::is_enabled() || name.rfind("aten::", 0) == 0 || name.rfind("marid::", 0) == 0) return false;
+  for (auto key : {c10::DispatchKey::Autograd, c10::DispatchKey::AutogradPrivateUse1}) {
+    if (op.hasKernelForDispatchKey(key)) return false;
+  }
+  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradPrivateUse1)) return false;
+  auto is_needed = [](const c10::IValue& one) { return one.isTensor() && one.toTensor().requires_grad(); };
+  return std::any_of(arguments.begin(), arguments.end(), [&](const c10::IValue& one) {
+    if (!one.isList()) return is_needed(one);
+    auto items = one.toListRef();
+    return std::any_of(items.begin(), items.end(), is_needed);
+  });
+}
+
 void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, PyObject* function) {
   auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   bool composed = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
       !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
-  if (function == nullptr && composed && std::none_of(arguments.begin(), arguments.end(), holds_handle)) {
-    // Tensors that only say that they are on the device, as FakeTensor makes them.
+  if (function == nullptr && composed &&
+      (std::none_of(arguments.begin(), arguments.end(), holds_handle) || is_differentiated_inside(op, arguments))) {
+    // Tensors that only say that they are on the device, as FakeTensor makes them, or gradients of what the kernel calls.
     return op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
   constexpr c10::DispatchKeySet above = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^

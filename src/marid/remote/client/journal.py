@@ -58,7 +58,7 @@ class Journal:
         """A step was given to the worker."""
         if step.lasting:
             self.steps.append(step)
-            self._note_copy(step)
+            self.note_copy(step)
 
     def remove(self, steps: Iterable[Step]) -> None:
         """Steps were taken back."""
@@ -91,10 +91,11 @@ class Journal:
         self.steps = steps
         self._looked_at, self._looked, self._room = len(steps), time.monotonic(), math.inf
         for step in steps:
-            self._note_copy(step)
+            self.note_copy(step)
         self._copied = 0
 
-    def _note_copy(self, step: Step) -> None:
+    def note_copy(self, step: Step) -> None:
+        """Another worker keeps something for a step."""
         self._copied += step.held
         for source in step.sources if step.held else ():
             limit = source.link.welcome["limits"].get("memory")

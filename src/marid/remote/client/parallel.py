@@ -20,6 +20,7 @@ from marid.frontend.engines import engine_of
 from marid.frontend.materialize import fail_dependents, materialize
 from marid.remote.client import transfers as exchange
 from marid.remote.client.engine import RemoteEngine
+from marid.remote.client.journal import compact
 from marid.remote.client.link import Link
 from marid.remote.client.steps import AskStep
 from marid.remote.client.transfers import ReduceStep, TakeStep
@@ -199,7 +200,10 @@ def _keep_for_each_other(engines: list[RemoteEngine], steps: list[ReduceStep]) -
         other = (index + 1) % len(engines)
         copy = TakeStep(engines[other], engine, packed[other], step.result, step.site, False)
         copy.done(None)
-        step.had_from(copy)
+        with engine.lock:
+            step.had_from(copy)
+            engine.queue.journal.note_copy(step)
+            compact(engine.delivery)
 
 
 def _finish(engines: list[RemoteEngine], steps: Sequence[AskStep | ReduceStep]) -> None:

@@ -110,7 +110,7 @@ def stopped(step: RunStep, failure: dict[str, Any], error: Exception, memory: Me
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-_FREED = 4000  # handles in one request
+FREED = 4000  # handles in one request
 
 
 class StepQueue:
@@ -235,8 +235,8 @@ class StepQueue:
 
     def free(self, handles: list[int]) -> None:
         """Free handles before anything else is done."""
-        for start in range(0, len(handles), _FREED):
-            self.outbox.insert(0, FreeStep(tuple(handles[start : start + _FREED])))
+        for start in range(0, len(handles), FREED):
+            self.outbox.insert(0, FreeStep(tuple(handles[start : start + FREED])))
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from marid.errors import WorkerLostError
 from marid.graph.node import fail
 from marid.remote.client.link import Link
-from marid.remote.client.queue import Batch, StepQueue, batches_of, lost_at, lost_error
+from marid.remote.client.queue import FREED, Batch, StepQueue, batches_of, lost_at, lost_error
 from marid.remote.client.runs import RunStep
 from marid.remote.client.steps import CallStep, Sent, Step
 from marid.remote.client.uploads import Offers, UploadStep
 from marid.remote.client.window import RequestFailed
+from marid.remote.wire.requests import Free
 
 LOSSES = 3
 
@@ -34,6 +35,7 @@ class Recovery:
         self._reach = reach
         self._reason = ""
         self._left: deque[Step] = deque()
+        self._dead: dict[int, list[int]] = {}  # by step, the handles that nothing needs behind it
         self._batches: deque[Batch] = deque()  # of the first of them, which are still to be sent
         self._asked: deque[tuple[int, Step]] = deque()  # and not answered yet
         self._newest = 0  # request that was sent
@@ -50,9 +52,11 @@ class Recovery:
         blocks = [block for block, _ in alive.values() if block.error is None]
         blocks += [block for step in waiting for block in (*step.reads, *step.writes)]
         needed = journal.needed(handles, blocks, done)
+        last = {handle: step for step in needed for handle in (*step.inputs, *step.handles) if handle not in handles}
+        for handle, step in last.items():
+            self._dead.setdefault(id(step), []).append(handle)
         self._do_again(needed, reason)
-        made = {handle for step in needed for handle in step.handles}
-        queue.free(sorted(made - handles))
+        queue.free(sorted([handle for dead in self._dead.values() for handle in dead]))  # of what could not be done
         return len(needed)
 
     def _do_again(self, steps: list[Step], reason: str) -> None:
@@ -73,7 +77,7 @@ class Recovery:
         try:
             self.link.poll()
             while self._asked and self._asked[0][0] <= self.link.applied:
-                self._asked.popleft()
+                self._dead.pop(id(self._asked.popleft()[1]), None)
             while self._left and self._send(self._left[0]):
                 self._left.popleft()
         except OSError as error:  # a file with what was uploaded
@@ -101,7 +105,9 @@ class Recovery:
                 self._forget(step, "what it was made from was lost")
                 return True
             self._look_for_file(step)
-            self._batches.extend(batches_of(step.requests(self.sent)))
+            dead = self._dead.get(id(step), [])
+            frees = [Free(tuple(dead[start : start + FREED])) for start in range(0, len(dead), FREED)]
+            self._batches.extend(batches_of([*step.requests(self.sent), *frees]))
         while self._batches:
             requests = self._batches[0].requests
             first = self.link.try_send(requests)
