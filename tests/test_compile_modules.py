@@ -327,6 +327,15 @@ def test_values_of_a_thread() -> None:
     assert results == {2.0: [2.0] * 10, 3.0: [3.0] * 5}
 
 
+def test_a_value_of_a_thread_that_comes_later() -> None:
+    local = threading.local()
+    scaled = marid.compile(lambda x: x * getattr(local, "by", 2.0))
+    x = torch.ones(1, device=DEVICE)
+    assert [scaled(x).item() for _ in range(5)] == [2.0] * 5
+    local.by = 3.0
+    assert [scaled(x).item() for _ in range(5)] == [3.0] * 5
+
+
 @dataclasses.dataclass
 class Config:
     scale: float = 2.0

@@ -336,7 +336,7 @@ def _object(path: str, thing: Any, found: Reached) -> Iterator[tuple[str, Any]]:
     yield type(thing).__qualname__, type(thing)
     own = getattr(thing, "__dict__", None)
     if isinstance(thing, threading.local):
-        found.names.append((path, _Attributes(thing), tuple(own or ())))  # of the thread that calls
+        found.names.append((path, _OfThread(thing), (_OfThread.NAMES, *(own or ()))))
         for name, value in list((own or {}).items()):
             yield f"{path}.{name}", value
     elif type(own) is dict:
@@ -374,6 +374,15 @@ class _Attributes:
 
     def get(self, name: str, default: Any) -> Any:
         return getattr(self._thing, name, default)
+
+
+class _OfThread(_Attributes):
+    """The attributes that a ``threading.local`` has in the thread that asks, and which these are."""
+
+    NAMES = "which attributes there are"
+
+    def get(self, name: str, default: Any) -> Any:
+        return ", ".join(sorted(vars(self._thing))) if name == self.NAMES else super().get(name, default)
 
 
 class _ValueInContext:
