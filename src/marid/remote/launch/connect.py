@@ -121,16 +121,14 @@ def connect(
             f"{count} worker(s) from {handles.DEVICE_TYPE}:{first} on need {first + count} device indices, and there "
             f"are {handles.device_count}: MARID_DEVICES sets how many"
         )
+    credentials = None if key is None else ClientKey.read(key)
+    connections: list[Any] = [] if on_ray else [_Address(address, credentials) for address in addresses]
     indices = range(first, first + count)
     _refuse_living(indices, "connect")
-    credentials = None if key is None else ClientKey.read(key)
     options = tuple([part for name in imports for part in ("--import", name)])
-    connections: list[Any]
     if on_ray:
         connections = [*workers_on_ray(addresses[0], workers, resources, options)]
-    elif addresses:
-        connections = [_Address(address, credentials) for address in addresses]
-    else:
+    elif not addresses:
         connections = [_Local(one, device, options) for one in start_workers(workers, device, options=options)]
     engines: list[RemoteEngine] = []
     try:
