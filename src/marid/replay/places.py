@@ -74,12 +74,12 @@ class Places:
         """Where the memory that ``view`` lies in is known from: what it belongs to, or a tensor in it, such as one of
         the parameters that share a vector which nobody holds. None for a value with memory of its own."""
         root = view.root
-        if root is None or root in self._outputs or root not in self._in_memory:
-            return None if root is None else self.of(root)
-        if root not in self._known:
-            self._used[self._in_memory[root]] = None
-            return self._in_memory[root]
-        return self.of(root)
+        if root is None:
+            return None
+        if root in self._known or root in self._outputs or root not in self._in_memory:
+            return self.of(root)
+        self._used[self._in_memory[root]] = None
+        return self._in_memory[root]
 
     def of_tensor(self, tensor: Any) -> Ref | None:
         """Which known tensor, or gradient from before, this very object is."""
