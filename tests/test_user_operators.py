@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import marid
 from tests.helpers import DEVICE
 
 _names = (f"marid_user_operators_{number}" for number in itertools.count())
@@ -93,6 +94,75 @@ def test_one_that_draws_and_says_no_shapes() -> None:
     def run(device: str) -> list[list[float]]:
         torch.manual_seed(0)
         return [noisy(torch.zeros(2, device=device)).tolist() for _ in range(4)]
+
+    assert run(DEVICE) == run("cpu")
+
+
+def test_their_kernels_run_when_they_are_called_only(either_way: None) -> None:
+    """Even at sizes that are new: they may count, or draw without saying so."""
+    name, calls = f"{next(_names)}::counting", []
+
+    @torch.library.custom_op(name, mutates_args=("into",))
+    def counting(x: Tensor, into: Tensor) -> Tensor:
+        calls.append(tuple(x.shape))
+        into.add_(1)
+        return x + torch.rand(x.shape)
+
+    @counting.register_fake
+    def _(x: Tensor, into: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def run(device: str) -> list[Any]:
+        calls.clear()
+        torch.manual_seed(0)
+        into = torch.zeros(2, device=device)
+        found = [counting(torch.zeros(size, device=device), into).tolist() for size in (2, 2, 3, 2, 3)]
+        return [*found, into.tolist(), *calls]
+
+    assert run(DEVICE) == run("cpu")
+
+
+def test_one_that_a_compiled_function_calls_first() -> None:
+    name = f"{next(_names)}::double"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    @double.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    function = marid.compile(lambda x: double(x + 1) * 3)
+    x = torch.arange(3.0)
+    for turn in range(6):
+        assert function((x + turn).to(DEVICE)).tolist() == ((x + turn + 1) * 6).tolist()
+    assert function.stats().replays > 0
+    with marid.no_sync():
+        y = double(torch.ones(4, device=DEVICE))
+    assert y.tolist() == [2.0] * 4
+
+
+@pytest.mark.mispredicts
+def test_one_whose_meta_kernel_is_wrong(either_way: None) -> None:
+    """Values are right, and from the second call on strides, too."""
+    name = f"{next(_names)}::turned"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def turned(x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+    @turned.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def run(device: str) -> list[Any]:
+        x = torch.arange(6.0).view(2, 3).to(device)
+        found: list[Any] = [turned(x).tolist()]
+        for one in (x, x, x.repeat(2, 2)):
+            made = turned(one)
+            found += [made.stride(), made.tolist()]
+        return found
 
     assert run(DEVICE) == run("cpu")
 

@@ -31,7 +31,7 @@ def correct(misprediction: Misprediction) -> None:
     args = tuple([given(arg) for arg in instruction.args])
     kwargs = {name: given(arg) for name, arg in instruction.kwargs if name not in NOT_RECORDED}
     key, values, named, _ = taken_from(_StandIn, args, kwargs, recorder.exact_floats, recorder.exact_lists)
-    infer.try_large_calls(recorder.func)
+    infer.distrust(recorder.func)
     if recorder.deriver is not None:
         recorder.deriver.distrust(len(values), key)
     known = recorder.known.get(key)

@@ -8,6 +8,9 @@ them. The answer is a ``Rule``, cached by the caller.
 
 When the two disagree on shapes, which can depend on the made-up values, or nothing can be predicted, the rule says
 ``eager``: the operation then runs on its real inputs. So a wrong meta kernel costs time and never a wrong answer.
+
+Kernels of operators that users define may count, print or draw, and are never probed. A meta kernel of theirs is taken
+at its word until a result was laid out otherwise (``corrections.py``): from then on the operator runs at once.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from marid.graph.arguments import placed
 from marid.graph.node import Spec, Value, root_of
 from marid.ops.facts import facts_of
 
-# Operators whose small calls were laid out otherwise than large ones.
-_TRIED_AS_THEY_ARE: set[Any] = set()
+# Operators a result of which was laid out otherwise than recorded.
+_DISTRUSTED: set[Any] = set()
 
 
 def _arange(*bounds: Any, dtype: torch.dtype | None = None, device: torch.device, **options: Any) -> torch.Tensor:
@@ -117,9 +120,10 @@ class Request:
     mutates: bool
 
 
-def try_large_calls(func: Any) -> None:
-    """From now on try large calls of an operator as they are: the same with small sizes was laid out otherwise."""
-    _TRIED_AS_THEY_ARE.add(func)
+def distrust(func: Any) -> None:
+    """From now on believe no meta kernel of an operator: large calls are tried as they are, not with small sizes, and
+    operators of users run at once."""
+    _DISTRUSTED.add(func)
 
 
 def infer(request: Request) -> Rule:
@@ -134,6 +138,8 @@ def infer(request: Request) -> Rule:
     rule = _corrected(_rule_of(request, predicted, meta_args), request)
     if rule.eager is None and request.probes:
         _verify(request, rule)
+    elif facts_of(request.func).of_others and request.func in _DISTRUSTED:
+        rule.eager = "its meta kernel and its CPU kernel disagree"
     return rule
 
 
@@ -172,7 +178,7 @@ def _corrected(rule: Rule, request: Request) -> Rule:
 def _verify(request: Request, rule: Rule) -> None:
     """Correct strides and dtypes of ``rule`` by a probe, or mark it eager when a probe contradicts it."""
     if not _is_cheap(request, rule):
-        agree = request.func not in _TRIED_AS_THEY_ARE and (request.view or _agree_when_small(request))
+        agree = request.func not in _DISTRUSTED and (request.view or _agree_when_small(request))
         if agree:
             return
         if _elements(request, rule) > policy.PROBE_WHOLE_ELEMENTS:

@@ -191,7 +191,7 @@ class Recorder:
 
     def request(self, args: Any, kwargs: Any, values: Sequence[Value], same: list[int], device: int) -> infer.Request:
         """A call to infer."""
-        probes = not self.random or self.takes_generator
+        probes = not self.facts.of_others and (not self.random or self.takes_generator)
         named = dict(kwargs or ())
         return infer.Request(self.func, args, named, list(values), same, device, probes, self.op.view, self.op.mutates)
 

@@ -46,6 +46,8 @@ class Facts:
     """Whether it takes lists and works on them element by element."""
     writes_to_out: bool
     """Whether results go where it is told to put them, which is given their geometry, and nothing else is resized."""
+    of_others: bool
+    """Whether neither PyTorch nor Marid has defined it: its kernels may count or print, and run when it is called."""
     out_overload: str | None
     """The overload of a pointwise operator that takes the same arguments and the place of its result."""
 
@@ -176,6 +178,7 @@ def facts_of(func: Any) -> Facts:
         moves_memory=torch.Tag.inplace_view in func.tags or any(outs),
         is_foreach=schema.name.startswith(_FOREACH),
         writes_to_out=any(outs) and own and not row.get("in_place_of"),
+        of_others=schema.name.partition("::")[0] not in ("aten", "marid"),
         out_overload=None if mutates or shares else _out_overload(func),
         **row,
     )
