@@ -13,7 +13,9 @@ import torch
 
 import marid
 from marid.errors import MaterializationError, WorkerLostError
+from marid.frontend import handles
 from marid.frontend.engines import engine_of
+from marid.frontend.materialize import run_everything
 from marid.remote.client.link import Link
 from marid.remote.launch import connect as connecting
 from tests.helpers import interrupted
@@ -118,21 +120,86 @@ def test_calls_on_a_worker_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("ends")
 def test_a_call_on_a_lost_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can have it any more: each call says so, and calls on others are done."""
-    from marid.remote.client.contents import Content
-
     lost, fine = torch.randn(600_000).to(DEVICE), torch.arange(2, device=DEVICE)
     fine.sum().item(), lost.sum().item()
-    connection: Any = connecting.connection_of(5)
-
-    def gone(self: Content) -> list[Any]:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(Content, "pieces", gone)
-    end(connection.worker)
+    _lose(monkeypatch)
     for _ in range(2):
         with pytest.raises(WorkerLostError, match="600000"):
             torch.nonzero(lost)
         assert torch.nonzero(fine).tolist() == [[1]]
+
+
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda lost: lost[:3].tolist(),
+        lambda lost: lost.sum().item(),
+        lambda lost: [half.cpu() for half in lost.split(300_000)],
+        lambda lost: lost.add_(1)[:1].cpu(),
+    ],
+)
+def test_what_is_made_of_a_lost_tensor(read: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operations were under way when the worker was lost."""
+    lost = torch.randn(600_000).to(DEVICE)
+    lost.sum().item()
+    _lose(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(WorkerLostError, match="600000"):
+            read(lost)
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_write_behind_what_needs_a_lost_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it overwrites was read by the same program, and is read again before."""
+    lost, x = torch.randn(600_000).to(DEVICE), torch.arange(2.0, device=DEVICE)
+    lost.sum().item(), x.sum().item()
+    _lose(monkeypatch)
+    y, z = x + 1, lost * 2
+    run_everything(handles.tape(5), wait=False)
+    x.add_(10)
+    run_everything(handles.tape(5), wait=False)
+    assert (x.tolist(), y.tolist()) == ([10.0, 11.0], [1.0, 2.0])
+    with pytest.raises(WorkerLostError, match="600000"):
+        z.sum().item()
+
+
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize("device", [5, 0])
+def test_a_write_behind_what_fails(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was on its way when the failure was seen: it is done again, before what was recorded since reads its memory."""
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that device 0 runs ahead, too
+    try:
+        for turn in range(4):
+            x = torch.arange(2.0).repeat(1000).to(f"remote_accelerator:{device}")
+            far = torch.tensor([70_000]).to(x.device)
+            x.sum().item(), far.sum().item()
+            wrong = x.repeat(100).exp().sum() + x.index_select(0, far).sum()
+            run_everything(handles.tape(device), wait=False)
+            x.add_(10)
+            run_everything(handles.tape(device), wait=False)
+            y = x * 2
+            if turn % 2:
+                run_everything(handles.tape(device), wait=False)
+            assert (x[:2].tolist(), y[:2].tolist()) == ([10.0, 11.0], [20.0, 22.0])
+            with pytest.raises(MaterializationError, match="index"):
+                wrong.item()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End the worker, and forget what was sent to it."""
+    from marid.remote.client.contents import Content
+
+    def gone(self: Content) -> list[Any]:
+        raise OSError("the disk is gone")
+
+    connection: Any = connecting.connection_of(5)
+    monkeypatch.setattr(Content, "pieces", gone)
+    end(connection.worker)
 
 
 def test_asking_for_a_lost_tensor_keeps_no_frames() -> None:

@@ -15,7 +15,7 @@ from marid.execute.kernel_warnings import warn_of
 from marid.execute.specialisation import Launchable
 from marid.execute.table import TableRun
 from marid.graph.arguments import input_values
-from marid.graph.node import Node, Value, root_of
+from marid.graph.node import Node, Value, land, root_of
 from marid.graph.program import Task
 from marid.native import module
 from marid.report.hooks import Ran, ran, run_of
@@ -35,6 +35,7 @@ class TaskInFlight:
         "_kept",
         "_placement",
         "_sources",
+        "_writes",
         "give_back",
         "job",
         "number",
@@ -62,6 +63,7 @@ class TaskInFlight:
         self.number = 0
         self.queued = time.perf_counter() if ran.listeners else 0.0
         writes = [node for node in task.nodes if node.op is not None and node.op.mutates]
+        self._writes = writes
         self.roots = [root_of(value) for node in writes for value in input_values(node)]
         self._kept: list[Any] = []
         self._sources, slots, from_slots = _links(task)
@@ -90,6 +92,7 @@ class TaskInFlight:
     def land(self) -> None:
         """It is done: give its values their tensors."""
         self.run.tensors(self.runnable.output_slots, self.task)
+        land(self._writes)
         self._note_memory(True)
         self.runnable.ran(module.job_seconds(self.job))
 

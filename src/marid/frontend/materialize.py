@@ -18,7 +18,7 @@ from marid.frontend.ahead import ReadLoop, has_stepped, may_go_ahead, touches_li
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.arguments import input_values
-from marid.graph.node import Node, Value, last_write, root_of
+from marid.graph.node import Node, Value, is_in_flight, last_write, root_of
 from marid.graph.tape import Tape
 from marid.native import module
 from marid.report.hooks import Materialized, materialized, recorded
@@ -95,7 +95,7 @@ def pending_nodes(tensor: Any) -> list[Node]:
     if value.concrete is None:
         found.append(value.node)
     write = last_write(tensor._storage)
-    if write is not None:
+    if write is not None and not is_in_flight(write):
         found.append(write)
     return found
 

@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -152,7 +152,8 @@ class Node:
 
     ``args``/``kwargs`` are what the operator is called with, with values in place of tensors and tuples in place of
     lists; ``kwargs`` is a tuple of pairs. ``after`` are writes this node must see. ``overwrites`` are roots of storages
-    this node writes and that earlier nodes may still have to read. A node that has run has ``args is None``.
+    this node writes and that earlier nodes may still have to read. A node that has run has ``args is None``; one in
+    flight, which counts as run and may be taken back, has an empty ``after``.
     """
 
     __slots__ = (
@@ -230,6 +231,23 @@ those that read the value, with all of their tensors."""
 def finish(node: Node) -> None:
     """Note that a node has run, or never will: it forgets what it needed."""
     node.args = node.kwargs = node.after = node.overwrites = None
+
+
+def hand_over(node: Node) -> None:
+    """Note that a node counts as run, and may be taken back. A write is still what readers of its memory come after."""
+    finish(node)
+    node.after = ()
+
+
+def is_in_flight(node: Node) -> bool:
+    """Whether a node was handed over, and has not landed."""
+    return node.after == ()
+
+
+def land(nodes: Iterable[Node]) -> None:
+    """Note that nodes that were handed over have run."""
+    for node in nodes:
+        node.after = None
 
 
 def fail(node: Node, error: Exception) -> None:
@@ -313,11 +331,16 @@ def root_of(value: Value) -> Value:
 
 
 def last_write(storage: Storage | None) -> Node | None:
-    """The write that a reader of ``storage`` must see, if any: a pending one, or one that failed unnoticed."""
+    """The write that a reader of ``storage`` must see, if any: a pending one, one in flight, or one that failed
+    unnoticed."""
     if storage is None or storage.last_write is None:
         return None
     write = storage.last_write
-    if write.args is None and (write not in failures or failures[write].__dict__[_TOLD].yet):
+    if (
+        write.args is None
+        and not is_in_flight(write)
+        and (write not in failures or failures[write].__dict__[_TOLD].yet)
+    ):
         storage.last_write = None
     return storage.last_write
 

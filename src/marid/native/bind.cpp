@@ -258,7 +258,7 @@ void deliver(PyObject* of, PyObject* results) {
 
 namespace {
 
-// hand_over(task, flight, kept): its nodes count as run, and its values hold the flight. What each node needed, and forgets, is
+// hand_over(task, flight, kept): its nodes are in flight, and its values hold the flight. What each node needed, and forgets, is
 // put into the list `kept`: `args`, `kwargs`, `after` and `overwrites`, one after the other. No interrupt comes in between.
 PyObject* hand_over(PyObject*, PyObject* const* given, Py_ssize_t) {
   Ref outputs = Ref::to(task.at(given[0], kOutputs)), nodes = Ref::to(task.at(given[0], kNodes));
@@ -270,6 +270,7 @@ PyObject* hand_over(PyObject*, PyObject* const* given, Py_ssize_t) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes.get()); i++) {
     PyObject* of = PyList_GET_ITEM(nodes.get(), i);
     for (int slot : kNeeds) node.set(of, slot, Ref::to(Py_None));
+    node.set(of, kAfter, Ref(PyTuple_New(0)));
   }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs.get()); i++) {
     set_concrete(PyList_GET_ITEM(outputs.get(), i), Ref::to(given[1]));

@@ -24,6 +24,12 @@ inline PyObject* root_of(PyObject* value) {
   return root == Py_None ? value : root;
 }
 
+// Whether a node was handed over, and has not landed.
+inline bool is_in_flight(PyObject* of) {
+  PyObject* after = node.at(of, kAfter);
+  return after != Py_None && PyTuple_GET_SIZE(after) == 0;
+}
+
 // Each value among the arguments of a node that is pending, in order. Arguments nest one deep at most.
 template <typename Visit>
 void each_input(PyObject* of, Visit visit) {

@@ -9,7 +9,7 @@ namespace marid {
 PyObject* last_write(PyObject* of) {
   PyObject* write = storage.at(of, kLastWrite);
   if (write == Py_None) return nullptr;
-  if (node.at(write, kArgs) != Py_None) return write;
+  if (node.at(write, kArgs) != Py_None || is_in_flight(write)) return write;
   if (any_failed() && Ref(PyObject_CallOneArg(last_write_of, of)).get() == write) return write;
   storage.set(of, kLastWrite, Ref::to(Py_None));
   return nullptr;

@@ -13,7 +13,7 @@ from marid.errors import MaterializationError, WireError, WorkerLostError
 from marid.execute.kernel_warnings import warn_of
 from marid.remote.client.blocks import Memory
 from marid.remote.client.link import Link
-from marid.remote.client.queue import Batch, StepQueue
+from marid.remote.client.queue import Batch, StepQueue, lost_at
 from marid.remote.client.recovery import PoisonDetector, Recovery
 from marid.remote.client.runs import ReplayStep, RunStep, report_mispredictions
 from marid.remote.client.steps import AskStep, RolesStep, Sent, Step
@@ -347,6 +347,7 @@ class Delivery:
         culprit = self._poison.lost(self.queue.steps, [step for _, step in unanswered])
         try:
             self._replace(reason)
+            taken_back = self.queue.drop_lost()
         except BaseException:
             self.link.close()  # not all is there: whoever needs it takes another worker
             raise
@@ -355,6 +356,8 @@ class Delivery:
         if culprit is not None and culprit in self.queue.outbox:
             known = at is not None and any(step is culprit and seq == at[0] for seq, step in unanswered)
             self._poison.give_up(self.queue, culprit, at[1] if known and at is not None else None)
+        if taken_back is not None:
+            raise lost_at(str(taken_back))
 
     def _replace(self, reason: str) -> None:
         started = time.monotonic()
@@ -376,7 +379,6 @@ class Delivery:
                 reason = str(lost)
                 continue
             self._sent = self._recovery.sent
-            self.queue.drop_lost()
             seconds = time.monotonic() - started
             traffic.recovered(count, seconds)
             logger.warning(

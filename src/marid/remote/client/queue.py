@@ -221,17 +221,29 @@ class StepQueue:
         self.journal.remove(gone)
         return kept
 
-    def drop_lost(self) -> None:
-        """Do not ask for what was lost: whoever reads it gets the error of its block."""
-        spoiled = {handle: block for handle, (block, _) in self.memory.alive.items() if block.error is not None}
-        for step in list(self.outbox) if spoiled else ():
-            blocks = [*step.reads, *[spoiled[handle] for handle in step.inputs if handle in spoiled]]
-            error = next((block.error for block in blocks if block.error is not None), None)
-            if error is not None:
-                self.outbox.remove(step)
-                self.outbox += self.take_back([step], error)
-                if isinstance(step, CallStep):
-                    step.error, step.answered = error, True
+    def drop_lost(self) -> Exception | None:
+        """Do not ask for what was lost: whoever reads it gets the error of its block. Neither for what a step that is
+        taken back was to make or write, nor for a write to what it reads, which it would read too late. The error where
+        operations are pending again, or None."""
+        of = {handle: block for handle, (block, _) in self.memory.alive.items()}
+        lost = {block: block.error for block in of.values() if block.error is not None}
+        read: dict[Block, Exception] = {}
+        taken_back: Exception | None = None
+        for step in list(self.outbox) if lost else ():
+            needed = [*step.reads, *[of[handle] for handle in step.inputs if handle in of]]
+            errors = [lost.get(block) or block.error for block in needed] + [read.get(block) for block in step.writes]
+            error = next((one for one in errors if one is not None), None)
+            if error is None:
+                continue
+            lost.update(dict.fromkeys((*step.makes, *step.writes), error))
+            read.update(dict.fromkeys(needed, error))
+            self.outbox.remove(step)
+            self.outbox += self.take_back([step], error)
+            if isinstance(step, CallStep):
+                step.error, step.answered = error, True
+            elif isinstance(step, RunStep) and taken_back is None:
+                taken_back = error
+        return taken_back
 
     def free(self, handles: list[int]) -> None:
         """Free handles before anything else is done."""

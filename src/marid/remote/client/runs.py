@@ -11,7 +11,7 @@ from marid.engine.protocol import GiveBack
 from marid.execute.geometry import Misprediction, report
 from marid.execute.store import ProgramStore
 from marid.graph.analysis import analysis_of, forecast
-from marid.graph.node import Node, Spec, finish
+from marid.graph.node import Node, Spec, hand_over, land
 from marid.graph.prepared import Prepared
 from marid.graph.program import Program, Task, differ
 from marid.recent import Recent
@@ -148,7 +148,7 @@ class RunStep(Step):
         self.task, self._give_back = task, give_back
         self._kept += [(node, node.args, node.kwargs, node.after, node.overwrites) for node in task.nodes]
         for node in task.nodes:
-            finish(node)
+            hand_over(node)
 
     def requests(self, sent: Sent) -> list[ask.Request]:
         encoded, found = self.specialization.encoded, configure(self._settings, sent)
@@ -173,6 +173,7 @@ class RunStep(Step):
 
     def done(self, result: Any) -> None:
         super().done(result)
+        land(self.recorded_nodes)
         self.forget()
 
     @property
