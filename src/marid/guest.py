@@ -92,7 +92,7 @@ def _found(target: str) -> tuple[Any, str] | None:
 
 def _replace(target: str, make: Callable[[Any], Any]) -> Undo:
     found = _found(target)
-    return (lambda: None) if found is None else _set(*found, make(getattr(*found)))
+    return (lambda: None) if found is None else _set(*found, dynamo.traced_as_before(getattr(*found), make))
 
 
 def _set(owner: Any, name: str, made: Any) -> Undo:

@@ -105,23 +105,24 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
     @folded
     @functools.wraps(move)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-        results: dict[int, torch.Tensor] = {}
-        kept = {name: _belongings(one) for name, one in self._parameters.items() if one is not None}
+        if recurse:  # first, as PyTorch does, and with the caller's function
+            for module in self.children():
+                module._apply(fn)
+        names = {id(one): name for name, one in self._parameters.items() if one is not None}
+        kept: dict[str, tuple[Any, ...]] = {}
 
-        def apply_once(tensor: Any) -> torch.Tensor:
+        def convert(tensor: Any) -> torch.Tensor:
             if is_lazy(tensor):
                 return uninitialized.moved(tensor, fn)
-            return results.pop(id(tensor)) if id(tensor) in results else fn(tensor)
+            applied = fn(tensor)
+            stays = isinstance(applied, LazyTensor) == isinstance(tensor, LazyTensor)
+            if stays or id(tensor) not in names:
+                return applied
+            kept[names[id(tensor)]] = _belongings(tensor)
+            return _moved_in_place(tensor, applied, fn)
 
         try:
-            for parameter in self._parameters.values():
-                if parameter is not None and not is_lazy(parameter):
-                    with torch.no_grad():
-                        applied = fn(parameter)
-                    if isinstance(applied, LazyTensor) != isinstance(parameter, LazyTensor):
-                        applied = _moved_in_place(parameter, applied, fn)
-                    results[id(parameter)] = applied
-            return move(self, apply_once, recurse)
+            return move(self, convert, False)
         finally:
             for name, belongings in kept.items():
                 _keep(self._parameters[name], *belongings)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +46,15 @@ def leave_alone() -> Callable[[], None]:
         trace_rules._recompile_re()
 
     return undo
+
+
+def traced_as_before(before: Any, make: Callable[[Any], Any]) -> Any:
+    """What ``make`` makes of ``before``, which is what Dynamo traces in its place: a frame with tensors of the device
+    is none of its affair."""
+    made = make(before)
+    if isinstance(made, FunctionType):
+        made._torchdynamo_inline = before  # pyright: ignore[reportFunctionMemberAccess]
+    return made
 
 
 def beside_fake_tensors(dispatch: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,10 +24,9 @@ def _left_aligned(*_: Any) -> bool:
     return False
 
 
-def padding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def padding(forward: FunctionType) -> Callable[..., torch.Tensor]:
     """The encoder's ``forward``, for tensors of the device too."""
 
-    @functools.wraps(forward)
     def wrapper(
         self: nn.TransformerEncoder,
         src: torch.Tensor,
@@ -46,7 +46,10 @@ def padding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
             blank = self.norm(blank)
         return torch.where((aligned & ~kept).unsqueeze(-1), blank, output)
 
-    return wrapper
+    # torch.jit.script compiles the source of what is wrapped, and looks names up where the wrapper's are.
+    names = {**forward.__globals__, **wrapper.__globals__}
+    seen = FunctionType(wrapper.__code__, names, wrapper.__name__, wrapper.__defaults__, wrapper.__closure__)
+    return functools.update_wrapper(seen, forward)
 
 
 def _nests(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:

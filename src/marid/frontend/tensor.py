@@ -213,6 +213,8 @@ class LazyTensor(torch.Tensor):
             return memo[id(self)]
         with torch.no_grad():
             made: torch.Tensor = storage_objects.copy_with_aliases(self, memo)
+            made = made.conj_physical() if self.is_conj() else made
+            made = made.neg() if self.is_neg() else made
         if self.requires_grad:
             made.requires_grad_()
         made.__class__ = type(self)
