@@ -385,6 +385,17 @@ def test_without_a_processor_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not handles.tape(0).chunk
 
 
+def test_large_results_are_not_held_from_chunk_to_chunk() -> None:
+    """Recording them takes no time beside their kernels."""
+    x = torch.ones(512, 2048, device=DEVICE)
+    for _ in range(6):
+        y = x
+        for _ in range(80):
+            y = y * 2
+        y[0, 0].item()
+        assert not handles.tape(0).chunk
+
+
 def test_without_it() -> None:
     """``asynchronous = False`` runs everything on the thread that reads."""
     before = marid.settings.asynchronous

@@ -167,7 +167,7 @@ def test_a_write_behind_what_needs_a_lost_tensor(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("ends")
 @pytest.mark.parametrize("device", [5, 0])
 def test_a_write_behind_what_fails(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was on its way when the failure was seen: it is done again, before what was recorded since reads its memory."""
+    """It was on its way when that was seen: it is done again, before what was recorded since reads its memory."""
     monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so that device 0 runs ahead, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import operator
 import threading
 from collections.abc import Callable
@@ -125,6 +126,17 @@ def test_a_write_through_a_view_unmaterialises_the_base() -> None:
     view.add_(1)
     assert not x.materialized
     assert x.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_deep_copies_of_conjugated_and_negated_views(either_way: None) -> None:
+    def run(device: str) -> list[Any]:
+        z = torch.tensor([[1 + 2j, 3 - 1j]], device=device)
+        views = [z.conj(), z.conj().imag, z.mH, (z * 1).conj(), torch.nn.Parameter(z.conj()), z.conj()[0, 1:]]
+        copies = [copy.deepcopy(view) for view in views]
+        z.zero_()
+        return [(one.tolist(), one.is_conj(), one.is_neg(), one.dtype) for one in copies]
+
+    assert run(DEVICE) == run("cpu")
 
 
 def test_materialize_gives_a_cpu_copy() -> None:

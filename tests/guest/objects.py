@@ -112,3 +112,27 @@ def attributes() -> Any:
         *(nn.TransformerEncoder.forward, nn.UninitializedParameter.__new__, torch.autograd.backward),
     ]
     return [(thing.__name__, getattr(thing, "__module__", None)) for thing in things]
+
+
+@use
+def moving_modules() -> Any:
+    """With the caller's function, child by child and parameter by parameter; what fails midway leaves what was done."""
+
+    class Watched(nn.Linear):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            seen.append(fn.__qualname__.rpartition(".")[2])
+            return super()._apply(fn, recurse)
+
+    def halved(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append([parameter.dtype for parameter in model.parameters()])
+        if len(seen) > 4:
+            raise KeyError("enough")
+        return tensor.half()
+
+    seen: list[Any] = []
+    model = nn.Sequential(Watched(2, 2), nn.Sequential(Watched(2, 2)))
+    try:
+        model._apply(halved)
+    except KeyError as error:
+        seen.append(str(error))
+    return [str(one) for one in seen], [parameter.dtype for parameter in model.parameters()]

@@ -6,6 +6,8 @@ import io
 from typing import Any
 
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from tests.guest.common import Small, data, use
@@ -109,3 +111,31 @@ def attention_under_vmap() -> Any:
     out = torch.func.vmap(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True))(q)
     out.sum().backward()
     return out, q.grad
+
+
+@use
+def encoders_as_programs() -> Any:
+    """Whose ``forward`` has another one around it where the device is used."""
+    x, model = data(1, 2, 4), nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1).eval()
+    scripted = torch.jit.script(model)
+    exported = torch.export.export(model, (x,), strict=True).module()
+    return scripted(x), exported(x), torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+@use
+def compiled_optimizers() -> Any:
+    """How many graphs and operations Dynamo finds in a step, and where it breaks."""
+    found: list[Any] = []
+    for name in ("SGD", "Adam", "Rprop", "RAdam", "ASGD", "NAdam"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        counter = CompileCounter()
+        model = nn.Linear(2, 2)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        step = torch.compile(optimizer.step, backend=counter)
+        step()
+        step()
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        found.append((name, counter.frame_count, counter.op_count, breaks, list(model.parameters())))
+    return found

@@ -142,7 +142,7 @@ class ReadLoop:
         line.before, line.last = line.last, (tape.recorded, tape.run)
         charged, line.charged = tape.charged - line.charged, tape.charged
         line.turns = line.turns + 1 if run >= policy.AHEAD_SHARE * recorded else 0
-        if line.turns < policy.AHEAD_TURNS:
+        if line.turns < policy.AHEAD_TURNS or charged > since * (share() + policy.AHEAD_BYTES):
             return 0
         chunk = max(charged // policy.AHEAD_CHUNKS, policy.AHEAD_CHUNK * share(), 1)
         if abs(chunk - line.chunk) > line.chunk // 4:  # else the places would move with every small change

@@ -319,7 +319,8 @@ def run_everything(tape: Tape, wait: bool = True) -> LazyTensorError | None:
 
 
 class _Sample:
-    """Bytes resident on all devices, walked over at most 20 times a second: the walk takes longer than small runs."""
+    """Bytes resident on all devices, walked over 20 times a second and a twentieth of the time at most: the walk takes
+    longer than small runs."""
 
     nbytes = 0
     due = 0.0
@@ -329,7 +330,8 @@ def _resident_bytes() -> int:
     now = time.monotonic()
     if now >= _Sample.due:
         _Sample.nbytes = bytes_of(range(handles.device_count))
-        _Sample.due = now + 0.05
+        ended = time.monotonic()
+        _Sample.due = ended + max(0.05, 19 * (ended - now))
     return _Sample.nbytes
 
 
