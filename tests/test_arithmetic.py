@@ -345,3 +345,21 @@ def test_numbers_of_tensors_that_require_gradients_warn() -> None:
     finally:
         torch.set_warn_always(False)
     assert said == [2, 2]
+
+
+def test_equal_to_an_array() -> None:
+    """The one comparison in which PyTorch takes arrays, on either side."""
+
+    def run(device: str) -> list[Any]:
+        x = torch.arange(3.0, device=device)
+        found: list[Any] = []
+        for array in (np.arange(3), np.array(1.0), np.array([True, False, True]), np.arange(6).reshape(2, 3)):
+            for one in (x == array, array == x, torch.nn.Parameter(x) == array):
+                assert one.device == x.device
+                found.append((one.dtype, one.tolist()))
+        found += [x == np.array(["a", "b", "c"]), x == np.array([1, 2, None])]
+        with pytest.raises(RuntimeError, match="must match the size"):
+            (x == np.arange(4)).tolist()
+        return found
+
+    assert run(DEVICE) == run("cpu")

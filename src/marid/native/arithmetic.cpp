@@ -38,6 +38,7 @@
 
 #include <array>
 #include <bit>
+#include <cstring>
 #include <optional>
 
 namespace marid {
@@ -285,6 +286,17 @@ bool is_parameter(PyObject* handle) {
   return own != nullptr && *own != nullptr && PyDict_GetItem(*own, name) == Py_True;
 }
 
+// The elements of a NumPy array on the device of a tensor; empty for anything else, perhaps after an error. Of the comparisons
+// PyTorch takes arrays in `==` only.
+Ref array_beside(PyObject* tensor, PyObject* object) {
+  if (std::strcmp(Py_TYPE(object)->tp_name, "numpy.ndarray") != 0) return {};
+  Ref torch(PyImport_ImportModule("torch")), device(PyObject_GetAttrString(tensor, "device"));
+  if (!torch || !device) return {};
+  Ref copied(PyObject_CallMethod(torch.get(), "tensor", "O", object));
+  if (!copied && PyErr_ExceptionMatches(PyExc_TypeError)) PyErr_Clear();  // of objects: PyTorch says that they differ
+  return Ref(copied ? PyObject_CallMethod(copied.get(), "to", "O", device.get()) : nullptr);
+}
+
 // Python asks the right operand of a comparison first where its class is derived from the left one's, as the class of
 // parameters is: results are laid out like the operand that is asked.
 PyObject* compare(PyObject* left, PyObject* right, int by) {
@@ -296,6 +308,9 @@ PyObject* compare(PyObject* left, PyObject* right, int by) {
     std::swap(left, right);
     by = mirrored[by];
   }
+  Ref array = by == Py_EQ && !is_own(right) ? array_beside(left, right) : Ref();
+  if (PyErr_Occurred()) return nullptr;
+  if (array) right = array.get();
   PyObject* found = computes[by](left, right);
   return found != nullptr || PyErr_Occurred() ? found : handle_type->tp_base->tp_richcompare(left, right, by);
 }
