@@ -38,6 +38,7 @@ from marid.graph.program import Program, Task, bind, deliver
 from marid.native import module, omp_pause
 from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
+from marid.uninterrupted import Uninterrupted
 
 logger = logging.getLogger("marid")
 
@@ -259,13 +260,14 @@ class InProcessEngine:
         if run is None:
             return False
         flight = TaskInFlight(task, runnable, run, give_back, self._position)
-        self._by_job[flight.job] = flight
-        if not flight.start():
-            del self._by_job[flight.job]
-            return False
-        self._flights.append(flight)
-        for root in flight.roots:
-            self._writing[root] = flight.number
+        with Uninterrupted():
+            self._by_job[flight.job] = flight
+            if not flight.start():
+                del self._by_job[flight.job]
+                return False
+            self._flights.append(flight)
+            for root in flight.roots:
+                self._writing[root] = flight.number
         return True
 
     def _position(self, job: int) -> int | None:
@@ -304,9 +306,10 @@ class InProcessEngine:
             return
         done = module.queue_done()
         while self._flights and self._flights[0].number <= done:
-            flight = self._flights.popleft()
-            flight.land()
-            self._forget(flight)
+            with Uninterrupted():
+                flight = self._flights.popleft()
+                flight.land()
+                self._forget(flight)
             _count(flight.task)
             flight.warn()
             flight.tell()
@@ -316,14 +319,15 @@ class InProcessEngine:
     def _recover(self) -> None:
         """An operation raised on the device's thread: do it again here, and take back all that follows. Where it does
         not raise here, what follows is done here too: it counted as run."""
-        failed, *following = self._flights
-        self._flights.clear()
-        self._by_job.clear()
-        self._writing.clear()
-        module.queue_resume()
-        for flight in reversed(following):
-            flight.take_back()
-        failed.take_back()
+        with Uninterrupted():
+            failed, *following = self._flights
+            self._flights.clear()
+            self._by_job.clear()
+            self._writing.clear()
+            module.queue_resume()
+            for flight in reversed(following):
+                flight.take_back()
+            failed.take_back()
         failed.warn()
         run, task, runnable = failed.run, failed.task, failed.runnable
         behind = deque((flight.task, flight.runnable) for flight in following)
