@@ -340,6 +340,33 @@ def test_sizes_that_never_come_again_leave_no_holes() -> None:
     assert grown < 600, f"{grown} MB"
 
 
+_CHANGING = """
+import random
+from pathlib import Path
+import torch, marid
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+torch.set_num_threads(1)
+numbers, seen = random.Random(0), []
+for turn in range(6000):
+    x = torch.ones(numbers.randint(4000, 16000), 64, device="remote_accelerator")
+    ((x + 1).relu() * 2).sum().item()
+    if turn % 50 == 49:
+        seen.append(resident())
+print(max(seen) - seen[0])
+"""
+
+
+@pytest.mark.conformance
+def test_sizes_that_change_at_every_step_leave_no_holes() -> None:
+    """However often their pages have been given back: those count as free in the heap."""
+    command = [sys.executable, "-c", _CHANGING]
+    grown = int(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)
+    assert grown < 600, f"{grown} MB"
+
+
 def test_live_metadata_of_a_pending_tensor_is_small() -> None:
     """A stamp is references to shared objects: sites and scopes are interned."""
     model = nn.Linear(2, 2).to(DEVICE)

@@ -18,6 +18,7 @@
 
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #if defined(__GLIBC__)
 #include <malloc.h>
 #endif
@@ -25,6 +26,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <list>
@@ -57,19 +59,34 @@ constexpr size_t kHoles = size_t(256) << 20;  // that may lie free in the heap b
 
 c10::Allocator* plain() { return c10::GetDefaultCPUAllocator(); }
 
-// Count bytes that are taken from the heap, and have the C library give its free pages back to the system where there are many.
-// Blocks whose sizes never come again leave holes between what is kept of each program, and the next, larger block fits none of
-// them. The heap is looked at once for as many bytes as were free in it: at worst, each page that is taken is new once.
-void count_taken(size_t bytes) {
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
-  static std::atomic<size_t> taken{0}, looked_at{kHoles};
-  if (bytes < kPooled || taken.fetch_add(bytes, std::memory_order_relaxed) + bytes < looked_at) return;
-  taken = 0;
-  size_t free = mallinfo2().fordblks;
-  looked_at = std::max(kHoles, free);
-  if (free >= kHoles) malloc_trim(0);
-#endif
+// Bytes of the process that are in memory; 0 where the system does not tell.
+int64_t resident() {
+  long long pages = 0;
+  FILE* file = std::fopen("/proc/self/statm", "re");
+  if (file == nullptr || std::fscanf(file, "%*s %lld", &pages) != 1) pages = 0;
+  if (file != nullptr) std::fclose(file);
+  return pages * sysconf(_SC_PAGESIZE);
 }
+
+// Have the C library give free pages back to the system where there are many: blocks whose sizes never come again leave holes
+// that no later block fits into. Pages that were given back count as free in the heap, so it goes by what has come into memory
+// since and is not in use. It looks once for as many bytes that are taken: at worst, each page is new once.
+void count_taken(size_t bytes) {
+  static std::atomic<size_t> taken{0};
+  static std::atomic<int64_t> least{-1};  // that was in memory and not in use, since the heap was first trimmed
+  if (bytes < kPooled || taken.fetch_add(bytes, std::memory_order_relaxed) + bytes < kHoles) return;
+  taken = 0;
+  auto heap = mallinfo2();
+  int64_t unused = resident() - static_cast<int64_t>(heap.uordblks);
+  if (least >= 0) least = std::min<int64_t>(least, unused);
+  if (least < 0 ? heap.fordblks < kHoles : unused - least < static_cast<int64_t>(kHoles)) return;
+  malloc_trim(0);
+  least = std::max<int64_t>(resident() - static_cast<int64_t>(mallinfo2().uordblks), 0);
+}
+#else
+void count_taken(size_t) {}
+#endif
 
 void* get(size_t bytes) {
   if (bytes < kMapped) {
