@@ -228,6 +228,24 @@ def test_matmul_takes_the_kernels_of_the_cpu(dtype: torch.dtype, trains: tuple[b
     on_both(run)
 
 
+@pytest.mark.parametrize("shapes", [((2, 2), (2, 2)), ((2, 2), (2,)), ((3, 2, 2), (2, 2)), ((2,), (2,))], ids=str)
+def test_matmul_takes_an_out_of_its_type_only(shapes: tuple[tuple[int, ...], ...]) -> None:
+    types = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64)
+
+    def run(device: str) -> Any:
+        found: list[Any] = []
+        for given, wanted in itertools.product(types, types):
+            tensors = [torch.ones(shape, dtype=given, device=device) for shape in shapes]
+            out = torch.empty(0, dtype=wanted, device=device)
+            try:
+                found.append(torch.matmul(*tensors, out=out))
+            except RuntimeError:
+                found.append(RuntimeError)
+        return found
+
+    on_both(run)
+
+
 _INPUTS = [(4,), (3, 4), (2, 3, 4), (1, 1, 4), (2, 0, 4), (2, 2, 3, 4)]
 
 

@@ -7,6 +7,7 @@ taken apart when they arrive whole (in inference mode, when autograd is off).
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,6 +77,8 @@ def _matmul_to_write(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _out_by_copy(written: Any, out_of_place: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    fits = operator.is_ if written is aten.matmul.out else torch.can_cast  # the types of a result and of ``out``
+
     def replacement(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*args, out) if isinstance(t, torch.Tensor)):
             raise RuntimeError(
@@ -83,7 +86,7 @@ def _out_by_copy(written: Any, out_of_place: Callable[..., torch.Tensor]) -> Cal
                 "automatic differentiation, but one of the arguments requires grad."
             )
         result = out_of_place(*args, **kwargs)
-        if not torch.can_cast(result.dtype, out.dtype):
+        if not fits(result.dtype, out.dtype):
             raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead")
         if out.shape != result.shape:
             out.resize_(result.shape)
