@@ -10,7 +10,7 @@ When the two disagree on shapes, which can depend on the made-up values, or noth
 ``eager``: the operation then runs on its real inputs. So a wrong meta kernel costs time and never a wrong answer.
 
 Kernels of operators that users define may count, print or draw, and are never probed. A meta kernel of theirs is taken
-at its word until a result was laid out otherwise (``corrections.py``): from then on the operator runs at once.
+at its word until a result was laid out otherwise (``corrections.py``): the operator runs at once with other sizes then.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Request:
 
 def distrust(func: Any) -> None:
     """From now on believe no meta kernel of an operator: large calls are tried as they are, not with small sizes, and
-    operators of users run at once."""
+    operators of users run at once with sizes that are new."""
     _DISTRUSTED.add(func)
 
 

@@ -47,7 +47,7 @@ class Facts:
     writes_to_out: bool
     """Whether results go where it is told to put them, which is given their geometry, and nothing else is resized."""
     of_others: bool
-    """Whether neither PyTorch nor Marid has defined it: its kernels may count or print, and run when it is called."""
+    """Whether it is neither in ATen's namespace nor in Marid's: its kernels may count or print, and are not probed."""
     out_overload: str | None
     """The overload of a pointwise operator that takes the same arguments and the place of its result."""
 
