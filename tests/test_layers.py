@@ -29,7 +29,17 @@ LAYERS = [
     {"replay"},
     {"placement", "saved"},
     {"environment", "frameworks"},
-    {"api", "runner", "as_cuda", "guest", "lightning", "report", "remote.launch.connect", "remote.client.parallel"},
+    {
+        "api",
+        "runner",
+        "as_cuda",
+        "changes",
+        "guest",
+        "lightning",
+        "report",
+        "remote.launch.connect",
+        "remote.client.parallel",
+    },
     {"", "cli", "models"},
     {"__main__"},
 ]

@@ -15,17 +15,15 @@ GPU the current one of the thread that uses the device first (``execute/cuda.py`
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from marid import registration
+from marid.changes import Change, Undo, all_or_nothing, entered, listed, replace, replaced, set_attribute
 from marid.execute import arena
 from marid.frontend import (
     backward,
@@ -56,104 +54,7 @@ from marid.imports import changed_when_imported
 from marid.ops import own_operators
 from marid.semantics import scopes
 
-Undo = Callable[[], None]
 _HANDLERS = (convolutions, distributed, group_norm, random, recurrent, special)  # importing them registers theirs
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change: of what, why, and in which versions of PyTorch that is there."""
-
-    target: str
-    why: str
-    apply: Callable[[], Undo]
-    versions: str = "2.11 to 2.13"
-
-
-# --- ways to change something ----------------------------------------------------------------------------------------
-
-_ABSENT = object()
-
-
-def _found(target: str) -> tuple[Any, str] | None:
-    """What has the attribute that ``target`` names, and its name there; None where this PyTorch has no such thing."""
-    path, _, name = target.rpartition(".")
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            owner: Any = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for part in parts[count:]:
-            owner = getattr(owner, part, None)
-        return (owner, name) if hasattr(owner, name) else None
-    return None
-
-
-def _replace(target: str, make: Callable[[Any], Any]) -> Undo:
-    found = _found(target)
-    return (lambda: None) if found is None else _set(*found, dynamo.traced_as_before(getattr(*found), make))
-
-
-def _set(owner: Any, name: str, made: Any) -> Undo:
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, made)
-
-    def undo() -> None:
-        if vars(owner).get(name) is not made:
-            return  # somebody has replaced ours, and calls it
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    return undo
-
-
-def _replaced(target: str, why: str, make: Callable[[Any], Any], versions: str = "2.11 to 2.13") -> Change:
-    return Change(target, why, lambda: _replace(target, make), versions)
-
-
-def _listed(target: str, why: str, item: Any) -> Change:
-    def apply() -> Undo:
-        found = _found(target)
-        items = [] if found is None else getattr(*found)
-        items.append(item)
-        return lambda: items.remove(item) if item in items else None
-
-    return Change(target, why, apply)
-
-
-def _entered(target: str, why: str, key: str, item: Any) -> Change:
-    def apply() -> Undo:
-        found = _found(target)
-        entries = {} if found is None else getattr(*found)
-        before, entries[key] = entries.get(key, _ABSENT), item
-
-        def undo() -> None:
-            if before is _ABSENT:
-                entries.pop(key, None)
-            else:
-                entries[key] = before
-
-        return undo
-
-    return Change(target, why, apply)
-
-
-def _all_or_nothing(applies: Iterator[Undo]) -> Undo:
-    undos: list[Undo] = []
-
-    def undo() -> None:
-        while undos:
-            undos.pop()()
-
-    try:
-        undos.extend(applies)
-    except BaseException:
-        undo()
-        raise
-    return undo
 
 
 # --- what is more than a replacement ---------------------------------------------------------------------------------
@@ -184,7 +85,7 @@ def _draw_as_on_the_cpu() -> Undo:
     def change() -> Undo:  # the other module has it by name, where it has been imported already
         places = [name for name in (draws, "torch.distributed.tensor._dispatch") if name in sys.modules]
         targets = [f"{place}.is_rng_supported_mesh" for place in places]
-        return _all_or_nothing(_replace(target, distributed.drawing_as_on_the_cpu) for target in targets)
+        return all_or_nothing(replace(target, distributed.drawing_as_on_the_cpu) for target in targets)
 
     return changed_when_imported(draws, change)
 
@@ -199,9 +100,9 @@ def _change_dynamo() -> Undo:
     def applies() -> Iterator[Undo]:
         yield dynamo.leave_alone()
         for target, make in replacements.items():
-            yield _replace(target, make)
+            yield replace(target, make)
 
-    return _all_or_nothing(applies())
+    return all_or_nothing(applies())
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -224,68 +125,68 @@ CHANGES: list[Change] = [
         subclasses.quicken_instance_checks,
     ),
     Change("torch.accelerator.memory_stats()", "the figures of the device", device.give_figures),
-    _replaced(
+    replaced(
         "torch.nn.Module._apply", "a parameter that moves to the device, or from it, stays itself", device.keeping
     ),
-    _replaced(
+    replaced(
         "torch.nn.modules.module.is_traceable_wrapper_subclass",
         "the same, in the move that is the first use",
         device.swapping,
     ),
-    _replaced("torch.utils.swap_tensors", "the same, whoever refers to it", device.swapping_whoever_holds_them),
-    _replaced(
+    replaced("torch.utils.swap_tensors", "the same, whoever refers to it", device.swapping_whoever_holds_them),
+    replaced(
         "torch.library.Library.impl", "operators composed of others are left to these", overrides.leaving_composed
     ),
-    _replaced("torch.Tensor.as_subclass", _CLASSES, subclasses.giving(LazyTensor)),
-    _replaced("torch.Tensor._make_subclass", _CLASSES, subclasses.making(LazyTensor)),
-    _replaced("torch.nn.Parameter.__new__", _CLASSES, subclasses.making_parameters(LazyTensor)),
+    replaced("torch.Tensor.as_subclass", _CLASSES, subclasses.giving(LazyTensor)),
+    replaced("torch.Tensor._make_subclass", _CLASSES, subclasses.making(LazyTensor)),
+    replaced("torch.nn.Parameter.__new__", _CLASSES, subclasses.making_parameters(LazyTensor)),
     *[
-        _replaced(f"torch.nn.parameter.{kind}.__deepcopy__", _LAZY_MODULES, uninitialized.copying)
+        replaced(f"torch.nn.parameter.{kind}.__deepcopy__", _LAZY_MODULES, uninitialized.copying)
         for kind in ("UninitializedParameter", "UninitializedBuffer")
     ],
     Change(
         "torch.nn.parameter.UninitializedTensorMixin.device",
         _LAZY_MODULES,
-        lambda: _set(torch.nn.parameter.UninitializedTensorMixin, "device", property(uninitialized.device_of)),
+        lambda: set_attribute(torch.nn.parameter.UninitializedTensorMixin, "device", property(uninitialized.device_of)),
     ),
-    _replaced("torch.nn.parameter.UninitializedTensorMixin.materialize", _LAZY_MODULES, uninitialized.materializing),
-    _replaced(
+    replaced("torch.nn.parameter.UninitializedTensorMixin.materialize", _LAZY_MODULES, uninitialized.materializing),
+    replaced(
         "torch.nn.TransformerEncoder.forward", "its fast path is made of nested tensors, for padding", nested.padding
     ),
-    _replaced(
+    replaced(
         "torch.nn.LinearCrossEntropyOptions._adjust",
         "chunk sizes are chosen by device type: as on the CPU",
         overrides.adjusting_as_on_the_cpu,
         "2.13",
     ),
-    _replaced(
+    replaced(
         "torch.optim.swa_utils._get_foreach_kernels_supported_devices",
         "averaged models take the CPU's formula",
         overrides.without_the_device,
     ),
     *[
-        _replaced(f"torch.utils.checkpoint.{name}", "what is computed again draws what it drew, as on the CPU", make)
+        replaced(f"torch.utils.checkpoint.{name}", "what is computed again draws what it drew, as on the CPU", make)
         for name, make in (
             ("DefaultDeviceType._default_device_type", recomputation.on_the_device),
             ("get_device_states", recomputation.keeping_generators),
         )
     ],
     *[
-        _replaced(f"torch.optim.{name}._default_to_fused_or_foreach", _NO_FOREACH, overrides.chosen_as_on_the_cpu(name))
+        replaced(f"torch.optim.{name}._default_to_fused_or_foreach", _NO_FOREACH, overrides.chosen_as_on_the_cpu(name))
         for name in overrides.OPTIMIZERS
     ],
-    _replaced(
+    replaced(
         "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
         "its reducer compares memory that tensors of the device do not have",
         distributed.telling_gradients_apart,
     ),
-    _entered(
+    entered(
         "torch.distributed.Backend.default_device_backend_map",
         "groups are gloo's where a script names no backend",
         registration.DEVICE_TYPE,
         distributed.GLOO,
     ),
-    _replaced(
+    replaced(
         "torch.distributed.distributed_c10d.BackendConfig.__init__",
         "a group's backend for the CPU does the work of the device",
         distributed.for_device_and_cpu,
@@ -302,7 +203,7 @@ CHANGES: list[Change] = [
         _letters_of_device_meshes,
     ),
     *[
-        _replaced(f"torch.nn.parallel.comm.{name}", "tensors move between devices that are not CUDA's", make)
+        replaced(f"torch.nn.parallel.comm.{name}", "tensors move between devices that are not CUDA's", make)
         for name, make in {
             "scatter": replicas.scattering,
             "gather": replicas.gathering,
@@ -310,9 +211,9 @@ CHANGES: list[Change] = [
             "reduce_add_coalesced": replicas.reducing,
         }.items()
     ],
-    _listed("torch.optim.optimizer._foreach_supported_types", _EXACT_TYPE, LazyTensor),
-    _listed("torch.utils._foreach_utils._foreach_supported_types", _EXACT_TYPE, LazyTensor),
-    _replaced("torch.fx.experimental.proxy_tensor.HANDLED_TYPES", _EXACT_TYPE, lambda types: (*types, LazyTensor)),
+    listed("torch.optim.optimizer._foreach_supported_types", _EXACT_TYPE, LazyTensor),
+    listed("torch.utils._foreach_utils._foreach_supported_types", _EXACT_TYPE, LazyTensor),
+    replaced("torch.fx.experimental.proxy_tensor.HANDLED_TYPES", _EXACT_TYPE, lambda types: (*types, LazyTensor)),
     Change(
         "torch.utils.data._utils.collate.default_collate_fn_map",
         "workers would stack into shared memory, which the device has not",
@@ -320,17 +221,17 @@ CHANGES: list[Change] = [
     ),
     Change("torch.utils._pytree.SUPPORTED_NODES", "LazyTuple", tuples.register),
     *[
-        _replaced(f"torch.autograd{place}._engine_run_backward", backward.WHY, backward.on_this_thread)
+        replaced(f"torch.autograd{place}._engine_run_backward", backward.WHY, backward.on_this_thread)
         for place in (".graph", "")
     ],
-    *[_replaced(f"torch._C.{name}", _SWITCHED, device.running_everything_before) for name in device.SWITCHES],
-    _replaced("torch.set_num_threads", _SWITCHED, lambda _: getattr(torch._C, "set_num_threads")),  # noqa: B009
+    *[replaced(f"torch._C.{name}", _SWITCHED, device.running_everything_before) for name in device.SWITCHES],
+    replaced("torch.set_num_threads", _SWITCHED, lambda _: getattr(torch._C, "set_num_threads")),  # noqa: B009
     Change(
         "step hooks of optimizers that have written to the device",
         "a loop that reads nothing runs whole steps",
         lambda: scopes.meet_optimizers(optimizer_stepped),
     ),
-    _replaced("sys.excepthook", "who asks for a device that is not there is told of this one", hints.hinting),
+    replaced("sys.excepthook", "who asks for a device that is not there is told of this one", hints.hinting),
     Change("sys.meta_path", "Ctrl-C leaves no package half imported", late.find_whole),
     Change(
         "torch._compile.getattr, a name that hides the builtin there; and the code of steps of torch.optim",
@@ -342,7 +243,7 @@ CHANGES: list[Change] = [
         "sympy is not imported where sizes are numbers, until somebody else does",
         spared_imports.spare_sympy,
     ),
-    _replaced(
+    replaced(
         "torch._subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__",
         "it leaves calls to classes of tensors that it does not know, and tensors of the device are no such class to "
         "PyTorch's dispatcher",
@@ -379,7 +280,7 @@ def _make_changes() -> None:
         while _to_register:
             _to_register[0]()
             _to_register.pop(0)
-        _undo = _all_or_nothing(change.apply() for change in CHANGES)
+        _undo = all_or_nothing(change.apply() for change in CHANGES)
     except BaseException:
         registration.device_module._initialized = False
         raise
