@@ -155,6 +155,37 @@ def test_chunked_linear_cross_entropy(dtype: torch.dtype) -> None:
 # --- tracing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("sizes", "mode"), [((5, 4), "bilinear"), ((5, 4, 6), "trilinear")])
+def test_interpolation_under_deterministic_algorithms(sizes: tuple[int, ...], mode: str) -> None:
+    """PyTorch has steps of its own for devices that are not the CPU, with another rounding."""
+    given = torch.randn(2, 3, *sizes)
+
+    def step(device: str) -> list[Any]:
+        x = given.to(device).detach().requires_grad_()
+        y = F.interpolate(x, scale_factor=1.7, mode=mode, align_corners=False)
+        y.square().sum().backward()
+        return [y, x.grad]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        on_both(step)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("asked", [None, torch.preserve_format, torch.contiguous_format, torch.channels_last])
+def test_resizing_as_another_one(layout: torch.memory_format, asked: torch.memory_format | None) -> None:
+    template = torch.empty(2, 3, 4, 5).to(memory_format=layout)
+    for before in ((0,), (2, 3, 4, 5)):
+        resized = [
+            torch.zeros(before, device=device).resize_as_(template.to(device), memory_format=asked)
+            for device in ("cpu", DEVICE)
+        ]
+        assert resized[1].shape == resized[0].shape
+        assert resized[1].stride() == resized[0].stride()
+
+
 def test_make_fx_traces_what_it_closes_over() -> None:
     """PyTorch traces tensors of types that it knows."""
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -160,6 +160,11 @@ CHANGES: list[Change] = [
         "2.13",
     ),
     replaced(
+        "torch._decomp.decompositions._upsample_linear_vec",
+        "under deterministic algorithms interpolation takes this for devices that are not the CPU",
+        overrides.interpolating_as_on_the_cpu,
+    ),
+    replaced(
         "torch.optim.swa_utils._get_foreach_kernels_supported_devices",
         "averaged models take the CPU's formula",
         overrides.without_the_device,

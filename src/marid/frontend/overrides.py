@@ -154,6 +154,23 @@ def adjusting_as_on_the_cpu(adjust: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+# Under deterministic algorithms ``interpolate`` takes steps whose backward is deterministic on CUDA, as that of the
+# CPU's operators is already.
+
+_INTERPOLATIONS = {4: torch._C._nn.upsample_bilinear2d, 5: torch._C._nn.upsample_trilinear3d}
+
+
+def interpolating_as_on_the_cpu(decompose: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``_upsample_linear_vec``, with the CPU's operator for tensors of the device: (N, C, H, W) or (N, C, D, H, W)."""
+
+    @functools.wraps(decompose)
+    def wrapper(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        interpolate = _INTERPOLATIONS.get(input.dim()) if handles.is_lazy(input) else None
+        return (interpolate or decompose)(input, *args, **kwargs)
+
+    return wrapper
+
+
 # Averaged models take another formula where the device has foreach kernels.
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from marid.engine.inprocess import concretely
 from marid.engine.protocol import other_layout
@@ -282,6 +283,8 @@ def _contiguous(size: Any) -> tuple[int, ...]:
 
 @special(aten.resize_as_.default)
 def _resize_as(_recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("memory_format") is torch.preserve_format:
+        kwargs = {"memory_format": suggest_memory_format(args[1])}
     return recorder_of(aten.resize_.default).record((args[0], list(args[1].shape)), kwargs)
 
 
