@@ -33,6 +33,7 @@ from marid.frontend import (
     dynamo,
     factories,
     group_norm,
+    higher_order,
     hints,
     late,
     nested,
@@ -224,6 +225,14 @@ CHANGES: list[Change] = [
         "workers would stack into shared memory, which the device has not",
         _collate,
     ),
+    *[
+        replaced(
+            f"torch._higher_order_ops.{name}.__call__",
+            "gradients of what their functions close over are lost where Dynamo has not traced them",
+            higher_order.run_as_python,
+        )
+        for name in higher_order.OPERATORS
+    ],
     Change("torch.utils._pytree.SUPPORTED_NODES", "LazyTuple", tuples.register),
     *[
         replaced(f"torch.autograd{place}._engine_run_backward", backward.WHY, backward.on_this_thread)
