@@ -62,6 +62,7 @@ _PREDICTED_BY = {
         (
             torch.ops.aten._dirichlet_grad.default,
             torch.ops.aten._sample_dirichlet.default,
+            torch.ops.aten._standard_gamma.default,
             torch.ops.aten._standard_gamma_grad.default,
             torch.ops.aten.binomial.default,
         ),

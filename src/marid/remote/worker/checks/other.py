@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.torch_version import TorchVersion
 
 from marid.remote.worker.checks.requirements import Given, alike, dimension, is_long_enough, need, shaped, within
 
@@ -40,18 +39,13 @@ def _fused(of: Given) -> None:
         need(not isinstance(of.get(name), torch.Tensor) or of[name].numel() == 1, name)
 
 
-# Whether PyTorch's kernel takes several heads of the query for each of the keys; before, that was taken apart.
-_GROUPED = TorchVersion(torch.__version__) >= "2.13"
-
-
 def _attention(of: Given) -> None:
     query, key, value = of["query"], of["key"], of["value"]
     need(query.dim() == key.dim() == value.dim() == 4 and query.numel() > 0 < key.numel(), "attention")
     batch, heads, length, width = query.shape
     need(key.shape[0] == value.shape[0] == batch and key.shape[3] == value.shape[3] == width, "attention")
     need(key.shape[1] == value.shape[1] and key.shape[2] == value.shape[2], "attention")
-    grouped = _GROUPED and key.shape[1] > 0 and heads % key.shape[1] == 0
-    need(key.shape[1] == heads or grouped, "attention")
+    need(heads % key.shape[1] == 0, "attention")  # so many heads of the query for each of the keys
     alike(query, key, value)
     rows = (query, key, value, of.get("out", query))  # read as if their numbers lay one behind the other
     need(all(one.shape[-1] <= 1 or one.stride(-1) == 1 for one in rows), "attention")
