@@ -441,12 +441,14 @@ def test_protocols_mean_what_torch_means(protocol: str, kind: str) -> None:
     assert_same(_outcome(lambda: use(make(DEVICE))), _outcome(lambda: use(make("cpu"))))
 
 
-def test_numpy_of_a_tensor_that_requires_grad_raises_unless_forced() -> None:
+def test_numpy_of_a_tensor_that_requires_grad_raises_where_gradients_are_recorded() -> None:
     """As for any tensor."""
     x = torch.ones(2, device=DEVICE, requires_grad=True)
     with pytest.raises(RuntimeError, match="requires grad"):
         x.numpy()
     assert x.numpy(force=True).tolist() == [1.0, 1.0]
+    with torch.no_grad():
+        assert x.numpy().tolist() == np.asarray(x).tolist() == [1.0, 1.0]
 
 
 def test_dlpack_is_refused() -> None:

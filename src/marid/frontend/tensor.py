@@ -144,8 +144,8 @@ class LazyTensor(torch.Tensor):
 
     @folded
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """A copy of the values as an array. Raises ``RuntimeError`` if gradients are recorded, unless ``force``."""
-        if self.requires_grad and not force:
+        """A copy of the values as an array. Raises ``RuntimeError`` where gradients are recorded, unless ``force``."""
+        if self.requires_grad and torch.is_grad_enabled() and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         for set_bit, name, resolve in ((self.is_conj(), "conjugate", "conj"), (self.is_neg(), "negative", "neg")):
             if set_bit and not force:
