@@ -98,6 +98,20 @@ def test_forward_derivatives_go_through(name: str) -> None:
         assert expected is None or torch.equal(made.cpu(), expected)
 
 
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view, lambda x: x])
+def test_forward_derivatives_of_views_of_conjugated_tensors(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The tangent becomes a tensor like the other one, which need not be conjugated itself."""
+    given, tangent = torch.randn(2, 3, dtype=torch.complex64), torch.randn(2, 3, dtype=torch.complex64)
+    found = []
+    for device in ("cpu", DEVICE):
+        with forward.dual_level():
+            dual = forward.make_dual(view(given.to(device)), tangent.to(device))
+            parts = forward.unpack_dual(dual[1:] * dual.t()[:, :1])
+            found.append([part.cpu() for part in parts])
+    for expected, made in zip(*found, strict=True):
+        assert torch.equal(made, expected)
+
+
 def test_tensors_with_bits_are_resolved() -> None:
     """A conjugated or negated view is not what its memory holds."""
     x = torch.tensor([1 + 2j, 3 - 4j])

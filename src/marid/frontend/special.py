@@ -65,7 +65,10 @@ def _new_zeros_with_same_feature_meta(_recorder: Recorder, args: tuple[Any, ...]
     count = of.untyped_storage().nbytes() // of.dtype.itemsize
     strides = torch.empty((*batch, count), device="meta").stride()[:-1]
     zeros = aten.zeros.default([*batch, count], dtype=of.dtype, device=of.device)
-    return aten.as_strided.default(zeros, [*batch, *of.shape], [*strides, *of.stride()], of.storage_offset())
+    made = aten.as_strided.default(zeros, [*batch, *of.shape], [*strides, *of.stride()], of.storage_offset())
+    # Who asks sets these bits afterwards, which nothing would be recorded of.
+    made = aten._conj.default(made) if of.is_conj() else made
+    return aten._neg_view.default(made) if of.is_neg() else made
 
 
 @special(aten.is_set_to.default)
