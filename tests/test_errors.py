@@ -547,6 +547,13 @@ def test_other_layouts_name_operation_and_line(use: Callable[[torch.Tensor], Any
     assert x.sum().item() == 4.0
 
 
+def test_nested_tensors_of_the_cpu_s_that_are_made_for_the_device() -> None:
+    """PyTorch makes these, and asks each leaf for its sizes where nothing may be thrown."""
+    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], device=DEVICE, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="NestedTensor"):
+        nested * 2
+
+
 # --- fallback --------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@
 #include "recurrent_layers.h"
 #include "whole_composites.h"
 
+#include <ATen/NestedTensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -345,6 +346,9 @@ void register_kernels(PyObject* names_not_recorded) {
     auto* above = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
     register_composites(*above);
     register_product_gradients(*above);
+    // Autograd asks this of each leaf, and nothing may be thrown there.
+    auto* nested = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::NestedTensorPrivateUse1, __FILE__, __LINE__);
+    nested->impl("_nested_tensor_size", [](const at::Tensor& self) { return at::native::get_nested_sizes(self); });
     kernels = new std::vector<c10::RegistrationHandleRAII>();
     register_all_above();
   }
