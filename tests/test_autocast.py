@@ -194,3 +194,24 @@ def _product_under_autocast() -> torch.dtype:
     x = torch.ones(2, 2, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         return (x @ x).dtype
+
+
+@pytest.mark.parametrize("spelt", ["an index", "the switch"])
+def test_autocast_that_does_not_ask_for_dtypes(spelt: str) -> None:
+    """``torch.autocast`` asks where it is given the name of the device type alone."""
+    autocast._unregister()
+    x = torch.ones(2, 2, device=DEVICE)
+    if spelt == "an index":
+        with torch.autocast(str(x.device), torch.bfloat16):
+            made = x @ x
+    else:
+        before = torch.get_autocast_dtype(DEVICE)
+        torch.set_autocast_dtype(DEVICE, torch.bfloat16)
+        torch.set_autocast_enabled(DEVICE, True)
+        try:
+            made = x @ x
+        finally:
+            torch.set_autocast_enabled(DEVICE, False)
+            torch.set_autocast_dtype(DEVICE, before)
+    assert made.dtype is torch.bfloat16
+    assert (x @ x).dtype is torch.float32

@@ -26,6 +26,7 @@ from marid import registration
 from marid.changes import Change, Undo, all_or_nothing, entered, listed, replace, replaced, set_attribute
 from marid.execute import arena
 from marid.frontend import (
+    autocast,
     backward,
     convolutions,
     device,
@@ -239,6 +240,7 @@ CHANGES: list[Change] = [
         for place in (".graph", "")
     ],
     *[replaced(f"torch._C.{name}", _SWITCHED, device.running_everything_before) for name in device.SWITCHES],
+    replaced("torch.set_autocast_enabled", "operators are listed for autocast when it is first on", autocast.listing),
     replaced("torch.set_num_threads", _SWITCHED, lambda _: getattr(torch._C, "set_num_threads")),  # noqa: B009
     Change(
         "step hooks of optimizers that have written to the device",

@@ -3,8 +3,9 @@ CUDA's under ``marid run --as-cuda`` (``ops/autocast_lists.py``)."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +25,28 @@ _listed: set[str] = set()
 
 
 def supported_dtypes() -> list[torch.dtype]:
-    """What autocast casts to on the device, for ``torch.autocast``, which asks for it before anything is cast.
+    """What autocast casts to on the device, for ``torch.autocast``, which asks for it before anything is cast."""
+    _have_lists()
+    return [torch.bfloat16, torch.float16]
 
-    CPU autocast's lists are registered then, unless others are: every operator in PyTorch gets a kernel by that, which
-    takes 4 ms.
-    """
+
+def listing(switch: Callable[..., None]) -> Callable[..., None]:
+    """``torch.set_autocast_enabled``, by which it may be on without that question (``torch.autocast(str(device))``)."""
+    if is_on():
+        _have_lists()
+
+    @functools.wraps(switch)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        switch(*args, **kwargs)
+        if is_on():
+            _have_lists()
+
+    return wrapper
+
+
+def _have_lists() -> None:
+    """Register CPU autocast's lists, unless others are: every operator in PyTorch gets a kernel by that, which takes 4
+    ms."""
     with _registering:
         if not _libraries:
             try:
@@ -36,7 +54,6 @@ def supported_dtypes() -> list[torch.dtype]:
             except BaseException:  # Ctrl-C, say: the next use begins anew
                 _unregister()
                 raise
-    return [torch.bfloat16, torch.float16]
 
 
 def use_cuda_lists() -> None:
