@@ -10,6 +10,7 @@
 #include "autograd_function.h"
 #include "handle.h"
 #include "immediate.h"
+#include "operands.h"
 #include "record.h"
 #include "small/small.h"
 
@@ -21,6 +22,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
@@ -110,7 +113,7 @@ variable_list gradients_in_a_graph(const variable_list& grads, const std::vector
   return gradients(form, wanted, grads[0], left, right, kOperations);
 }
 
-struct ProductBackward final : Node {
+struct ProductBackward : Node {
   variable_list apply(variable_list&& grads) override {
     Tensor left, right;
     {
@@ -128,7 +131,11 @@ struct ProductBackward final : Node {
     return gradients(form, wanted(), grads[0], left, right, kOperations);
   }
 
-  std::string name() const override { return shown_as; }
+  // What is saved of the left or of the right factor; undefined where the other one requires no gradient.
+  Tensor saved(bool of_right) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return (of_right ? saved_right : saved_left).unpack();
+  }
 
   void release_variables() override {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -166,7 +173,6 @@ struct ProductBackward final : Node {
   SavedVariable saved_left, saved_right;  // each where the other one requires a gradient
   Form form;
   c10::DimVector added_sizes;
-  const char* shown_as = "";
 
  private:
   std::vector<bool> wanted() const {
@@ -203,6 +209,42 @@ struct ProductBackward final : Node {
   }
 };
 
+// The functions by the names that PyTorch has for them, and for what they save.
+struct MmBackward final : ProductBackward {
+  static constexpr const char *kName = "MmBackward0", *kLeft = "_saved_self", *kRight = "_saved_mat2";
+  std::string name() const override { return kName; }
+};
+struct BmmBackward final : ProductBackward {
+  static constexpr const char *kName = "BmmBackward0", *kLeft = "_saved_self", *kRight = "_saved_mat2";
+  std::string name() const override { return kName; }
+};
+struct AddmmBackward final : ProductBackward {
+  static constexpr const char *kName = "AddmmBackward0", *kLeft = "_saved_mat1", *kRight = "_saved_mat2";
+  std::string name() const override { return kName; }
+};
+
+template <bool right>
+PyObject* saved_factor(PyObject* function, void*) {
+  return guarded([&] {
+    auto& cdata = reinterpret_cast<torch::autograd::THPCppFunction*>(function)->cdata;
+    return THPVariable_Wrap(static_cast<ProductBackward&>(*cdata).saved(right));
+  });
+}
+
+// The class that Python sees of a function: its name, and what it saves.
+template <typename Function>
+void show() {
+  using namespace torch::autograd;
+  static PyTypeObject type;
+  static PyGetSetDef properties[] = {
+      THP_FUNCTION_DEFAULT_PROPERTIES,
+      {Function::kLeft, saved_factor<false>, nullptr, nullptr, nullptr},
+      {Function::kRight, saved_factor<true>, nullptr, nullptr, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  _initFunctionPyTypeObject(type, Function::kName, properties, nullptr);
+  registerCppFunction(typeid(Function), &type);
+}
+
 // A product's argument as autograd sees it.
 struct Argument {
   bool is_usual, requires_grad;
@@ -212,7 +254,8 @@ struct Argument {
 };
 
 // The function of a product's gradients, where it is ours; null where PyTorch's is to be taken, or none is needed.
-FunctionPointer function_of(const char* name, const Tensor* added, const Tensor& left, const Tensor& right) {
+template <typename Function>
+FunctionPointer function_of(const Tensor* added, const Tensor& left, const Tensor& right) {
   if (!c10::GradMode::is_enabled()) return {};
   Argument of_left(left), of_right(right), of_added(added != nullptr ? *added : left);
   if (!of_left.is_usual || !of_right.is_usual || !of_added.is_usual) return {};
@@ -221,9 +264,8 @@ FunctionPointer function_of(const char* name, const Tensor* added, const Tensor&
     InterpreterLock lock;
     if (!runs_at_once(left.device().index())) return {};
   }
-  FunctionPointer pointer = make_function<ProductBackward>();
+  FunctionPointer pointer = make_function<Function>();
   auto& function = static_cast<ProductBackward&>(*pointer);
-  function.shown_as = name;
   function.form = {added != nullptr, is_by_columns(left), is_by_columns(right)};
   if (added != nullptr) {
     function.set_next_edges(torch::autograd::collect_next_edges(*added, left, right));
@@ -264,19 +306,19 @@ Tensor with_function(const FunctionPointer& function, c10::DispatchKeySet keys, 
 }
 
 Tensor mm(c10::DispatchKeySet keys, const Tensor& left, const Tensor& right) {
-  FunctionPointer function = function_of("MmBackward0", nullptr, left, right);
+  FunctionPointer function = function_of<MmBackward>(nullptr, left, right);
   return function ? with_function<at::_ops::mm>(function, keys, left, right) : call_without_function<at::_ops::mm>(keys, left, right);
 }
 
 Tensor bmm(c10::DispatchKeySet keys, const Tensor& left, const Tensor& right) {
-  FunctionPointer function = function_of("BmmBackward0", nullptr, left, right);
+  FunctionPointer function = function_of<BmmBackward>(nullptr, left, right);
   return function ? with_function<at::_ops::bmm>(function, keys, left, right) : call_without_function<at::_ops::bmm>(keys, left, right);
 }
 
 Tensor addmm(c10::DispatchKeySet keys, const Tensor& added, const Tensor& left, const Tensor& right, const Scalar& beta,
              const Scalar& alpha) {
   bool is_sum = beta.equal(1) && alpha.equal(1);
-  FunctionPointer function = is_sum ? function_of("AddmmBackward0", &added, left, right) : FunctionPointer();
+  FunctionPointer function = is_sum ? function_of<AddmmBackward>(&added, left, right) : FunctionPointer();
   return function ? with_function<at::_ops::addmm>(function, keys, added, left, right, beta, alpha)
                   : call_without_function<at::_ops::addmm>(keys, added, left, right, beta, alpha);
 }
@@ -284,6 +326,9 @@ Tensor addmm(c10::DispatchKeySet keys, const Tensor& added, const Tensor& left, 
 }  // namespace
 
 void register_product_gradients(torch::Library& above) {
+  show<MmBackward>();
+  show<BmmBackward>();
+  show<AddmmBackward>();
   above.impl("mm", TORCH_FN(mm));
   above.impl("bmm", TORCH_FN(bmm));
   above.impl("addmm", TORCH_FN(addmm));
