@@ -185,6 +185,37 @@ def test_gradients_and_their_graph(name: str, either_way: None) -> None:
         _same(found, expected)
 
 
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm"])
+@pytest.mark.parametrize("trains", [(True, True), (True, False), (False, True)])
+def test_functions_of_products_show_what_they_save(name: str, trains: tuple[bool, bool], either_way: None) -> None:
+    factors = ("_saved_mat1" if name == "addmm" else "_saved_self", "_saved_mat2")
+    found = []
+    for device in ("cpu", DEVICE):
+        shapes = ((2, 2, 3), (2, 3, 4)) if name == "bmm" else ((2, 3), (3, 4))
+        x, w = (
+            torch.rand(shape).to(device).requires_grad_(trained) for shape, trained in zip(shapes, trains, strict=True)
+        )
+        made = getattr(torch, name)(*([torch.ones(4).to(device)] if name == "addmm" else []), x, w)
+        saved = [getattr(made.grad_fn, factor) for factor in factors]
+        same = [one is of if of.requires_grad else one is not None for one, of in zip(saved, (x, w), strict=True)]
+        found.append((type(made.grad_fn).__name__, same))
+        made.sum().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            getattr(made.grad_fn, factors[trains[0]])
+    assert found[0] == found[1]
+
+
+def test_conversions_to_numbers_warn_where_they_are_traced(either_way: None) -> None:
+    """Once each, by the line of the user's."""
+    for convert in (bool, float, int, lambda x: x.item()):
+        found = []
+        for device in ("cpu", DEVICE):
+            with pytest.warns(torch.jit.TracerWarning, match="Converting a tensor") as warned:
+                torch.jit.trace(lambda x: x * convert(x.sum()), torch.ones(2).to(device), check_trace=False)  # noqa: B023
+            found.append([(str(w.message), w.filename) for w in warned if w.category is torch.jit.TracerWarning])
+        assert found[0] == found[1]
+
+
 def test_operators_are_called_what_they_are_called_by_methods() -> None:
     x, y = torch.rand(2, 2, device=DEVICE), torch.rand(2, 2, device=DEVICE)
     pairs: list[tuple[Any, Any]] = [

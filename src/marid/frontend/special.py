@@ -35,7 +35,8 @@ def _item(_recorder: Recorder, args: tuple[Any, ...], _kwargs: dict[str, Any]) -
         if outcome is not None:
             return outcome
     with concretely():
-        return read(args[0], "item()").item()
+        found = read(args[0], "item()")
+        return aten._local_scalar_dense.default(found) if torch._C._is_tracing() else found.item()  # which warns there
 
 
 @special(aten._linalg_check_errors.default, by_key=True)

@@ -35,6 +35,7 @@
 #include <ATen/ops/sub.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <array>
 #include <bit>
@@ -244,6 +245,7 @@ PyObject* inverted(PyObject* object) {
 // The number that a tensor holds, where that can be read now and nobody else has to see it; else none, perhaps after an error.
 c10::IValue number_of(PyObject* object) {
   if (!is_own(object) || !is_usual() || c10::impl::dispatch_mode_enabled()) return {};
+  if (torch::jit::tracer::isTracing()) return {};  // PyTorch warns
   c10::IValue found;
   Ref done(guarded([&]() -> PyObject* {
     found = number_now(tensor_of(object));
