@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import shutil
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,7 @@ class Tier:
 
     def _compare(self, variant: Variant, now: list[float], before: list[float]) -> None:
         """Give a variant up that does not pay."""
-        if min(now) > min(before) and statistics.median(now) > statistics.median(before):
+        if min(now) > min(before) and _middle(now) > _middle(before):
             self._variants = [one for one in self._variants if one[0] is not variant]
             self.over = True
             counters.compiled_dropped += 1
@@ -176,7 +175,7 @@ class Tier:
     def _patience(self, specs: Specs) -> float:
         """Seconds that may be added to a run, which a user waits for: a small part of what it takes."""
         times = self._times.get((None, specs))
-        return max(policy.COMPILE_PATIENCE, statistics.median(times) / 3) if times else policy.COMPILE_PATIENCE
+        return max(policy.COMPILE_PATIENCE, _middle(times) / 3) if times else policy.COMPILE_PATIENCE
 
     def _ask(self, shared: dict[int, int], only_cached: bool) -> Iterator[None]:
         """Look for the parts on disk, or ask for them, one after the other."""
@@ -270,6 +269,11 @@ class Tier:
         rest = variant.without_bad()
         if rest is not None:
             self._add(rest)
+
+
+def _middle(times: Collection[float]) -> float:
+    """The median, or the longer of two. (The module ``statistics`` takes 7 ms to import.)"""
+    return sorted(times)[len(times) // 2]
 
 
 def _types(specs: Specs) -> list[tuple[torch.dtype, int] | None]:
