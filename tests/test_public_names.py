@@ -23,10 +23,9 @@ FILE = Path(__file__).with_name("public_names.txt")
 
 def signature(function: Any) -> str:
     """As it was written, without addresses: defaults that are objects show their type."""
-    try:
-        found = inspect.signature(function)
-    except ValueError:  # it stands for a method of PyTorch that is written in C++
+    if not inspect.isfunction(function):  # it stands for a method of PyTorch that is written in C++
         return "(...)"
+    found = inspect.signature(function)
     parameters = []
     for parameter in found.parameters.values():
         default = parameter.default
