@@ -29,6 +29,7 @@ from marid.errors import (
     WireError,
     WorkerLostError,
 )
+from marid.semantics.tracebacks import folded
 from tests.helpers import DEVICE, assert_same, interrupted
 
 WRONG: dict[str, Callable[[str], Any]] = {
@@ -479,6 +480,21 @@ def test_keyboard_interrupt_in_the_middle_of_a_run() -> None:
         x.tolist()
     assert_same(x, expected)
     assert torch.ones(2, device=DEVICE).sum().item() == 2.0
+
+
+def test_errors_that_lie_on_no_line_are_folded() -> None:
+    """Instructions that the compiler adds have none, and an interrupt may fall there."""
+
+    def without_lines() -> None:
+        raise KeyboardInterrupt
+
+    without_lines.__code__ = without_lines.__code__.replace(co_linetable=b"")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        folded(without_lines)()
+    trace = caught.value.__traceback__
+    assert trace is not None
+    assert trace.tb_next is not None
+    assert trace.tb_next.tb_lineno is None  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("delay", [0.0002, 0.001, 0.003, 0.01])

@@ -55,7 +55,8 @@ def _without_own(trace: TracebackType | None) -> TracebackType | None:
     kept: TracebackType | None = None
     for entry in reversed(entries):
         if not _is_own(entry.tb_frame.f_code):
-            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            line = -1 if entry.tb_lineno is None else entry.tb_lineno  # Ctrl-C falls between two lines, too
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, line)
     return kept
 
 
