@@ -47,7 +47,7 @@ def replace(target: str, make: Callable[[Any], Any]) -> Undo:
 
 
 def set_attribute(owner: Any, name: str, made: Any) -> Undo:
-    """Undone unless somebody has set another value by then."""
+    """Set an attribute; the undo leaves what somebody else has set since."""
     before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, made)
 
