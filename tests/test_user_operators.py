@@ -143,6 +143,28 @@ def test_one_that_a_compiled_function_calls_first() -> None:
     assert y.tolist() == [2.0] * 4
 
 
+def test_calls_run_before_an_operator_is_defined_anew(either_way: None) -> None:
+    """As a cell of a notebook that is run again does."""
+    name = next(_names)
+    given, results = torch.ones(3, device=DEVICE), []
+    for factor in (2, 3):
+        defined = torch.library.custom_op(
+            f"{name}::f", lambda x, factor=factor: x * factor, mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
+        defined.register_fake(torch.empty_like)
+        results.append(defined(given))
+    assert [result.tolist() for result in results] == [[2.0] * 3, [3.0] * 3]
+
+
+def test_calls_run_before_their_library_ends(either_way: None) -> None:
+    given, written = torch.ones(3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    with torch.library._scoped_library(next(_names), "DEF") as library:
+        library.define("f(Tensor x, Tensor(a!) out) -> ()")
+        library.impl("f", lambda x, out: [out.copy_(x + 1), None][1], "CompositeExplicitAutograd")
+        _operator(library)(given, written)
+    assert written.tolist() == [2.0] * 3
+
+
 @pytest.mark.mispredicts
 def test_one_whose_meta_kernel_is_wrong(either_way: None) -> None:
     """Values are right, and from the second call on strides, too."""

@@ -66,7 +66,7 @@ _NOW = {"_set_default_dtype": torch.get_default_dtype, "set_num_threads": torch.
 
 
 def running_everything_before(switch: Callable[..., Any]) -> Callable[..., Any]:
-    """``switch``, which is one of these."""
+    """``switch``, which is one of these, or something else that changes what recorded calls would do."""
     owner = os.getpid()
     now = _NOW.get(switch.__name__)
 
