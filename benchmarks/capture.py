@@ -22,9 +22,9 @@ import torch
 from torch._C import _disabled_torch_function_impl
 
 import marid
-from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.engines import local_engine as engine
+from marid.graph.dispatch_state import concretely
 from marid.graph.program import bind
 
 DEVICE = torch.device("remote_accelerator", 0)

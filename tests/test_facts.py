@@ -13,7 +13,7 @@ from marid.ops.facts import Facts, facts_of, named, overload_named
 
 aten = torch.ops.aten
 DERIVED = {"name", "written", "shared", "mutates", "shares", "resized", "draws", "takes_generator", "dynamic"}
-DERIVED |= {"moves_memory", "is_foreach", "writes_to_out", "of_others", "out_overload"}
+DERIVED |= {"moves_memory", "is_foreach", "writes_to_out", "of_others", "in_python", "out_overload"}
 # Overloads that PyTorch before 2.13 lacks.
 NEW = {"aten::rand_like.generator", "aten::randn_like.generator", "aten::randint_like.generator"}
 

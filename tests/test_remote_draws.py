@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.execute import device_operators
 from marid.execute.device_operators import HostOperator, operator_on
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Operation
 from marid.remote.worker import executor as machines
 from marid.remote.worker.executor import Executor

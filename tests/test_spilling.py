@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import marid
-from marid.engine.inprocess import concretely
 from marid.errors import MemoryLimitError
 from marid.execute import residency
 from marid.frontend.engines import local_engine
+from marid.graph.dispatch_state import concretely
 from tests.helpers import DEVICE
 
 pytestmark = pytest.mark.in_process("a worker has a limit of its own")

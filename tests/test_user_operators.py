@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import marid
+from marid.errors import MaterializationError
 from tests.helpers import DEVICE
 
 _names = (f"marid_user_operators_{number}" for number in itertools.count())
@@ -141,6 +142,93 @@ def test_one_that_a_compiled_function_calls_first() -> None:
     with marid.no_sync():
         y = double(torch.ones(4, device=DEVICE))
     assert y.tolist() == [2.0] * 4
+
+
+def _doubled_by_vmap(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row * 2)(x)
+
+
+def _gradient_of_squares(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda point: (point * point).sum())(x)
+
+
+def _doubled_with_one_thread(x: Tensor) -> Tensor:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return x * 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _doubled_on_the_device(x: Tensor) -> Tensor:
+    return torch.zeros(3, device=DEVICE).add_(2) * x.to(DEVICE)
+
+
+_DOUBLING = [_doubled_by_vmap, _gradient_of_squares, _doubled_with_one_thread, _doubled_on_the_device]
+
+
+@pytest.mark.parametrize("kernel", _DOUBLING)
+@pytest.mark.parametrize("compiled", [False, True], ids=["called", "replayed"])
+def test_their_kernels_may_call_anything(
+    library: torch.library.Library, kernel: Callable[[Tensor], Tensor], compiled: bool, either_way: None
+) -> None:
+    """Transforms, settings, and the device itself, in the middle of a program."""
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", kernel, "CPU")
+    library.impl("f", torch.empty_like, "Meta")
+    operator = _operator(library)
+
+    def run(given: Tensor) -> Tensor:
+        return operator(operator(given + 1) + 1).cos()
+
+    called = marid.compile(run) if compiled else run
+    for turn in range(4):
+        given = torch.arange(3.0) + turn
+        assert torch.equal(called(given.to(DEVICE)).cpu(), (((given + 1) * 2 + 1) * 2).cos())
+
+
+@pytest.mark.parametrize("returned", ["Tensor", "Tensor[]", "(Tensor, Tensor)"])
+def test_their_kernels_may_return_tensors_of_the_device(
+    library: torch.library.Library, returned: str, either_way: None
+) -> None:
+    library.define(f"f(Tensor x) -> {returned}")
+    kept = torch.tensor(3.0, device=DEVICE)
+    kernels = {"Tensor": lambda x: kept * 2, "Tensor[]": lambda x: [kept * 2], "(Tensor, Tensor)": lambda x: (kept, x)}
+    library.impl("f", kernels[returned], "CPU")
+    for _ in range(3):
+        found = _operator(library)(torch.ones(2, device=DEVICE) + 1)
+        first = found if returned == "Tensor" else found[0]
+        assert torch.equal(first + kept, torch.tensor(6.0 if returned[0] == "(" else 9.0, device=DEVICE))
+
+
+def test_a_kernel_that_reads_its_own_result(library: torch.library.Library) -> None:
+    """It is told so, where it would wait for itself."""
+    written = torch.zeros(3, device=DEVICE)
+    library.define("f(Tensor(a!) x) -> ()")
+    library.impl("f", lambda x: [x.copy_(written + 1), None][1], "CPU")
+    library.impl("f", lambda x: None, "Meta")
+    _operator(library)(written)
+    with pytest.raises(MaterializationError, match=r"reads a tensor that marid_user_operators_\d+::f has yet to"):
+        written.tolist()
+
+
+def test_what_lies_between_their_calls_is_freed(
+    library: torch.library.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", lambda x: x + 1, "CPU")
+    library.impl("f", torch.empty_like, "Meta")
+    x = torch.ones(1 << 20, device=DEVICE)
+    x.sum().item()
+    marid.reset_stats()
+    for _ in range(4):
+        for _ in range(8):
+            x = x * 1.5 - 0.5
+        x = _operator(library)(x)
+    x.sum().item()
+    assert marid.stats().peak_memory < 8 * x.nbytes
 
 
 def test_calls_run_before_an_operator_is_defined_anew(either_way: None) -> None:

@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from marid.engine.inprocess import InProcessEngine, concretely
+from marid.engine.inprocess import InProcessEngine
 from marid.engine.memory_limit import refuse_beyond
 from marid.engine.protocol import Called, GiveBack, Need
 from marid.errors import LazyTensorError
@@ -24,6 +24,7 @@ from marid.execute.captured import CapturedProgram, CapturedPrograms
 from marid.execute.device_operators import for_device, operator_on, takes_device
 from marid.execute.specialisation import Runnable
 from marid.graph.analysis import forecast
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Node, Operation, Spec, Value, span_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task

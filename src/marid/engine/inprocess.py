@@ -7,8 +7,10 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,40 +33,18 @@ from marid.execute.kernel_warnings import KernelWarnings
 from marid.execute.specialisation import Launchable, Runnable
 from marid.execute.store import ProgramStore
 from marid.graph.arguments import placed, values_in
+from marid.graph.dispatch_state import concretely
 from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Node, Operation, Spec, Value, fail, root_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task, bind, deliver
+from marid.graph.python_operator import by_themselves, calling, refuse_own
 from marid.native import module, omp_pause
 from marid.report.hooks import Ran, ran, run_of
 from marid.report.stats import counters
 from marid.uninterrupted import Uninterrupted
 
 logger = logging.getLogger("marid")
-
-
-# Everything above the kernels: a program is below autograd, autocast and every tracing layer by construction. What
-# resolves conjugate and negative bits stays on; a dispatch into Python would have switched it off with the rest.
-def _keys(*names: str) -> torch._C.DispatchKeySet:
-    found = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
-    for name in names[1:]:
-        found = found | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    return found
-
-
-_INCLUDED = _keys("BackendSelect")
-_EXCLUDED = _keys(
-    *("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther", "AutogradPrivateUse1", "AutogradNestedTensor"),
-    "ADInplaceOrView",
-    *("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1", "Python", "PythonTLSSnapshot", "PythonDispatcher"),
-    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchGradWrapper", "FuncTorchBatched"),
-    *("FuncTorchVmapMode", "Functionalize", "PreDispatch"),
-)
-
-
-concretely: Any = module.concretely(_INCLUDED.raw_repr(), _EXCLUDED.raw_repr())
-"""Context manager: inside, ATen calls go straight to the kernels of concrete tensors, as if called outside of any
-dispatch: no autograd, autocast, tensor subclass, mode or functional transform sees them."""
 
 
 class InProcessEngine:
@@ -97,17 +77,37 @@ class InProcessEngine:
             nodes[:] = [node for node in nodes if node.args is not None]
             if not nodes:
                 return 0
+            refuse_own(nodes)
             if room is not None:
                 self._drain()
             task = bind(nodes)
             program = self.programs.find(task)
+            if program.by_themselves and len(nodes) > 1:
+                del task  # so that what a stretch makes is dropped behind it
+                return self._run_in_turn(nodes, program.by_themselves, give_back, ahead, room)
             with concretely():
                 runnable: Any = self._best(program, task) if room is None else self._within(room, program, task)
             if ahead and room is None and self._launch(task, runnable, give_back):
                 return runnable.transient_bytes
             self._drain()
-            self._perform(task, runnable)
+            with calling(nodes[0]) if program.by_themselves else nullcontext():
+                self._perform(task, runnable)
             return runnable.transient_bytes
+
+    def _run_in_turn(
+        self, nodes: list[Node], positions: list[int], give_back: GiveBack, ahead: bool, room: int | None
+    ) -> int:
+        """Run kernels in Python, at ``positions``, by themselves, and what lies between them."""
+        named = [weakref.ref(node) for node in nodes]
+        stretches = deque(by_themselves(nodes, positions))
+        nodes.clear()
+        taken = 0
+        try:
+            while stretches:
+                taken = max(taken, self.run(stretches.popleft(), give_back, ahead, room))
+        finally:
+            nodes += [node for one in named if (node := one()) is not None]
+        return taken
 
     def wait(self, values: Sequence[Value] | None = None, need: Need = "run") -> bool:  # noqa: ARG002
         waited = False

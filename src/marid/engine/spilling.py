@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import InProcessEngine, concretely
+from marid.engine.inprocess import InProcessEngine
 from marid.engine.memory_limit import within
 from marid.engine.protocol import Called, GiveBack
 from marid.engine.snapshot import snapshot
 from marid.execute.residency import ROLES, Residency
 from marid.execute.specialisation import Runnable
 from marid.graph.arguments import input_values, values_in
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Operation, Value, root_of
 from marid.graph.prepared import Prepared
 from marid.graph.program import Task

@@ -28,6 +28,7 @@ from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Spec
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, Param, Program, Task, filled
+from marid.graph.python_operator import PythonOperator
 from marid.recent import Recent
 from marid.settings import settings
 
@@ -54,7 +55,8 @@ class Fallback(Protocol):
 class Executable:
     """A program ready to run on concrete tensors. ``source`` is it as Python text.
 
-    ``in_cpp`` says that no operator calls Python: all are PyTorch's own or compiled parts. ``transient_bytes`` is the
+    ``in_cpp`` says that no operator calls Python: all are PyTorch's own or compiled parts. ``by_themselves`` are the
+    positions of those whose kernels are written in Python. ``transient_bytes`` is the
     forecast of what its results take at once, with the sizes of the run it was built for. Where there is a
     ``fallback``, that is what was recorded: runs that stop go on there, and errors are told in its instructions.
     """
@@ -69,6 +71,7 @@ class Executable:
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(one.op.name.startswith("aten::") or one.op.name == _COMPILED for one in program.instructions)
+        self.by_themselves = [i for i, one in enumerate(program.instructions) if isinstance(one.op, PythonOperator)]
         self._plain = Specialisation(self, None)
         self._specialised: Recent[tuple[Any, ...], Specialisation] = Recent(policy.PLANS)
         self._seen: set[int] = set()

@@ -11,7 +11,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from marid.engine.inprocess import concretely
 from marid.engine.snapshot import snapshot
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
@@ -19,6 +18,7 @@ from marid.frontend.materialize import hold_back, read_value
 from marid.frontend.meaning import understand
 from marid.frontend.observe import observer
 from marid.graph.computation import ComputationGraph
+from marid.graph.dispatch_state import concretely
 
 
 class _Depth(threading.local):

@@ -25,12 +25,12 @@ import torch
 import torch._meta_registrations  # Python meta kernels
 
 from marid import policy
-from marid.engine.inprocess import concretely
 from marid.engine.protocol import other_layout
 from marid.frontend import handles
 from marid.frontend.smaller import Smaller, sizes_of
 from marid.frontend.spared_imports import SizesAreNumbers
 from marid.graph.arguments import placed
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Spec, Value, root_of
 from marid.ops.facts import facts_of
 

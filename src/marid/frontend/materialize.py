@@ -19,6 +19,7 @@ from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.arguments import input_values
 from marid.graph.node import Node, Value, is_in_flight, last_write, root_of
+from marid.graph.python_operator import in_kernel
 from marid.graph.tape import Tape
 from marid.native import module
 from marid.report.hooks import Materialized, materialized, recorded
@@ -78,8 +79,9 @@ def hold_back() -> Iterator[None]:
 
 
 def is_held_back() -> bool:
-    """Whether this thread is in ``hold_back``."""
-    return bool(_restraint.holding)
+    """Whether this thread is in ``hold_back``, or in a kernel in Python that a program has called: what is pending may
+    need what that has yet to make."""
+    return bool(_restraint.holding) or in_kernel()
 
 
 def is_sync_forbidden() -> bool:
@@ -133,7 +135,7 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
         asked = [node for tensor in tensors for node in pending_nodes(tensor)]
         can_run = bool(asked) and all(node.args is not None for node in asked)  # none of them has failed
         stepped = has_stepped(tape)
-        everything = can_run and not (_restraint.holding or alone) and bool(chunk or stepped or tape.immediate)
+        everything = can_run and not (is_held_back() or alone) and bool(chunk or stepped or tape.immediate)
         if everything:
             nodes = tape.pending()  # all of it will be asked for, and what one program makes and uses dies in it
         else:
@@ -147,7 +149,7 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
         waited |= not quiet
         immediate = _read_loops[tape.device].wants_immediate and may_be_immediate(tape)
         is_little = immediate and touches_little(nodes)
-        ahead = bool(tape.chunk) and not _restraint.holding
+        ahead = bool(tape.chunk) and not is_held_back()
         try:
             if nodes:
                 run_pending(tape, nodes, ahead)
@@ -189,7 +191,7 @@ def may_be_immediate(tape: Tape) -> bool:
     """Whether operations may run at once on the thread that calls them."""
     allowed = settings.immediate_bytes > 0 and not settings.memory_limit and not settings.log_intercepts
     allowed = allowed and not recorded.listeners and not engine_of(tape.device).spilled
-    return allowed and not _restraint.holding and observer() is None and not engine_of(tape.device).elsewhere
+    return allowed and not is_held_back() and observer() is None and not engine_of(tape.device).elsewhere
 
 
 def _begin_immediate(tape: Tape) -> None:
@@ -300,8 +302,10 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
 
 def run_everything(tape: Tape, wait: bool = True) -> LazyTensorError | None:
     """Have all that is pending run, and wait for it if asked to; the first failure, after running what does not depend
-    on it. Runs nothing more when memory does not suffice."""
+    on it. Runs nothing more when memory does not suffice, and nothing in a kernel that a program has called."""
     first = None
+    if in_kernel():
+        return None
     while True:
         tape.fail_dependents()
         try:

@@ -15,12 +15,12 @@ from torch import _tensor_str
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
-from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.observe import observer
 from marid.frontend.subclasses import user_class
+from marid.graph.dispatch_state import concretely
 from marid.graph.html import pre_html, table_html
 from marid.settings import settings
 

@@ -119,7 +119,7 @@ class Recorder:
         self.draws = by_key and self.random and self.takes_generator and not self.dynamic and not facts.mask
         self.indexes = alone and not self.random and facts.mask != ""
         usual = by_key and (self.draws or not self.random)
-        usual = usual and _returns_tensors(schema)
+        usual = usual and _returns_tensors(schema) and not facts.in_python
         self.at_once = usual and facts.keeps_geometry
         self.at_once_by_rule = usual and facts.writes_to_out
 

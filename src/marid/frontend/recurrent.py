@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.frontend.record import Recorder, special
+from marid.graph.dispatch_state import concretely
 from marid.ops.own_operators import OwnOperator, define
 
 aten = torch.ops.aten

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from marid.engine.inprocess import concretely
 from marid.engine.protocol import other_layout
 from marid.engine.snapshot import snapshot
 from marid.frontend import handles
@@ -20,6 +19,7 @@ from marid.frontend.observe import observer
 from marid.frontend.record import Recorder, recorder_of, special
 from marid.frontend.results import retarget
 from marid.frontend.storage_objects import storage_behind
+from marid.graph.dispatch_state import concretely
 from marid.ops.facts import facts_of, named, overload_named
 
 aten = torch.ops.aten

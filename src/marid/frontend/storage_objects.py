@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import run_everything
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Storage, root_of
 
 # Far above what a process can map, so that a made-up address is never a real one.

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.engine.safetensors import Entry, read_file
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
+from marid.graph.dispatch_state import concretely
 from marid.semantics.tracebacks import folded
 
 

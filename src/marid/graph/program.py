@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from marid.graph.node import Draw, Node, Operation, Output, Spec, Value, failures, finish, raise_failure
+from marid.graph.python_operator import PythonOperator
 from marid.graph.tape import Tape
 from marid.native import module
 from marid.ops.facts import facts_of
@@ -237,7 +238,8 @@ def operation_of(func: Any, target: Any = None) -> Operation:
     """The operation of an operator overload, which calls ``target`` in its place if there is one; a new one at each
     call."""
     facts = facts_of(func)
-    return Operation(func, facts.mutates, facts.view, target)
+    kind = PythonOperator if facts.in_python else Operation
+    return kind(func, facts.mutates, facts.view, target)
 
 
 def differ(a: Any, b: Any) -> bool:

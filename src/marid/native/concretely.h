@@ -6,7 +6,7 @@
 
 namespace marid {
 
-// The keys that are included and those that are excluded (see `concretely` in engine/inprocess.py).
+// The keys that are included and those that are excluded (see graph/dispatch_state.py).
 std::pair<c10::DispatchKeySet, c10::DispatchKeySet> keys_inside();
 
 }  // namespace marid

@@ -48,6 +48,8 @@ class Facts:
     """Whether results go where it is told to put them, which is given their geometry, and nothing else is resized."""
     of_others: bool
     """Whether it is neither in ATen's namespace nor in Marid's: its kernels may count or print, and are not probed."""
+    in_python: bool
+    """Whether its kernel was written in Python, by others."""
     out_overload: str | None
     """The overload of a pointwise operator that takes the same arguments and the place of its result."""
 
@@ -179,9 +181,20 @@ def facts_of(func: Any) -> Facts:
         is_foreach=schema.name.startswith(_FOREACH),
         writes_to_out=any(outs) and own and not row.get("in_place_of"),
         of_others=schema.name.partition("::")[0] not in ("aten", "marid"),
+        in_python=_is_in_python(schema),
         out_overload=None if mutates or shares else _out_overload(func),
         **row,
     )
+
+
+_KERNELS = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+def _is_in_python(schema: Any) -> bool:
+    space, _, name = schema.name.partition("::")
+    overload = f".{schema.overload_name}" if schema.overload_name else ""
+    written = torch.library._impls
+    return space != "marid" and any(f"{space}/{name}{overload}/{key}" in written for key in _KERNELS)
 
 
 def named(field: str) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.frontend import handles, random
 from marid.frontend.materialize import is_sync_forbidden
 from marid.frontend.observe import Drawn
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Node, Operation
 from marid.graph.program import operation_of
 from marid.replay.counters import CounterLog

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.errors import MaterializationError
 from marid.execute.executable import Executable
 from marid.execute.interrupted import Interrupted
@@ -15,6 +14,7 @@ from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import pending_nodes, wait_anyway
 from marid.graph.analysis import analysis_of
+from marid.graph.dispatch_state import concretely
 from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Node, Value, root_of
 from marid.graph.prepared import Prepared, Replay

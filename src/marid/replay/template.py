@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from marid.engine.inprocess import concretely
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import bytes_of
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Node, Storage, Value, root_of
 from marid.graph.prepared import GuardFailed, Prepared
 from marid.native import module

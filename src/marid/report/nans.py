@@ -13,9 +13,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from marid.api import graph
-from marid.engine.inprocess import concretely
 from marid.errors import LazyTensorError
 from marid.frontend.materialize import pending_nodes, read_value
+from marid.graph.dispatch_state import concretely
 from marid.semantics.tracebacks import folded
 
 _UNINITIALIZED = {

@@ -12,11 +12,11 @@ import torch
 from torch.utils import _pytree
 from torch.utils._pytree import tree_leaves
 
-from marid.engine.inprocess import concretely
 from marid.engine.safetensors import Entry, read_file, read_metadata
 from marid.errors import LazyTensorError, WireError
 from marid.frontend import handles
 from marid.frontend.engines import engine_of
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Spec, root_of
 from marid.native import module
 from marid.replay.reachable import Reached

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.engine.memory_limit import refuse_beyond
 from marid.engine.plain import interned
 from marid.engine.protocol import Called, Engine, GiveBack, Need, Returned
 from marid.engine.snapshot import snapshot
 from marid.errors import LazyTensorError, MaterializationError, WireError
 from marid.graph.arguments import values_in
+from marid.graph.dispatch_state import concretely
 from marid.graph.node import Node, Operation, Value
 from marid.graph.prepared import Prepared
 from marid.graph.program import bind

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.engine.protocol import Called
 from marid.engine.single_call import perform
 from marid.errors import WireError
@@ -28,6 +27,7 @@ from marid.execute.residency import Residency
 from marid.execute.specialisation import Frame, Runnable
 from marid.execute.store import ProgramStore
 from marid.graph.analysis import forecast
+from marid.graph.dispatch_state import concretely
 from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Node, Operation, Spec
 from marid.graph.prepared import Prepared, Replay

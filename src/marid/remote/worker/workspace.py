@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from marid.engine.inprocess import concretely
 from marid.engine.plain import dtype_name, spec_of, spec_to
 from marid.errors import WireError
 from marid.execute.interrupted import Interrupted
 from marid.execute.residency import ROLES
 from marid.graph.arguments import map_leaves
+from marid.graph.dispatch_state import concretely
 from marid.recent import Recent
 from marid.remote.wire import requests as ask
 from marid.remote.wire.codec import SEGMENT_BYTES, SEGMENTS, SMALL_BYTES
