@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, Self
 
 import pytest
@@ -249,3 +251,27 @@ def test_a_module_with_tied_parameters_of_a_subclass_is_the_first_use() -> None:
     """PyTorch's own function moves it then, and finds the second of them moved."""
     done = subprocess.run([sys.executable, "-c", _FIRST_USE], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class OfData(torch.Tensor):
+    """A class that is made of data alone, and has an attribute."""
+
+    name = "nobody"
+
+    def __new__(cls, data: torch.Tensor) -> Self:
+        made = torch.Tensor._make_subclass(cls, data)  # type: ignore[attr-defined]
+        made.name = "somebody"
+        return made
+
+    def new_empty(self, *size: Any, **_: Any) -> OfData:  # which PyTorch's `__deepcopy__` asks for
+        return OfData(torch.empty(*size, device=self.device))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_tensor_of_a_class_that_was_made_a_parameter_is_copied(copied: Callable[[Any], Any]) -> None:
+    def results(device: str) -> list[Any]:
+        parameter = torch.nn.Parameter(OfData(torch.ones(3).to(device)))
+        made = copied(parameter)
+        return [isinstance(made, torch.nn.Parameter), isinstance(made, OfData), made.requires_grad, vars(made), made]
+
+    assert_same(results(DEVICE), results("cpu"))

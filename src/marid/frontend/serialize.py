@@ -17,7 +17,7 @@ from marid.execute.kernel_warnings import warn_of
 from marid.frontend import handles, storage_objects
 from marid.frontend.engines import engine_of
 from marid.frontend.materialize import read
-from marid.frontend.subclasses import user_class
+from marid.frontend.subclasses import is_parameter, user_class
 
 _LOCATION = "_marid_location"  # see registration.py
 _COPIED = (
@@ -40,7 +40,7 @@ def reduce(tensor: Any) -> Any:
     def arguments(requires_grad: bool) -> tuple[Any, ...]:
         return (*whole, requires_grad, hooks, *([buffer.dtype] if is_new else []))
 
-    if not isinstance(tensor, torch.nn.Parameter):
+    if not is_parameter(tensor):
         attributes, cls = handles.user_attributes(tensor), user_class(tensor)
         if cls is torch.Tensor and attributes and tensor.requires_grad:
             # The rebuilt one is cast to torch.Tensor, which makes a view: a leaf if it needs no gradients till then.

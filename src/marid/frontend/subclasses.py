@@ -63,6 +63,14 @@ def _both(cls: type[torch.Tensor], own: type[torch.Tensor]) -> type[torch.Tensor
     return type(cls)(cls.__name__, (cls, _KeepsItsClass, own), names)
 
 
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether the class of a tensor of the device is ``nn.Parameter``, or derived from that: not where ``nn.Parameter``
+    was given a tensor of a class of the user's, which it marks, and which is copied and pickled like one."""
+    return isinstance(tensor, Parameter) and (
+        _user_class_of(type(tensor)) is None or issubclass(type(tensor), Parameter)
+    )
+
+
 def user_class(tensor: torch.Tensor) -> type[torch.Tensor]:
     """The class that a tensor of the device was given by ``class_on_device``, or ``torch.Tensor``."""
     return _user_class_of(type(tensor)) or torch.Tensor

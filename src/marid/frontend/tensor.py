@@ -16,7 +16,7 @@ from marid.frontend.engines import engine_of
 from marid.frontend.handles import user_attributes
 from marid.frontend.materialize import download, pending_nodes, read
 from marid.frontend.printing import html_of, text_of
-from marid.frontend.subclasses import as_class, user_class
+from marid.frontend.subclasses import as_class, is_parameter, user_class
 from marid.frontend.uninitialized import converted
 from marid.frontend.waits import awaited
 from marid.graph.arguments import placed, values_in
@@ -201,7 +201,7 @@ class LazyTensor(torch.Tensor):
 
     @folded
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if isinstance(self, torch.nn.Parameter):
+        if is_parameter(self):
             return self._copied_parameter(memo)
         if not self.is_leaf:
             raise RuntimeError(
@@ -234,7 +234,7 @@ class LazyTensor(torch.Tensor):
 
     def __copy__(self) -> torch.Tensor:
         made: torch.Tensor = self.data
-        if isinstance(self, torch.nn.Parameter):
+        if is_parameter(self):
             made = torch.nn.Parameter(made, self.requires_grad)
         else:
             torch.autograd.graph.increment_version(made)  # as PyTorch's, which puts the storage into a new tensor
