@@ -95,6 +95,19 @@ def test_memory_is_shared_as_on_the_cpu() -> None:
     assert_same(results(DEVICE), results("cpu"))
 
 
+@pytest.mark.parametrize("cls", [Image, Counted, Plain])
+def test_the_data_of_a_subclass(cls: type[torch.Tensor]) -> None:
+    def results(device: str) -> list[Any]:
+        x = torch.ones(3).to(device).as_subclass(cls)
+        Counted.calls = 0
+        data = x.data
+        called = Counted.calls
+        data.add_(1)
+        return [isinstance(data, cls), called, data, x, x.requires_grad_().data.requires_grad]
+
+    assert_same(results(DEVICE), results("cpu"))
+
+
 def test_a_copy_of_a_subclass() -> None:
     image = torch.ones(2, device=DEVICE).as_subclass(Image)
     for made in (copy.copy(image), copy.deepcopy(image), image.clone()):

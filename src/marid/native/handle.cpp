@@ -235,18 +235,27 @@ int set_storage(PyObject* object, PyObject* to, void*) {
   return handle == nullptr ? -1 : 0;
 }
 
+// The attribute `data` as PyTorch has it.
+PyObject* general_data() {
+  static PyObject* const name = PyUnicode_InternFromString("data");
+  return _PyType_Lookup(handle_type->tp_base, name);
+}
+
 PyObject* get_data(PyObject* object, void*) {
   Handle* handle = handle_of_object(object);
   if (handle == nullptr) return nullptr;
   handle->is_zero = false;  // who has the data may write to it, unseen by autograd
+  if (Py_TYPE(object) != handle_type) {  // a class of the user's may have a say
+    PyObject* general = general_data();
+    return Py_TYPE(general)->tp_descr_get(general, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));
+  }
   return guarded([&] { return THPVariable_Wrap(THPVariable_Unpack(object).variable_data()); });
 }
 
 int set_data(PyObject* object, PyObject* to, void*) {
   if (handle_of_object(object) == nullptr) return -1;
   if (to == nullptr || !THPVariable_Check(to)) {  // as PyTorch says
-    static PyObject* const name = PyUnicode_InternFromString("data");
-    PyObject* general = _PyType_Lookup(handle_type->tp_base, name);
+    PyObject* general = general_data();
     return Py_TYPE(general)->tp_descr_set(general, object, to);
   }
   Ref done(guarded([&] {
