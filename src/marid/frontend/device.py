@@ -105,6 +105,8 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
     @folded
     @functools.wraps(move)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+        if isinstance(self, torch.jit.ScriptModule):  # whose parameters are C++'s, and set anew
+            return move(self, fn, recurse)
         if recurse:  # first, as PyTorch does, and with the caller's function
             for module in self.children():
                 module._apply(fn)
@@ -158,6 +160,8 @@ def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
         if not isinstance(tensor, LazyTensor):
             return is_wrapper(tensor)
         move = sys._getframe(1)
+        if isinstance(move.f_locals.get("self"), torch.jit.ScriptModule):
+            return False
         has_moved = move.f_locals.get("param") is tensor  # in another place of the module, as tied weights have
         return not has_moved and move.f_back is not None and move.f_back.f_code.co_filename != __file__
 
