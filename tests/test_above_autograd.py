@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import marid
-from tests.helpers import DEVICE
+from tests.helpers import DEVICE, assert_same
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -148,6 +148,46 @@ def test_modes_and_transforms_see_calls_without_gradients() -> None:
     )
     found = torch.func.grad(lambda x: torch.tanh(x).mul(y).sum())(x)
     assert torch.equal(found.cpu(), torch.func.grad(lambda x: torch.tanh(x).mul(y.cpu()).sum())(x.cpu()))
+
+
+class _Halved(TorchDispatchMode):
+    """Notes what it sees, and halves products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        made = func(*args, **(kwargs or {}))
+        return made / 2 if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else made
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.linear(x[0], x[1]),
+        lambda x: F.linear(x, x[0], x[0, :, 0]),
+        lambda x: F.max_pool1d(x, 2),
+        F.silu,
+        F.mish,
+    ],
+    ids=["linear", "linear with a bias", "pool", "silu", "mish"],
+)
+def test_modes_see_the_operators_that_they_see_on_the_cpu(
+    function: Callable[[Tensor], Tensor], gradients: bool
+) -> None:
+    def results(device: str) -> list[Any]:
+        x = torch.linspace(-3, 3, 32).reshape(2, 4, 4).to(device).requires_grad_(gradients)
+        with _Halved() as mode:
+            made = function(x)
+            if gradients:
+                made.sum().backward()
+        seen = [name for name in mode.seen if "detach" not in name]
+        return [seen, made.detach(), x.grad]
+
+    assert_same(results(DEVICE), results("cpu"))
 
 
 def test_saved_tensors_are_shown_to_hooks() -> None:

@@ -19,7 +19,11 @@ template struct Open<Inside, &c10::SafeKernelFunction::kernel_>;
 }  // namespace
 
 c10::KernelFunction kernel_above_autograd(const c10::OperatorHandle& op) {
-  return op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse2).*kernel_in(Inside());
+  // Other devices compose what the CPU has a kernel for.
+  bool is_composed_elsewhere = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+      op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  auto like = is_composed_elsewhere ? c10::DispatchKey::AutogradCPU : c10::DispatchKey::AutogradPrivateUse2;
+  return op.getComputedKernelForDispatchKey(like).*kernel_in(Inside());
 }
 
 }  // namespace marid

@@ -96,6 +96,7 @@ at::Tensor composed_linear(const at::Tensor& input, const at::Tensor& weight, co
 // Above autograd.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   bool plain = is_plain(input) && is_plain(weight) && (!bias.has_value() || !bias->defined() || is_plain(*bias));
+  plain = plain && c10::impl::TorchDispatchModeTLS::stack_len() == 0;  // modes see what it is composed of
   if (!plain || marid::in_own_function() || !marid::is_simple(input, weight, bias)) {
     return composed_linear(input, weight, bias);
   }
@@ -141,7 +142,7 @@ at::Tensor dropout(const at::Tensor& input, double p, bool train) {
 // Where nobody differentiates it the CPU has a kernel of its own, to which there is no other way.
 at::Tensor max_pool1d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
-  if (!is_plain(input)) {
+  if (!is_plain(input) || c10::impl::TorchDispatchModeTLS::stack_len() > 0) {
     return at::native::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
   }
   at::AutoDispatchBelowADInplaceOrView below;
