@@ -231,6 +231,54 @@ def test_what_lies_between_their_calls_is_freed(
     assert marid.stats().peak_memory < 8 * x.nbytes
 
 
+@pytest.mark.parametrize("types", [None, "cpu"], ids=["of any device", "of the CPU"])
+def test_their_kernels_find_autocast_on(types: str | None, either_way: None) -> None:
+    """As on the CPU, and are called once."""
+    called: list[str] = []
+
+    @torch.library.custom_op(f"{next(_names)}::f", mutates_args=(), device_types=types)
+    def operator(x: Tensor) -> Tensor:
+        called.append(x.device.type)
+        with torch.autocast("cpu", enabled=False):
+            exact = x @ x
+        return (x @ x).float() + exact
+
+    operator.register_fake(torch.empty_like)
+    given = torch.linspace(-1, 1, 9).reshape(3, 3)
+    for number in range(1, 4):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = operator(given)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            found = operator(given.to(DEVICE))
+        assert torch.equal(found.cpu(), expected)
+        assert called == ["cpu"] * 2 * number
+    assert torch.equal(operator(given.to(DEVICE)).cpu(), operator(given))
+
+
+def test_their_kernels_write_to_tensors_of_inference_mode(either_way: None) -> None:
+    @torch.library.custom_op(f"{next(_names)}::f", mutates_args=("out",))
+    def operator(x: Tensor, out: Tensor) -> None:
+        out.add_(x)
+
+    operator.register_fake(lambda x, out: None)
+    with torch.inference_mode():
+        x, out = torch.ones(3).to(DEVICE), torch.zeros(3).to(DEVICE)
+        operator(x, out)
+    assert out.tolist() == [1.0] * 3
+
+
+def test_calls_run_before_a_kernel_takes_the_place_of_another(library: torch.library.Library, either_way: None) -> None:
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", lambda x: x * 2, "CPU")
+    library.impl("f", torch.empty_like, "Meta")
+    given = torch.ones(2, device=DEVICE)
+    before = _operator(library)(given)
+    with torch.library._scoped_library(library.ns, "IMPL") as other:
+        other.impl("f", lambda x: x * 5, "CPU", allow_override=True)
+        inside = _operator(library)(given)
+    assert [before.tolist(), inside.tolist(), _operator(library)(given).tolist()] == [[2.0] * 2, [5.0] * 2, [2.0] * 2]
+
+
 def test_calls_run_before_an_operator_is_defined_anew(either_way: None) -> None:
     """As a cell of a notebook that is run again does."""
     name = next(_names)

@@ -240,11 +240,14 @@ CHANGES: list[Change] = [
         for place in (".graph", "")
     ],
     *[replaced(f"torch._C.{name}", _SWITCHED, device.running_everything_before) for name in device.SWITCHES],
-    replaced(
-        "torch.library.Library._destroy",
-        "an operator's calls run before it is gone, or defined anew",
-        device.running_everything_before,
-    ),
+    *[
+        replaced(target, "an operator's calls run before it is another one", device.running_everything_before)
+        for target in (
+            "torch.library.Library._destroy",
+            "torch.library.Library.impl",
+            "torch._library.custom_ops.CustomOpDef.register_kernel",
+        )
+    ],
     replaced("torch.set_autocast_enabled", "operators are listed for autocast when it is first on", autocast.listing),
     replaced("torch.set_num_threads", _SWITCHED, lambda _: getattr(torch._C, "set_num_threads")),  # noqa: B009
     Change(

@@ -19,9 +19,10 @@ import torch
 from marid.errors import LazyTensorError
 from marid.graph.analysis import analysis_of
 from marid.graph.arguments import leaves
-from marid.graph.node import Node, Spec, strides_alike
+from marid.graph.node import Node, Operation, Spec, strides_alike
 from marid.graph.program import Instruction, Program, Result
 from marid.native import module
+from marid.ops.facts import facts_of
 from marid.report.stats import counters
 from marid.semantics.scopes import text_of_site
 
@@ -107,7 +108,7 @@ def settle(
         elif result.path and result.path[0]:
             tensor = _as_on_the_cpu(tensor, spec)
         try:
-            tensors[result.slot] = _laid_out(tensor, spec, base, owned)
+            tensors[result.slot] = _laid_out(tensor, spec, base, owned, instruction.op)
         except LazyTensorError:
             for one in instruction.results:  # what is not what was recorded is nobody's value
                 del tensors[one.slot]
@@ -115,7 +116,7 @@ def settle(
     for slot in analysis.resized[index]:
         spec, tensor = specs[slot], tensors[slot]
         if spec is not None and not agrees(tensor, spec, tensor, given):
-            tensors[slot] = _laid_out(tensor, spec, tensor, True)
+            tensors[slot] = _laid_out(tensor, spec, tensor, True, instruction.op)
 
 
 def _misprediction(
@@ -142,7 +143,9 @@ def _as_on_the_cpu(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     return tensor
 
 
-def _laid_out(tensor: torch.Tensor, spec: Spec, base: torch.Tensor | None, owned: bool) -> torch.Tensor:
+def _laid_out(
+    tensor: torch.Tensor, spec: Spec, base: torch.Tensor | None, owned: bool, made_by: Operation
+) -> torch.Tensor:
     """``tensor`` with the geometry ``spec``: a view of ``base``, or with memory of its own. Raises ``LazyTensorError``
     where that would be another tensor."""
     same = tensor.dtype is spec.dtype and tensor.is_conj() == spec.conj and tensor.is_neg() == spec.neg
@@ -151,10 +154,13 @@ def _laid_out(tensor: torch.Tensor, spec: Spec, base: torch.Tensor | None, owned
             return torch.as_strided(tensor, spec.shape, spec.stride, spec.offset)
         if base is None and not spec.overlaps:
             return _copy(tensor, spec)
+    fault = "This is a fault of Marid's, please report it"
+    if facts_of(made_by.func).of_others:
+        fault = "Its fake kernel and its kernel disagree"
     raise LazyTensorError(
         f"its result is not what was recorded ({spec} recorded, {list(tensor.shape)} of {tensor.dtype} with strides "
-        f"{list(tensor.stride())} computed{'' if owned else ', in other memory'}). This is a fault of Marid's, please "
-        "report it; recorded once more, the operation is recorded as it was computed now"
+        f"{list(tensor.stride())} computed{'' if owned else ', in other memory'}). {fault}; "
+        "recorded once more, the operation is recorded as it was computed now"
     )
 
 

@@ -36,6 +36,7 @@ from marid.frontend.storage_objects import resize_memory
 from marid.graph.arguments import map_leaves
 from marid.graph.node import Node, Operation, Spec, Storage, Value, last_write, root_of
 from marid.graph.program import operation_of
+from marid.graph.python_operator import autocasting
 from marid.graph.tape import Tape
 from marid.native import module
 from marid.ops.facts import facts_of
@@ -99,7 +100,7 @@ class Recorder:
         self.handler = _handlers.get(func) or _handlers.get(facts.collective)
         if self.handler is None and any(result.type.kind() == "ClassType" for result in schema.returns):
             self.handler = _on_the_host
-        self.asks_autocast = self.handler is None and autocast.may_call_listed(func)
+        self.asks_autocast = self.handler is None and (facts.in_python or autocast.may_call_listed(func))
         self.adopt()
         self.takes_generator = facts.takes_generator
         self.random = facts.draws or facts.takes_generator
@@ -130,14 +131,21 @@ class Recorder:
         module.adopt(schema.name, schema.overload_name, id(self.func), self.asks_autocast, kernel, general)
 
     def is_changed_by_autocast(self, args: tuple[Any, ...], kwargs: Any) -> bool:
-        """Whether autocast is on and changes what this operator is composed of."""
-        if not autocast.is_on():
-            return False
+        """Whether autocast is on and changes what this operator is composed of, or what its kernel in Python does."""
+        if not autocast.is_on() or self.facts.in_python:
+            return autocast.is_on()
         changed = autocast.calls_listed(self.func, args, kwargs or {})
         if not autocast.may_call_listed(self.func):
             self.asks_autocast = False
             self.adopt()
         return changed
+
+    def under_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what autocast changes: by the operators that it is composed of, or at once."""
+        if not self.facts.in_python:
+            return autocast.taken_apart(self.func, args, kwargs)
+        with autocasting(torch.get_autocast_dtype(handles.DEVICE_TYPE)):
+            return run_eagerly(self, args, kwargs, "its kernel is written in Python, and autocast is on")
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, whatever its form; the return value for the user."""
@@ -331,7 +339,7 @@ def dispatch(func: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     try:
         recorder = recorder_of(func)
         if recorder.asks_autocast and recorder.is_changed_by_autocast(args, kwargs):
-            return autocast.taken_apart(func, args, kwargs or {})
+            return recorder.under_autocast(args, kwargs or {})
         if recorder.plain:
             taken = take(handles._handle_class, args, kwargs, recorder.exact_floats, recorder.exact_lists)
             if taken is not None:

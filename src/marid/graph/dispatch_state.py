@@ -34,8 +34,9 @@ concretely: Any = module.concretely(_ALWAYS.raw_repr(), _ABOVE.raw_repr())
 dispatch: no autograd, autocast, tensor subclass, mode or functional transform sees them."""
 
 
-def as_called_by_users() -> AbstractContextManager[None]:
-    """Inside, calls are dispatched as where no autocast, mode or functional transform is on."""
+def as_called_by_users(inference: bool) -> AbstractContextManager[None]:
+    """Inside, calls are dispatched as where no autocast, mode or functional transform is on; as in inference mode with
+    tensors of ``inference``."""
     views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    included = _ALWAYS if torch.is_inference_mode_enabled() else _ALWAYS | views
+    included = _ALWAYS if inference or torch.is_inference_mode_enabled() else _ALWAYS | views
     return torch._C._ForceDispatchKeyGuard(included, _AUTOCAST)

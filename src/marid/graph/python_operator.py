@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -40,13 +40,15 @@ class PythonOperator(Operation):
             item = item.detach() if item.requires_grad else item
             return item if item.device == device else item.to(device)
 
-        with as_called_by_users():
+        autocast = nullcontext() if _calls.autocast is None else torch.autocast("cpu", _calls.autocast)
+        with as_called_by_users(any(tensor.is_inference() for tensor in given)), autocast:
             return map_leaves(concrete, self.target._op(*args, **kwargs))
 
 
 class _Calls(threading.local):
     def __init__(self) -> None:
         self.nodes: list[Node] = []
+        self.autocast: torch.dtype | None = None
 
 
 _calls = _Calls()
@@ -62,9 +64,20 @@ def calling(node: Node) -> Iterator[None]:
     """While the kernel of ``node`` is called."""
     _calls.nodes.append(node)
     try:
-        yield
+        with autocasting(None):
+            yield
     finally:
         _calls.nodes.pop()
+
+
+@contextmanager
+def autocasting(dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, kernels in Python find autocast on, to ``dtype``, or off."""
+    before, _calls.autocast = _calls.autocast, dtype
+    try:
+        yield
+    finally:
+        _calls.autocast = before
 
 
 def refuse_own(nodes: Sequence[Node]) -> None:
