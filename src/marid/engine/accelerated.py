@@ -28,6 +28,7 @@ from marid.graph.dispatch_state import concretely
 from marid.graph.node import Node, Operation, Spec, Value, span_of
 from marid.graph.prepared import Prepared, Replay
 from marid.graph.program import Program, Task
+from marid.graph.python_operator import positions_in
 from marid.recent import Recent
 
 _SIZES = 256  # of the tensors of one program, those that came last
@@ -149,6 +150,7 @@ class _OnDevice:
 
     def __init__(self, engine: AcceleratedEngine, program: Program, specs: tuple[Spec | None, ...]) -> None:  # noqa: ARG002
         self.program = for_device(program, engine.device)
+        self.by_themselves = positions_in(one.op for one in program.instructions)
         self._engine = engine
         self._sized: Recent[tuple[Spec | None, ...], CapturedProgram] = Recent(_SIZES)
 

@@ -37,7 +37,7 @@ from marid.graph.dispatch_state import concretely
 from marid.graph.mersenne_twister import MersenneTwisters
 from marid.graph.node import Node, Operation, Spec, Value, fail, root_of
 from marid.graph.prepared import Prepared, Replay
-from marid.graph.program import Program, Task, bind, deliver
+from marid.graph.program import Program, Task, bind, deliver, runs
 from marid.graph.python_operator import by_themselves, calling, refuse_own
 from marid.native import module, omp_pause
 from marid.report.hooks import Ran, ran, run_of
@@ -64,7 +64,6 @@ class InProcessEngine:
         self._twisters = MersenneTwisters()
         self._flights: deque[TaskInFlight] = deque()
         self._by_job: dict[int, TaskInFlight] = {}
-        self._depth = 0  # of runs on the calling thread, one inside of another
         self._writing: dict[Value, int] = {}  # the newest flight that may write the memory of a value
         atexit.register(module.queue_stop)
         module.queue_release_threads(omp_pause)
@@ -131,7 +130,7 @@ class InProcessEngine:
             with concretely():
                 runnable = self._best(prepared.ready, replay)
             began = time.perf_counter() if ran.listeners else 0.0
-            self._depth += 1
+            runs.depth += 1
             try:
                 with KernelWarnings(), concretely(), self.arena.run(runnable.placement):
                     results = runnable.run(replay, self._twisters.at)
@@ -147,7 +146,7 @@ class InProcessEngine:
                     _tell(replay, runnable, began)
                 return results
             finally:
-                self._depth -= 1
+                runs.depth -= 1
         inputs.clear()
         del replay, runnable
         try:
@@ -239,12 +238,12 @@ class InProcessEngine:
         """Run a task on this thread, now that nothing is in flight."""
         task.resolve()
         began = time.perf_counter() if ran.listeners else 0.0
-        self._depth += 1
+        runs.depth += 1
         try:
             with KernelWarnings(), concretely(), self.arena.run(runnable.placement):
                 self._conclude(task, lambda: runnable.run(task, self._twisters.at))
         finally:
-            self._depth -= 1
+            runs.depth -= 1
         if began:
             _tell(task, runnable, began)
 
@@ -252,7 +251,7 @@ class InProcessEngine:
         """Hand a task to the device's thread; False when it has to run here."""
         if isinstance(runnable, Checked) or not runnable.in_cpp:
             return False
-        if self._depth or torch._C._autograd._profiler_enabled():  # profilers see this thread
+        if runs.depth or torch._C._autograd._profiler_enabled():  # profilers see this thread
             return False
         while len(self._flights) >= policy.IN_FLIGHT:
             self._wait_for(self._flights[0].number)

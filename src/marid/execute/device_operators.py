@@ -81,12 +81,13 @@ class HostOperator(Operation):
     """``of``, for tensors on ``device``: what it is given is copied to the host, and what it has written and made is
     copied back. It can be called like the operator itself, and has its schema."""
 
-    __slots__ = ("_device", "_schema")
+    __slots__ = ("_called", "_device", "_schema")
 
     waits = True
 
     def __init__(self, of: Operation, device: torch.device) -> None:
         super().__init__(of.func, of.mutates, of.view, of.target)
+        self._called = self.target._op
         self._device = device
         self._schema = of.func._schema
         self.call = self
@@ -107,7 +108,7 @@ class HostOperator(Operation):
             return item.to(self._device) if given is None else given
 
         named = {name: _HOST if name == "device" else map_leaves(to_host, arg, list) for name, arg in kwargs.items()}
-        returned = self.target._op(*map_leaves(to_host, args, list), **named)
+        returned = self._called(*map_leaves(to_host, args, list), **named)
         formals = [formal.name for formal in self._schema.arguments]
         written = dict(zip(formals, facts_of(self.func).written, strict=True))
         for name, arg in [*zip(formals, args, strict=False), *kwargs.items()]:

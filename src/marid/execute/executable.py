@@ -28,7 +28,7 @@ from marid.graph.analysis import analysis_of, forecast
 from marid.graph.node import Spec
 from marid.graph.prepared import Replay
 from marid.graph.program import Instruction, Param, Program, Task, filled
-from marid.graph.python_operator import PythonOperator
+from marid.graph.python_operator import positions_in
 from marid.recent import Recent
 from marid.settings import settings
 
@@ -71,7 +71,7 @@ class Executable:
         self.runs = 0
         # Other operators may be written in Python, and call anything.
         self.in_cpp = all(one.op.name.startswith("aten::") or one.op.name == _COMPILED for one in program.instructions)
-        self.by_themselves = [i for i, one in enumerate(program.instructions) if isinstance(one.op, PythonOperator)]
+        self.by_themselves = positions_in(one.op for one in program.instructions)
         self._plain = Specialisation(self, None)
         self._specialised: Recent[tuple[Any, ...], Specialisation] = Recent(policy.PLANS)
         self._seen: set[int] = set()

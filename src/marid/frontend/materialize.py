@@ -19,7 +19,7 @@ from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.observe import observer
 from marid.graph.arguments import input_values
 from marid.graph.node import Node, Value, is_in_flight, last_write, root_of
-from marid.graph.python_operator import in_kernel
+from marid.graph.program import runs
 from marid.graph.tape import Tape
 from marid.native import module
 from marid.report.hooks import Materialized, materialized, recorded
@@ -79,9 +79,9 @@ def hold_back() -> Iterator[None]:
 
 
 def is_held_back() -> bool:
-    """Whether this thread is in ``hold_back``, or in a kernel in Python that a program has called: what is pending may
-    need what that has yet to make."""
-    return bool(_restraint.holding) or in_kernel()
+    """Whether this thread is in ``hold_back``, or in a run, from which something came back to Python: what is pending
+    may need what that has yet to make."""
+    return bool(_restraint.holding or runs.depth)
 
 
 def is_sync_forbidden() -> bool:
@@ -302,9 +302,9 @@ def run_pending(tape: Tape, nodes: list[Node], ahead: bool = False) -> None:
 
 def run_everything(tape: Tape, wait: bool = True) -> LazyTensorError | None:
     """Have all that is pending run, and wait for it if asked to; the first failure, after running what does not depend
-    on it. Runs nothing more when memory does not suffice, and nothing in a kernel that a program has called."""
+    on it. Runs nothing more when memory does not suffice, and nothing in a run."""
     first = None
-    if in_kernel():
+    if runs.depth:
         return None
     while True:
         tape.fail_dependents()

@@ -18,6 +18,7 @@ The key is the whole structure, not a digest of it: two programs are the same on
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,15 @@ if TYPE_CHECKING:
     from marid.graph.analysis import Analysis
 
 _LIFTED = (int, float, complex, Draw)
+
+
+class _Runs(threading.local):
+    """Of a thread: how many runs of programs it is in, one inside of another. A kernel in Python may begin one."""
+
+    depth = 0
+
+
+runs = _Runs()
 
 
 @dataclass(frozen=True, slots=True)

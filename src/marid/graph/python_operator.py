@@ -7,7 +7,7 @@ CPU, and not from the middle of a program (``engine/inprocess.py``): what came b
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -46,17 +46,14 @@ class PythonOperator(Operation):
 
 
 class _Calls(threading.local):
+    """Of a thread: the nodes whose kernels in Python it is in, and what these find autocast to be."""
+
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.autocast: torch.dtype | None = None
 
 
 _calls = _Calls()
-
-
-def in_kernel() -> bool:
-    """Whether this thread is in a kernel in Python that a program has called."""
-    return bool(_calls.nodes)
 
 
 @contextmanager
@@ -86,6 +83,11 @@ def refuse_own(nodes: Sequence[Node]) -> None:
     if own is not None:
         assert own.op is not None
         raise RuntimeError(f"the kernel of {own.op.name} reads a tensor that {own.op.name} has yet to make or to write")
+
+
+def positions_in(operations: Iterable[Operation | None]) -> list[int]:
+    """Where operators with kernels in Python are among ``operations``."""
+    return [position for position, op in enumerate(operations) if isinstance(op, PythonOperator)]
 
 
 def by_themselves(nodes: list[Node], positions: Sequence[int]) -> list[list[Node]]:
