@@ -80,18 +80,6 @@ def test_functions_of_tensors_of_the_device(function: Callable[[Tensor, Tensor],
     assert_same([compiled(weight, x) for x in batches], expected)
 
 
-@pytest.mark.parametrize("function", [_layer, _with_state])
-def test_whole_graphs_of_tensors_of_the_device(function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """With ``fullgraph=True`` a call raises that has compiled nothing: not where the device does the work."""
-    w, batches = torch.randn(8, 8), torch.randn(10, 5, 8)
-    expected = [function(w, x) for x in batches]
-    hidden = {"weight": [w.to(DEVICE)]}
-    compiled = torch.compile(function, fullgraph=True)
-    assert_same([compiled(hidden["weight"][0], x) for x in batches], expected)
-    of_hidden = torch.compile(lambda x: function(hidden["weight"][0], x["x"]), backend="eager", fullgraph=True)
-    assert_same([of_hidden({"x": x}) for x in batches], expected)
-
-
 def _made_there(w: Tensor, x: Tensor) -> Tensor:
     y = torch.ones(8, device=w.device) + x.to(w.device.type)
     return y.relu() * 2

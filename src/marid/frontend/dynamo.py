@@ -83,7 +83,7 @@ def beside_fake_tensors(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def skipping(convert: Callable[..., Any]) -> Callable[..., Any]:
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_fullgraph_compiled_frame_count
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
     from torch._dynamo.types import ConvertFrameReturn
 
     met: WeakKeyDictionary[CodeType, int] = WeakKeyDictionary()
@@ -91,7 +91,7 @@ def skipping(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
     def wrapper(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         times = met.get(frame.f_code, 0)
-        if times < _TRIES and not (times and _is_for_the_device(frame.f_locals.values())):
+        if not (times and _is_for_the_device(frame.f_locals.values())):
             outside = getattr(_converting, "frame", False)
             _converting.frame = True
             try:
@@ -100,12 +100,9 @@ def skipping(convert: Callable[..., Any]) -> Callable[..., Any]:
                 met[frame.f_code] = times = times + 1
             finally:
                 _converting.frame = outside
-        compiled = set_fullgraph_compiled_frame_count(-1)
-        if compiled >= 0:  # with `fullgraph=True` a call raises that has compiled nothing: this frame counts
-            set_fullgraph_compiled_frame_count(compiled + 1)
         # The same code may be called with tensors of the CPU later, to be compiled then.
         skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=times >= _TRIES and compiled < 0)
+        return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=times >= _TRIES)
 
     return wrapper
 
