@@ -12,6 +12,9 @@ from torch import Tensor
 
 import marid
 from marid.errors import MaterializationError
+from marid.execute.device_operators import HostOperator
+from marid.graph.dispatch_state import concretely
+from marid.graph.program import operation_of
 from tests.helpers import DEVICE
 
 _names = (f"marid_user_operators_{number}" for number in itertools.count())
@@ -186,6 +189,16 @@ def test_their_kernels_may_call_anything(
     for turn in range(4):
         given = torch.arange(3.0) + turn
         assert torch.equal(called(given.to(DEVICE)).cpu(), (((given + 1) * 2 + 1) * 2).cos())
+
+
+def test_their_kernels_may_call_anything_for_a_device_that_has_none(library: torch.library.Library) -> None:
+    """Where the host does the work of another device, as of CUDA, which the CPU plays here."""
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", _doubled_by_vmap, "CPU")
+    operation = operation_of(_operator(library).default)
+    with concretely():
+        made = HostOperator(operation, torch.device("cpu")).call(torch.arange(3.0))
+    assert torch.equal(made, torch.arange(3.0) * 2)
 
 
 @pytest.mark.parametrize("returned", ["Tensor", "Tensor[]", "(Tensor, Tensor)"])

@@ -87,7 +87,7 @@ class HostOperator(Operation):
 
     def __init__(self, of: Operation, device: torch.device) -> None:
         super().__init__(of.func, of.mutates, of.view, of.target)
-        self._called = self.target._op
+        self._called = of.call
         self._device = device
         self._schema = of.func._schema
         self.call = self

@@ -132,8 +132,10 @@ class Recorder:
 
     def is_changed_by_autocast(self, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether autocast is on and changes what this operator is composed of, or what its kernel in Python does."""
-        if not autocast.is_on() or self.facts.in_python:
-            return autocast.is_on()
+        if not autocast.is_on():
+            return False
+        if self.facts.in_python:
+            return True
         changed = autocast.calls_listed(self.func, args, kwargs or {})
         if not autocast.may_call_listed(self.func):
             self.asks_autocast = False
