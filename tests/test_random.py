@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marid
+from marid.graph import mersenne_twister
 from tests.helpers import DEVICE, assert_same, on_both, seeded, train_step
 
 device_module: Any = torch.remote_accelerator  # type: ignore[attr-defined]
@@ -486,3 +487,32 @@ def test_a_generator_of_the_cpu_is_refused_at_once(at_once: None) -> None:
         torch.rand(3, generator=torch.Generator(), device=DEVICE)
     with pytest.raises(RuntimeError, match="generator"):
         torch.ones(3, device=DEVICE).normal_(generator=torch.Generator())
+
+
+class _Counted:
+    """Where skipped numbers go, and how many there were."""
+
+    def __init__(self, kept: torch.Tensor) -> None:
+        self.kept, self.words = kept, 0
+
+    def __getitem__(self, some: slice) -> torch.Tensor:
+        self.words += int(some.stop)
+        return self.kept[some]
+
+
+@pytest.mark.parametrize("first", [0, 3], ids=["no spare", "with a spare"])
+def test_large_draws_that_are_read_backwards_skip_little(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marid.settings, "immediate_bytes", 0)
+    counted = _Counted(mersenne_twister._SKIPPED)
+    monkeypatch.setattr(mersenne_twister, "_SKIPPED", counted)
+    large, count = 3 << 20, 12
+
+    def draw(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(94)
+        _before = torch.randn(first, device=device)  # an odd number leaves one of a pair for later
+        drawn = [torch.empty(large, device=device).uniform_() for _ in range(count)]
+        last = torch.randn(1, device=device)
+        return [*(one[:9].cpu() for one in reversed(drawn)), last.cpu()]
+
+    assert_same(draw(DEVICE), draw("cpu"))
+    assert counted.words < 3 * count * large

@@ -4,8 +4,8 @@ A position is a number of 32-bit words used since seeding, and a *spare*: small 
 and keep the second one, so a position also says at which word such a pair was drawn (-1 for none). Numbers recorded at
 a position are therefore those that eager CPU PyTorch draws there, whatever has or has not run before.
 
-Going forward costs one cheap draw a word; going back starts at the nearest checkpoint. Programs run mostly in the order
-in which they were recorded, so both are rare.
+Going forward costs one cheap draw a word and leaves checkpoints on the way; going back starts at the nearest one.
+Programs run mostly in the order in which they were recorded, so both are rare.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from marid.graph.node import Draw
 from marid.recent import Recent
 
 PAIR_WORDS = 4  # a normal pair is made of two doubles in [0, 1), two words each
-_SKIP_CHUNK = 1 << 20
-_CHECKPOINT_EVERY = 1 << 22
+_CHECKPOINT_EVERY = 1 << 20  # 2 ms are skipped at most behind a state of 5 KB
+_SPARES = 8
 _STREAMS = 16
 # Where numbers go that nobody wants. Made once: a run of a program must not allocate differently the next time.
-_SKIPPED = torch.empty(_SKIP_CHUNK, dtype=torch.uint8, device="cpu")
+_SKIPPED = torch.empty(_CHECKPOINT_EVERY, dtype=torch.uint8, device="cpu")
 _PAIR = torch.empty(1, dtype=torch.float64, device="cpu")
 
 
@@ -48,42 +48,44 @@ class MersenneTwisters:
 
 
 class _Stream:
+    """The generator of one seed, and states of it to go on from, by the spare that they hold."""
+
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator()
-        self.seed = seed
-        self.checkpoints: list[tuple[int, torch.Tensor]] = []
-        self.restart()
-
-    def restart(self) -> None:
-        self.generator.manual_seed(self.seed)
+        self.generator.manual_seed(seed)
         self.offset, self.spare = 0, -1
+        self.beginning = self.generator.get_state()
+        self.checkpoints: Recent[int, list[tuple[int, torch.Tensor]]] = Recent(_SPARES)
 
     def seek(self, offset: int, spare: int) -> None:
         if (self.offset, self.spare) == (offset, spare):
             return
-        if spare >= 0:
-            self._go(spare)
-            _PAIR.normal_(generator=self.generator)
-            self.offset = spare + PAIR_WORDS
-            self._skip(offset - self.offset)
-        else:
-            self._go(offset)
-
-    def _go(self, offset: int) -> None:
-        if self.offset > offset or self.spare >= 0:
-            self.restart()
-        nearest = bisect.bisect_right(self.checkpoints, offset, key=lambda point: point[0])
-        if nearest and self.checkpoints[nearest - 1][0] > self.offset:
-            self.offset, state = self.checkpoints[nearest - 1]
+        checkpoints = self._checkpoints(spare)
+        after = bisect.bisect_right(checkpoints, offset, key=lambda point: point[0])
+        nearest, state = checkpoints[after - 1]
+        if self.spare != spare or not nearest <= self.offset <= offset:
             self.generator.set_state(state)
-        self._skip(offset - self.offset)
-        last = self.checkpoints[-1][0] if self.checkpoints else 0
-        if offset - last >= _CHECKPOINT_EVERY:
-            self.checkpoints.append((offset, self.generator.get_state()))
-
-    def _skip(self, words: int) -> None:
-        while words > 0:
-            chunk = min(words, _SKIP_CHUNK)
+            self.offset, self.spare = nearest, spare
+        while self.offset < offset:
+            if self.offset - nearest >= _CHECKPOINT_EVERY:
+                nearest = self.offset
+                checkpoints.insert(after, (nearest, self.generator.get_state()))
+                after += 1
+            chunk = min(offset - self.offset, _CHECKPOINT_EVERY)
             _SKIPPED[:chunk].random_(generator=self.generator)
             self.offset += chunk
-            words -= chunk
+
+    def _checkpoints(self, spare: int) -> list[tuple[int, torch.Tensor]]:
+        """Positions with this spare, and the generator's states there, in order: first where the spare is made."""
+        found = self.checkpoints.used(spare)
+        if found is not None:
+            return found
+        if spare < 0:
+            found = [(0, self.beginning)]
+        else:
+            self.seek(spare, -1)
+            _PAIR.normal_(generator=self.generator)
+            self.offset, self.spare = spare + PAIR_WORDS, spare
+            found = [(self.offset, self.generator.get_state())]
+        self.checkpoints.put(spare, found)
+        return found
