@@ -158,6 +158,19 @@ def test_a_cpu_file_is_loaded_onto_the_device() -> None:
     assert_same(loaded, torch.arange(6.0).reshape(2, 3).t())
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_package() -> None:
+    tensor = torch.arange(6.0, device=DEVICE)
+    exporter = torch.package.PackageExporter(file := io.BytesIO())
+    exporter.save_pickle("weights", "them.pkl", {"all": tensor, "some": tensor.view(2, 3)[1:]})
+    exporter.close()
+    file.seek(0)
+    loaded = torch.package.PackageImporter(file).load_pickle("weights", "them.pkl")
+    assert loaded["some"].device == tensor.device
+    loaded["all"] += 1
+    assert_same([loaded["all"], loaded["some"]], [torch.arange(6.0) + 1, torch.arange(6.0).view(2, 3)[1:] + 1])
+
+
 def test_a_file_on_disk_and_the_legacy_format(tmp_path: Path) -> None:
     """By path, memory-mapped, and in the format of old files, which have to be loaded onto the CPU first."""
     x = torch.arange(5.0, device=DEVICE)

@@ -44,6 +44,7 @@ from marid.frontend import (
     record,
     recurrent,
     replicas,
+    script_modules,
     spared_imports,
     special,
     subclasses,
@@ -113,6 +114,7 @@ _NO_FOREACH = "optimizers take the device's parameters as they take those of the
 _SWITCHED = "kernels read it when they run: what was recorded before runs before it changes"
 _CLASSES = "classes that a user derives from tensors and parameters are kept on the device"
 _LAZY_MODULES = "a parameter without a shape yet can be on the device"
+_FILES_OF_TORCHSCRIPT = "PyTorch's C++ writes and reads memory there, which the device does not have"
 _EXACT_TYPE = "it goes by the exact type of tensors"
 
 CHANGES: list[Change] = [
@@ -136,6 +138,12 @@ CHANGES: list[Change] = [
         device.swapping,
     ),
     replaced("torch.utils.swap_tensors", "the same, whoever refers to it", device.swapping_whoever_holds_them),
+    *[
+        replaced(f"torch.jit.{kind}.{name}", _FILES_OF_TORCHSCRIPT, script_modules.saving_from_the_cpu)
+        for kind in ("ScriptModule", "RecursiveScriptModule")
+        for name in ("save", "save_to_buffer")
+    ],
+    replaced("torch.jit.load", _FILES_OF_TORCHSCRIPT, script_modules.loading_through_the_cpu),
     replaced(
         "torch.library.Library.impl", "operators composed of others are left to these", overrides.leaving_composed
     ),

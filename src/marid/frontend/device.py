@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from marid import registration
 from marid.execute.geometry import when_mispredicted
-from marid.frontend import autocast, corrections, handles, random, subclasses, uninitialized
+from marid.frontend import autocast, corrections, handles, random, script_modules, subclasses, uninitialized
 from marid.frontend.engines import all_engines, engine_of
 from marid.frontend.materialize import bytes_of, run_everything, wait_anyway
 from marid.frontend.record import follow_switches
@@ -106,7 +106,7 @@ def keeping(move: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Modu
     @functools.wraps(move)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         if isinstance(self, torch.jit.ScriptModule):  # whose parameters are C++'s, and set anew
-            return move(self, fn, recurse)
+            return move(self, script_modules.moving_parameters(self, fn), recurse)
         if recurse:  # first, as PyTorch does, and with the caller's function
             for module in self.children():
                 module._apply(fn)
@@ -161,6 +161,7 @@ def swapping(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
             return is_wrapper(tensor)
         move = sys._getframe(1)
         if isinstance(move.f_locals.get("self"), torch.jit.ScriptModule):
+            move.f_locals["param"]._is_param = True  # as script_modules.moving_parameters has it
             return False
         has_moved = move.f_locals.get("param") is tensor  # in another place of the module, as tied weights have
         return not has_moved and move.f_back is not None and move.f_back.f_code.co_filename != __file__

@@ -93,13 +93,13 @@ def _storage_at(storage: torch.TypedStorage, location: str) -> torch.TypedStorag
 
 
 def restore(storage: Any, location: str) -> Any:
-    """What ``torch.load`` makes of a storage for the device."""
+    """What ``torch.load``, or with a ``TypedStorage`` ``torch.package``, makes of a storage for the device."""
     if getattr(storage, "_torch_load_uninitialized", False):
         raise UnsupportedOperationError(
             "a file in PyTorch's legacy format cannot be loaded onto remote_accelerator directly; "
             "load it with map_location='cpu' and move the result"
         )
-    return _placed(storage, location)
+    return _storage_at(storage, location) if isinstance(storage, torch.TypedStorage) else _placed(storage, location)
 
 
 def _placed(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:

@@ -69,7 +69,10 @@ def storage_behind(storage: torch.UntypedStorage, dtype: torch.dtype, device: in
     root = entry[1]() if entry is not None else None
     if shared is None or root is None:
         if storage.device.type != "cpu":
-            raise RuntimeError(f"set_() got a storage on {storage.device} that belongs to no living tensor")
+            raise RuntimeError(
+                f"set_() got a storage on {storage.device} that belongs to no living tensor; where PyTorch's C++ asks "
+                "for the memory of a tensor, as TorchScript does, move the tensor to the CPU first, with .cpu()"
+            )
         with concretely():
             buffer = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
         spec = handles.spec_of(buffer, device)
