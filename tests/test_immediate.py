@@ -125,13 +125,44 @@ def test_what_makes_much_is_recorded_again() -> None:
 
 
 def test_work_that_is_read_no_more_is_recorded_again() -> None:
-    x = torch.rand(4, device=DEVICE)
+    x = torch.rand(16_000, device=DEVICE)  # small ones go on at once, a few excepted
     for _ in range(30):
         x = x * 0.5
         x.sum().item()
     for _ in range(20_000):
         x = x + 1
     assert not (x * 2).materialized
+
+
+@pytest.mark.parametrize("filled", ["elements", "nothing is read"])
+def test_many_small_operations_run_at_once_without_a_read(filled: str) -> None:
+    """A tensor filled element by element would be programs that do not come again."""
+
+    def run(device: str) -> torch.Tensor:
+        x = torch.zeros(2, 2000, device=device)
+        for index in range(2000):
+            if filled == "elements":
+                x[0, index] = index
+                x[1, index] = -index
+            else:
+                x = x * 0.99 + index
+        return x
+
+    expected, found = run("cpu"), []
+    ran = _immediate(lambda: found.append(run(DEVICE)))
+    assert ran >= 2000
+    assert marid.stats().automatic_cuts == 1
+    assert_same(found[0], expected)
+
+
+def test_many_large_operations_are_recorded_until_they_are_read() -> None:
+    def run(device: str) -> torch.Tensor:
+        x = torch.zeros(150, 150, device=device)
+        for index in range(1000):
+            x = x * 0.5 + index
+        return x
+
+    assert _immediate(lambda: assert_same(run(DEVICE), run("cpu"))) == 0
 
 
 def test_nothing_runs_where_that_is_forbidden(at_once: None) -> None:

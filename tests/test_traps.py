@@ -30,6 +30,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
 def test_random_op_in_a_never_synced_loop_keeps_the_tape_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is ever read, yet the pending work stays under the limit, and the result is what eager gives."""
     monkeypatch.setattr(settings, "max_pending_nodes", 500)
+    monkeypatch.setattr(settings, "immediate_bytes", 0)  # as for larger tensors
 
     def noisy(device: str) -> torch.Tensor:
         x = torch.zeros(8, device=device)
@@ -96,8 +97,9 @@ def test_every_steady_step_is_the_same_program() -> None:
     assert marid.stats().programs_built == built
 
 
-def test_learning_rate_change_builds_no_program() -> None:
+def test_learning_rate_change_builds_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A learning rate is a parameter of the program, not part of it."""
+    monkeypatch.setattr(settings, "immediate_bytes", 0)  # from the ninth turn on there would be no program
     model = _model(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -199,6 +201,7 @@ def test_view_outlives_its_base() -> None:
 def test_metrics_accumulated_and_never_read_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A running total that nobody reads is a chain that grows each step: it is cut, and right in the end."""
     monkeypatch.setattr(settings, "max_pending_nodes", 1_000)
+    monkeypatch.setattr(settings, "immediate_bytes", 0)  # as for larger tensors
 
     def accumulate(device: str) -> list[torch.Tensor]:
         total = torch.zeros((), device=device)

@@ -60,6 +60,12 @@ eager PyTorch's time: results of 110 KB 0.93 and 0.70 (a vision transformer), so
 IMMEDIATE_READS = 4
 """How many times what they make such operations may touch, where they touch more than half of what they may: a stencil
 2.8 times (281 KB), 200 bodies 2.2 (269 KB). A decoder, which touches its weights for each token, does so many more."""
+IMMEDIATE_UNREAD, IMMEDIATE_UNREAD_PART = 8, 16
+"""Once an eighth of ``settings.max_pending_nodes`` is pending, of no more than 32 KB each, operations run at once
+although nothing was read: a tensor that is filled element by element makes programs that do not come again, at 35 to 75
+us an operation in place of 1.3 (eager PyTorch 2.7). Where a processor is left for running ahead, what comes then may
+touch a 16th of ``settings.immediate_bytes``. With 128 operations shorter programs are faster, too, but nobody would see
+a small network's steps recorded any more."""
 FEW_PARAMETERS, FEW_PARAMETERS_OF_SGD = 3, 8
 """Up to so many, an optimizer whose operations run at once takes one parameter after the other. A list costs 6 to 12 us
 more to begin with; a step of Adam takes 26 us with one parameter and 36 with a list of one, 40 and 44 with two, 117 and

@@ -59,7 +59,8 @@ class Settings:
     more than a fifth of it, they run as they are written, on the thread that calls them; 0 for never. No more than a
     128th where a processor is left that could run them while others are recorded."""
     immediate_after: int = 8
-    """After so many turns of the loop; 0 from the first read on."""
+    """After so many turns of the loop; 0 from the first read on. Without a read, after an eighth of
+    ``max_pending_nodes`` operations that make no more than a 128th."""
     plan_bytes: int = 64 << 10
     """Programs whose results take fewer bytes at once are run without a memory plan."""
     passes: bool = True

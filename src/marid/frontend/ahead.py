@@ -12,8 +12,8 @@ optimizer is such a read, once it has taken a few.
 
 A loop whose operations touch little memory, and that reads what it has made, gains nothing from a program: recording an
 operation, and running it later, takes longer than it does. After some such turns its operations run *at once*, as they
-are written, on the thread that calls them (``native/immediate.cpp``). They are recorded again when they touch more, or
-when nothing is read any more.
+are written, on the thread that calls them (``native/immediate.cpp``). So do those of a loop that records many of them
+and reads nothing (``limits.py``). They are recorded again when they touch more, or when nothing is read any more.
 """
 
 from __future__ import annotations

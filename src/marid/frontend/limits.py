@@ -6,8 +6,8 @@ from typing import Any
 
 from marid import policy
 from marid.frontend import handles
-from marid.frontend.ahead import share, takes_steps_unread
-from marid.frontend.materialize import is_held_back, run_everything
+from marid.frontend.ahead import may_go_ahead, share, takes_steps_unread, touches_little
+from marid.frontend.materialize import begin_immediate, is_held_back, may_be_immediate, run_everything
 from marid.frontend.observe import observer
 from marid.graph.tape import Tape
 from marid.report.stats import counters
@@ -38,8 +38,16 @@ def overflow(tape: Tape) -> None:
     if tape.grace <= 0:
         nodes, nbytes = tape.measure()
         used = max(nbytes / settings.max_pending_bytes, nodes / settings.max_pending_nodes)
+        if _are_little(tape, nodes, nbytes):
+            _cut_unasked(tape, None if newest is None else newest.site)
+            tape.set_budget(settings.max_pending_bytes // policy.IMMEDIATE_UNREAD)
+            part = policy.IMMEDIATE_UNREAD_PART if may_go_ahead() else 1
+            begin_immediate(tape, settings.immediate_bytes // part)
+            return
         # Charges add up bytes and nodes, so half of what is left is safe for both.
-        tape.set_budget(int((1 - used) / 2 * settings.max_pending_bytes))
+        budget = int((1 - used) / 2 * settings.max_pending_bytes)
+        few = settings.max_pending_nodes // policy.IMMEDIATE_UNREAD - nodes
+        tape.set_budget(min(budget, few * share()) if few > 0 else budget)
         if used < policy.CUT_AT:
             return
         tape.grace = tape.budget if tape.cut_at is not None else 0
@@ -52,6 +60,16 @@ def overflow(tape: Tape) -> None:
     _cut_unasked(tape, None if newest is None else newest.site)
 
 
+def _are_little(tape: Tape, nodes: int, nbytes: int) -> bool:
+    """Whether what is pending, of which nothing was read, is many operations that would better run at once."""
+    if (
+        nodes * policy.IMMEDIATE_UNREAD < settings.max_pending_nodes
+        or nbytes * policy.IMMEDIATE_RESULTS_AHEAD > nodes * settings.immediate_bytes
+    ):
+        return False
+    return may_be_immediate(tape) and touches_little(tape.pending())
+
+
 def optimizer_stepped(*_: Any) -> None:
     """Run what is pending if much is: a loop that reads now and then, or never, repeats best in whole steps."""
     for tape in handles.tapes:
@@ -62,6 +80,7 @@ def optimizer_stepped(*_: Any) -> None:
         # Measuring takes as long as recording a few operations, so only when so much was added since the last time.
         if waits or tape.chunk or (tape.charged - tape.measured_at) * parts < settings.max_pending_bytes:
             continue
+        tape.measured_at = tape.charged
         nodes, nbytes = tape.measure()
         if nodes * parts > settings.max_pending_nodes or nbytes * parts > settings.max_pending_bytes:
             _cut_unasked(tape, current_site())

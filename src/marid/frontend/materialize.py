@@ -158,7 +158,8 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
                 tape.set_budget(tape.chunk)
             waited |= wait_for(tensors, need)
             if is_little:
-                _begin_immediate(tape)
+                _read_loops[tape.device].begins_immediate()
+                begin_immediate(tape, settings.immediate_bytes)
             elif immediate:
                 _read_loops[tape.device].is_not_immediate()
             return waited
@@ -175,7 +176,7 @@ def _run_for(tape: Tape, tensors: list[Any], reason: str, site: Site | None, nee
 def _plan(tape: Tape, site: Site | None) -> int:
     """A value is read at ``site``: how much may be recorded until it runs unasked, in units of ``Tape.budget``."""
     if tape.immediate:
-        module.allow_immediate(settings.immediate_bytes)
+        module.allow_immediate(tape.allowance)
         return 0
     if site is None:
         return 0
@@ -194,11 +195,11 @@ def may_be_immediate(tape: Tape) -> bool:
     return allowed and not is_held_back() and observer() is None and not engine_of(tape.device).elsewhere
 
 
-def _begin_immediate(tape: Tape) -> None:
-    """Let operations run at once from here on."""
+def begin_immediate(tape: Tape, allowance: int) -> None:
+    """Let operations run at once from here on, that touch no more than so many bytes each, on average."""
     wait_anyway()
-    _read_loops[tape.device].begins_immediate()
-    module.allow_immediate(settings.immediate_bytes)
+    tape.allowance = allowance
+    module.allow_immediate(allowance)
     tape.chunk = 0
     tape.immediate = True
 

@@ -26,10 +26,11 @@ class Tape:
     because nodes that die give nothing back. While ``grace`` is positive, the tape is full but waits for a node like
     ``cut_at``, where it was last run for being full: a loop that never reads is cut once around, at one place, so that
     what is run repeats. ``chunk``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
-    the nodes that were run. While ``immediate``, operations whose arguments exist run at once and are not added.
-    ``measured_at`` is what had been ``charged`` when the tape was last measured. ``steps``, ``stepped_at`` and
-    ``rarely_reads`` are for ``frontend/ahead.py``, which decides what runs: how many times an optimizer has stepped
-    since the last read, what had been charged then, and whether such reads are far apart.
+    the nodes that were run. While ``immediate``, operations whose arguments exist run at once and are not added, as
+    long as each touches no more than ``allowance`` bytes on average. ``measured_at`` is what had been ``charged`` when
+    the tape was last measured. ``steps``, ``stepped_at`` and ``rarely_reads`` are for ``frontend/ahead.py``, which
+    decides what runs: how many times an optimizer has stepped since the last read, what had been charged then, and
+    whether such reads are far apart.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Tape:
         "_kept",
         "_recorded",
         "_resident_limit",
+        "allowance",
         "budget",
         "chunk",
         "cut_at",
@@ -62,6 +64,7 @@ class Tape:
         self.budget = 0
         self.grace = 0
         self.immediate = False
+        self.allowance = 0
         self.measured_at = 0
         self.chunk = 0
         self.run = 0
@@ -109,7 +112,6 @@ class Tape:
 
     def measure(self) -> tuple[int, int]:
         """How many live nodes are pending, and how many bytes their results will take when they run."""
-        self.measured_at = self.charged
         pending = self.pending()
         return len(pending), module.allocated(pending)
 
