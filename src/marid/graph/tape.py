@@ -28,9 +28,9 @@ class Tape:
     what is run repeats. ``chunk``, where it is not 0, is how much is recorded before it is run unasked. ``run`` counts
     the nodes that were run. While ``immediate``, operations whose arguments exist run at once and are not added, as
     long as each touches no more than ``allowance`` bytes on average. ``measured_at`` is what had been ``charged`` when
-    the tape was last measured. ``steps``, ``stepped_at`` and ``rarely_reads`` are for ``frontend/ahead.py``, which
-    decides what runs: how many times an optimizer has stepped since the last read, what had been charged then, and
-    whether such reads are far apart.
+    an optimizer's step last had the tape measured. ``steps``, ``stepped_at`` and ``rarely_reads`` are for
+    ``frontend/ahead.py``, which decides what runs: how many times an optimizer has stepped since the last read, what
+    had been charged then, and whether such reads are far apart.
     """
 
     __slots__ = (
